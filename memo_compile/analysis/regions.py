@@ -51,6 +51,8 @@ class RegionGraph:
     op_by_op: bool = False
     """Run operator by operator whatever the lowering: an output may lie over an input, which one
     operator allows and several kernels need not."""
+    donated: tuple[int, ...] = ()
+    """Inputs, by position, that nothing reads after a call: the code may write over them."""
 
     def example_inputs(self) -> list[Any]:
         """The fake values of the placeholders, in order."""

@@ -108,6 +108,8 @@ def misshapen_calls(problem: Problem) -> tuple[str, ...]:
             found.append(f"{call.name}: {call.region} has (inputs, outputs) {ports}, got {got[:2]}")
         if any(not 0 <= into.buffer < len(region.buffers) for into in call.into):
             found.append(f"{call.name} writes a buffer that {call.region} has not got")
+        if any(not 0 <= at < ports[0] for at in region.overwrites):
+            found.append(f"{call.name} writes over an input that {call.region} has not got")
         expected = {
             CallKind.OFFLOAD: (1, 0, True, False),
             CallKind.RELOAD: (0, 1, True, False),
@@ -146,7 +148,8 @@ class StepContents:
         self.issued: dict[str, StepCall] = {}
         """Collectives in flight, by name."""
         self._overwritten: dict[str, str] = {}
-        """Value whose place a collective's output has taken -> the collective."""
+        """Value whose place a collective's output, or a region's, has taken -> that call."""
+        self._returned = {value for half in problem.halves for value in half.results}
         self._calls: dict[str, CallKind] = {}
         self._waited: set[str] = set()
         self._host: ByteMap[Stored] = ByteMap()
@@ -172,6 +175,8 @@ class StepContents:
             self._read(call, value)
         for into in call.into:
             self._write(call, region, into)
+        for position in region.overwrites:
+            self._take(call, call.inputs[position])
         if call.kind is CallKind.OFFLOAD:
             self._offload(call)
         for output, value in zip(region.outputs, call.outputs, strict=True):
@@ -327,6 +332,24 @@ class StepContents:
             )
         storage.written.append((start, end, call.name))
         self._paint(call, into, storage, start, min(end, size))
+
+    def _take(self, call: StepCall, value: str) -> None:
+        """The region writes over ``value``, which it has read: nothing else may need that."""
+        storage = self.storage_of.get(value)
+        if storage is None:
+            return
+        lying = [other for other, held in self.storage_of.items() if held is storage]
+        if not storage.in_arena:
+            self.complain(f"{call.name} writes over {value}, which is not in the arena")
+        if not self._returned.isdisjoint(lying):
+            self.complain(f"{call.name} writes over {value}, which the step returns")
+        for flight in storage.busy.values():
+            self.complain(f"{call.name} writes over {value} while {flight.call.name} is in flight")
+        read = [other for other in call.inputs if self.storage_of.get(other) is storage]
+        if len(read) > 1:
+            self.complain(f"{call.name} writes over {value}, which it reads as {read[1]} as well")
+        self._overwritten.update((other, call.name) for other in lying)
+        storage.held.paint(0, storage.size_bytes, f"{call.name}/over.{value}")
 
     def _check_first_write(
         self, call: StepCall, value: str, storage: _Bytes, start: int, end: int

@@ -25,6 +25,7 @@ from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.assumed import of_block
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.declared import stages_around
+from memo_compile.driver.donation import with_donations, wrongly_taken
 from memo_compile.driver.gradient_watch import GradientWatch
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.left_whole import say_dropped
@@ -202,12 +203,15 @@ def lower_step(
     device that is planned for, where the tensors lie on another.
     """
     start = time.perf_counter()
-    regions = lower_regions(step.regions.values(), config, step.runner)
+    graphs = with_donations(step)
+    regions = lower_regions(graphs.values(), config, step.runner)
+    if wrong := wrongly_taken(step_problem(step, regions, config)):
+        kept = [replace(graphs[name], donated=()) for name in wrong]
+        regions |= lower_regions(kept, config, step.runner)
     if for_cuda:
         regions = with_workspaces(regions, step.regions)
     problem = step_problem(step, regions, config)
     if overwritten := collective_profile.overwriting(problem):
-        graphs = step.regions
         regions |= {
             name: collective_profile.apart(regions[name], graphs[name]) for name in overwritten
         }

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from memo_compile import shim, shim_cache, shim_kernels
+from memo_compile import shim, shim_cache, shim_donation, shim_kernels
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.analysis.views import results_of
 from memo_compile.lowering import aten
 from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.region_cache import RegionCache, say_broken, tag_of
 from memo_compile.lowering.workspace import Convolution, convolution_of
+from memo_compile.step.problem import Storage
 
 
 @dataclasses.dataclass
@@ -149,6 +150,13 @@ def lower(
     return made
 
 
+def given_away(lowered: LoweredRegion, region: RegionGraph) -> set[int]:
+    """Inputs, which are the arena's, in whose place the code has put what goes to the user."""
+    results = [lowered.profile.outputs[at] for at in region.external_outputs]
+    inputs = {result.index for result in results if result.storage is Storage.INPUT}
+    return {*lowered.profile.overwrites}.intersection(inputs)
+
+
 def lower_symbolic(
     region: RegionGraph, number: Callable[[Any], int], *, poison: bool
 ) -> tuple[LineScan, Callable[[list[Any]], Any]] | None:
@@ -192,7 +200,8 @@ def _compiled(recorder: _Recorder, wrapper: type[ArenaWrapper]) -> Any:
     region.gm.graph.output_node().meta["user_visible_output_idxs"] = [
         index for index, value in enumerate(results) if isinstance(value, torch.fx.Node)
     ]
-    with shim.own_tracing_context(examples), _arena_codegen(recorder, wrapper):
+    donated = shim_donation.donating(region.donated)
+    with shim.own_tracing_context(examples), _arena_codegen(recorder, wrapper), donated:
         return shim.compile_fx_inner(
             region.gm,
             examples,

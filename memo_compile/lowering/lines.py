@@ -274,7 +274,14 @@ class LineScan:
                 itertools.starmap(self._region_output, enumerate(self.graph.get_output_names()))
             ),
             outside=tuple(self._outside_buffers(ends)),
+            overwrites=self._overwrites(),
         )
+
+    def _overwrites(self) -> tuple[int, ...]:
+        """Inputs whose memory a kernel's result takes."""
+        taken = (line.node.get_name() for line in self._lines if isinstance(line, shim.ReuseLine))
+        roots, inputs = set(map(self._groups.root, taken)), self._inputs()
+        return tuple(at for at, name in enumerate(inputs) if name in roots)
 
     def _region_output(self, index: int, name: str) -> tuple[str, RegionOutput]:
         """Its storage, and where that lies."""

@@ -67,7 +67,14 @@ def _lowered(
     own_region = replace(region, gm=runner.run(copied, own, stage=region.name))
 
     def alone() -> LoweredRegion:
-        return inductor.lower(own_region, poison=poison, cache=cache)
+        mine = own_region
+        while True:
+            before = shim.copied(mine.gm) if mine.donated else mine.gm
+            found = inductor.lower(mine, poison=poison, cache=cache)
+            given = inductor.given_away(found, mine)
+            if not given:
+                return found
+            mine = replace(mine, gm=before, donated=tuple(sorted({*mine.donated} - given)))
 
     def at_others(sizes: OtherSizes) -> fx.GraphModule:
         return runner.run(sizes.again(region.gm), own, stage=f"{region.name}-other-size")
@@ -75,6 +82,7 @@ def _lowered(
     varying = varying_sizes.current()
     if varying is None:
         return alone()
+    own_region = replace(own_region, donated=())
     return varying.lower(own_region, poison=poison, alone=alone, at_others=at_others)
 
 

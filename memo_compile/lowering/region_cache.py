@@ -75,6 +75,7 @@ def tag_of(region: RegionGraph, convolutions: tuple[Convolution, ...], *, poison
         "in_place": [ops.writes_first(node.target) for node in region.gm.graph.nodes].count(True),
         "device": str(region.device),
         "is_backward": region.is_backward,
+        "donated": region.donated,
         "threads": torch.get_num_threads(),
         "vectors": shim_cache.vector_instructions(region.device.type == "cpu"),
     }
@@ -193,6 +194,8 @@ def _require_fits(record: CodeRecord, region: RegionGraph, code: str) -> None:
     inputs, results = len(region.example_inputs()), len(results_of(region.gm.graph))
     if (len(profile.input_ends), len(profile.outputs)) != (inputs, results):
         raise InputError(f"it is not of {inputs} inputs and {results} outputs")
+    if any(not 0 <= at < inputs for at in profile.overwrites):
+        raise InputError(f"it writes over inputs {profile.overwrites} of {inputs}")
     lengths = {Storage.ARENA: len(views), Storage.INPUT: inputs}
     for output in profile.outputs:
         length = lengths.get(output.storage)

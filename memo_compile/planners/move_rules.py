@@ -42,6 +42,8 @@ class StepFacts:
     """Value -> bytes of its arena buffer, for values that the forward makes there."""
     backward_readers: dict[str, tuple[int, ...]]
     """Value -> the calls of the backward that read it, ascending."""
+    overwritten_at: dict[str, int]
+    """Value -> the call that writes over it."""
     call_s: tuple[float, ...]
     """Seconds of every call."""
     talks: bool
@@ -111,6 +113,11 @@ def _collect(step: MovableStep) -> StepFacts:
         last_use=last_use,
         size_of={value: sizes[value] for value in written_at if value in sizes},
         backward_readers={value: tuple(found) for value, found in readers.items()},
+        overwritten_at={
+            call.inputs[position]: at
+            for at, call in enumerate(calls)
+            for position in problem.regions[call.region].overwrites
+        },
         call_s=call_s,
         talks=has_collectives(problem),
         halves_s=(

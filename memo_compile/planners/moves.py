@@ -379,6 +379,13 @@ class _Builder:
                 f"{owner.forward} is recomputed from {value}, which is not "
                 "recomputed before; SAVE or OFFLOAD that"
             )
+        taken = self.facts.overwritten_at.get(value)
+        if taken is not None and self.place_of[taken] < recomputation.at:
+            owner = self.step.layers[recomputation.layer]
+            raise InvalidPlan(
+                f"{owner.forward} is recomputed from {value}, which "
+                f"{self.problem.calls[taken].name} has written over; SAVE what it recomputes"
+            )
         if value in self.reloaded:
             return _RELOADED + value
         return value if maker is None else _RECOMPUTED + value

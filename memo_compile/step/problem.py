@@ -181,6 +181,8 @@ class RegionProfile:
     input_layouts: Layouts = ()
     """What the code was made for; empty for copies, and where no code is known."""
     output_layouts: Layouts = ()
+    overwrites: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
+    """Inputs, by position, in whose place the code puts what it makes: they are gone then."""
 
     def outputs_of_buffers(self) -> dict[int, list[int]]:
         """Buffer index -> the outputs whose storage it is, by position."""
@@ -557,25 +559,16 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
         for name, region in problem.regions.items()
         if any(o.same_as is not None or o.storage is Storage.INPUT for o in region.outputs)
     }
-    known, shared = last.get, []
-    for index, call in enumerate(problem.calls):  # a later call's lines are larger ones
-        start = starts[index]
-        if call.region == COPY_REGION:
-            last[call.inputs[0]] = start + 1
-            continue
+    known = last.get
+    for index in reversed(range(len(problem.calls))):
+        call, start = problem.calls[index], starts[index]
         region = problem.regions[call.region]
-        if len({*call.inputs}) == len(call.inputs):
-            last.update(zip(call.inputs, map(start.__add__, region.input_ends), strict=True))
-        else:
-            for end, value in zip(region.input_ends, call.inputs, strict=True):
-                last[value] = max(known(value, 0), start + end)
+        for end, value in zip(region.input_ends, call.inputs, strict=True):
+            if start + end > known(value, 0):
+                last[value] = start + end
         for into in call.into:
-            last[into.value] = max(known(into.value, 0), start + region.num_lines)
-        if call.region in sharing:
-            shared.append(index)
-    for index in reversed(shared):
-        call, region = problem.calls[index], problem.regions[problem.calls[index].region]
-        for output, value in problem.made_by(call):
+            last[into.value] = max(last.get(into.value, 0), starts[index] + region.num_lines)
+        for output, value in problem.made_by(call) if call.region in sharing else ():
             if output.same_as is not None:
                 first = call.outputs[output.same_as]
                 last[first] = max(last.get(first, 0), last.get(value, 0))

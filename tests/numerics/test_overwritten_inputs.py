@@ -1,4 +1,7 @@
-"""What reads a buffer that the forward overwrites has the old value in the backward as well."""
+"""What reads a buffer that the forward overwrites has the old value in the backward as well.
+
+And what the backward itself writes over, a saved activation that it reads last, nobody misses.
+"""
 
 import copy
 import itertools
@@ -9,8 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from memo_compile.driver import pipeline
+from memo_compile.driver.donation import wrongly_taken
 from tests.numerics.closeness import assert_equals_eager
-from tests.numerics.small import rows
+from tests.numerics.small import Pair, Stack, rows
 from tests.numerics.training import ATEN, assert_planned, in_ci, memo_compiled
 
 WIDTH = 16
@@ -237,3 +242,57 @@ def test_a_written_input_that_shares_memory_with_another_at_times():
             run(*inputs[-1]).backward()
         assert_equals_eager(model, eager)
         torch.testing.assert_close(inputs[0], inputs[1], msg=case)
+
+
+NUM_ROWS = 32
+MOVING = {"costs": "roofline", "token_granule": 4, "token_tiles": 1}
+MOVES = (
+    {**MOVING, "policy": "memo", "alpha": 0.5},
+    {**MOVING, "policy": "full-offload"},
+    {**MOVING, "policy": "full-recompute"},
+    {"policy": "save"},
+)
+
+
+class Gated(nn.Module):
+    """Saves two tensors of which its backward makes two as large; the gradient of ``scale`` is as
+    large as the residual."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(NUM_ROWS, hidden))
+        self.gate, self.up = (nn.Linear(hidden, 4 * hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        gated = functional.silu(self.gate(value)) * self.up(value)
+        return (value + self.down(gated)) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule"),
+    in_ci(itertools.product(MOVES, ("copies-late", "copies-early")), (MOVES[0], "copies-late")),
+)
+def test_a_backward_writes_over_what_it_reads_last(options, schedule, monkeypatch):
+    """Also in a graph that is retained; gradients stay the user's."""
+    taken: list[str] = []
+
+    def watched(problem):
+        taken.extend(name for name, region in problem.regions.items() if region.overwrites)
+        return wrongly_taken(problem)
+
+    monkeypatch.setattr(pipeline, "wrongly_taken", watched)
+    model = Stack(num_layers=0)
+    model.layers = nn.ModuleList(Gated(32) for _ in range(3))
+    pair = Pair(model, **options, debug=f"poison,{schedule}", lowering="inductor")
+
+    def twice(model):
+        loss = model(rows(1, NUM_ROWS))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    pair.each(twice)
+    pair.each(lambda model: model(rows(2, NUM_ROWS)).backward())
+    pair.assert_equal()
+    assert "layer0_bwd" in taken
+    assert_planned(1)

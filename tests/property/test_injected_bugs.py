@@ -38,6 +38,7 @@ def modes(draw) -> Mode:
 def moved_steps(draw) -> Shape:
     num_layers = draw(st.integers(1, 4))
     step = movable_step(num_layers, bytes_per_s=draw(st.sampled_from([2, 16, 200])) * KIB)
+    step = dataclasses.replace(step, problem=_overwriting(step.problem, draw))
     lags = st.sampled_from([None, 0, 1])
     moves = Moves(
         modes=tuple(draw(modes()) for _ in range(num_layers)),
@@ -54,6 +55,14 @@ def moved_steps(draw) -> Shape:
     return Shape(
         original=step.problem, moved=moved, recomputations=recomputations_of(step, moved, regions)
     )
+
+
+def _overwriting(problem: Problem, draw: st.DrawFn) -> Problem:
+    """The backward of a layer may write over some of what it is the last to read."""
+    taken = draw(st.sampled_from([(), (0,), (1,), (2, 5)]))
+    regions = {**problem.regions}
+    regions["Lb"] = dataclasses.replace(regions["Lb"], overwrites=taken)
+    return dataclasses.replace(problem, regions=regions)
 
 
 @st.composite

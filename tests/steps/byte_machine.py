@@ -198,6 +198,10 @@ class Machine:
         for index in sorted(kept | {target.buffer for target in call.into}):
             for cell in range(mine[index].count if call.kind is not CallKind.RELOAD else 0):
                 mine[index].put(cell, (digest, index, cell))
+        for position in region.overwrites:
+            taken = self.values[call.inputs[position]]
+            for cell in range(taken.count):
+                taken.put(cell, (digest, "over", position, cell))
         for position, (output, value) in enumerate(zip(region.outputs, call.outputs, strict=True)):
             if output.storage is Storage.ARENA:
                 self.values[value] = mine[output.index]

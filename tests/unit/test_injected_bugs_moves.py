@@ -6,8 +6,10 @@ import pytest
 
 from memo_compile.check.check_moves import Recomputation, check_moves
 from memo_compile.check.check_plan import check
+from memo_compile.driver.donation import wrongly_taken
 from memo_compile.step.problem import (
     CallKind,
+    Half,
     Into,
     OutsideBuffer,
     Phase,
@@ -37,6 +39,7 @@ from tests.steps.bugs import (
     works,
 )
 from tests.steps.byte_machine import roomy
+from tests.steps.movable import movable_step
 from tests.steps.moved import BACKWARD, SHAPES
 from tests.steps.parts import call as run_call
 
@@ -379,3 +382,32 @@ def test_a_write_into_a_view_of_what_nothing_made():
     step = Problem(regions={"view": view, "write": write}, calls=(first, second))
     found = check_moves(step, step).problems
     expect(list(found), "F1 writes into v before it is made")
+
+
+@pytest.mark.parametrize(
+    ("region", "position", "returned", "problem"),
+    [
+        ("Lb", 5, (), None),  # d is read for the last time
+        ("L", 0, (), "Lb@0 reads x0, which L@0 overwrites"),
+        ("P", 0, (), "P writes over in, which is not in the arena"),
+        ("Lb", 0, ("g1",), "Lb@0 writes over g1, which the step returns"),
+        ("H", 0, (), "Hb reads x2, which H overwrites"),
+    ],
+)
+def test_a_region_writes_over_its_input(region, position, returned, problem):
+    step = movable_step(2).problem
+    regions = dict(step.regions)
+    regions[region] = dataclasses.replace(regions[region], overwrites=(position,))
+    half = Half(
+        phase=Phase.BACKWARD,
+        constants=(),
+        arguments=("tangent",),
+        results=returned,
+        handle="",
+        layouts=(None,),
+    )
+    forward = dataclasses.replace(half, phase=Phase.FORWARD, arguments=("in",), results=())
+    step = dataclasses.replace(step, regions=regions, halves=(forward, half))
+    found = check(step, roomy(step)).problems
+    assert found == () if problem is None else problem in found
+    assert returned or wrongly_taken(step) == (frozenset() if problem is None else {region})

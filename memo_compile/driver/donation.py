@@ -1,0 +1,145 @@
+"""Which inputs a region of the backward may write over, because nothing reads them afterwards.
+
+A kernel that reads a saved activation for the last time may write its result in its place, where
+it reads and writes each number at the same index; that is for the compiler to see. Rewrite:
+
+    buf3 = empty(..)                         buf3 = mm_32     # the saved activation's memory
+    kernel(mm_32, grad, buf3); del mm_32  -> kernel(buf3, grad)
+
+What is known before lowering is asked of the graphs (``donated``), the rest of the lowered step
+(``wrongly_taken``). The checker knows the rule too (``check_contents.py``). A backward that runs
+twice (retain_graph) works on a copy of the arena, and nothing outside of the arena is taken.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from memo_compile.analysis.regions import RegionGraph
+from memo_compile.analysis.views import results_of, storage_of
+from memo_compile.driver.stages import CutStep
+from memo_compile.passes.cut import Cut, CutCall
+from memo_compile.step.problem import CallKind, Phase, Problem, Storage, aliases
+
+
+def with_donations(step: CutStep) -> dict[str, RegionGraph]:
+    """The step's regions, which know what they may write over."""
+    found = _donated(step)
+    return {
+        name: replace(graph, donated=found.get(name, ())) for name, graph in step.regions.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A call that makes or reads a value."""
+
+    call: CutCall
+    phase: Phase
+    unit: int
+    makes: bool
+
+
+def _donated(step: CutStep) -> Mapping[str, tuple[int, ...]]:
+    """Region of the backward -> inputs, by position, that each of its calls is the last to use."""
+    uses = _uses(step)
+    shared = {*_shared(step.forward), *_shared(step.backward)}
+    last_of_unit = {call.position: call.name for call in step.backward.calls}
+    found: dict[str, set[int]] = {}
+    for call in step.backward.calls:
+        is_last = last_of_unit[call.position] == call.name and call.kind is CallKind.RUN
+        examples = step.backward.regions[call.region].example_inputs()
+        mine = {
+            position
+            for position, value in enumerate(call.inputs)
+            if is_last
+            and _is_floating(examples[position])
+            and value not in shared
+            and call.inputs.count(value) == 1
+            and _ends_here(call, uses[value])
+        }
+        found[call.region] = found.get(call.region, mine) & mine
+    return {region: tuple(sorted(positions)) for region, positions in found.items()}
+
+
+def _is_floating(example: object) -> bool:
+    """True for what may hold any number: a region is timed again on what it has written."""
+    return isinstance(example, torch.Tensor) and example.is_floating_point()
+
+
+def _uses(step: CutStep) -> dict[str, list[_Use]]:
+    """Value -> its uses in the order of the step."""
+    found: dict[str, list[_Use]] = {}
+    for half in (step.forward, step.backward):
+        last = step.units.num_units - 1
+        for call in half.calls:
+            unit = call.position if half.phase is Phase.FORWARD else last - call.position
+            for values, makes in ((call.inputs, False), (call.outputs, True)):
+                for value in values:
+                    found.setdefault(value, []).append(_Use(call, half.phase, unit, makes))
+    return found
+
+
+def _ends_here(call: CutCall, uses: Iterable[_Use]) -> bool:
+    """True where the step makes the value, and ``call`` is the last to use it.
+
+    What a recomputation of another layer may read as well is not meant: in the forward only the
+    layer reads it whose backward ``call`` is. Such a recomputation runs before it.
+    """
+    *before, last = uses
+    readers = {use.unit for use in before if use.phase is Phase.FORWARD and not use.makes}
+    makers = {use.unit for use in before if use.phase is Phase.FORWARD and use.makes}
+    units = readers or makers
+    return last.call.name == call.name and any(use.makes for use in before) and units <= {last.unit}
+
+
+def _shared(half: Cut) -> Iterator[str]:
+    """Values that are not the step's own, or do not lie alone in their memory."""
+    yield from half.arguments
+    yield from half.constants
+    yield from (value for value in half.results if value is not None)
+    for call in half.calls:
+        if call.kind is not CallKind.RUN:
+            yield from (*call.inputs, *call.outputs)
+        for into in call.into:
+            yield from (into.value, call.outputs[into.output])
+        yield from _lying_together(call, half.regions[call.region])
+
+
+def _lying_together(call: CutCall, region: RegionGraph) -> Iterator[str]:
+    """Outputs of a call that are views of its inputs or of each other, and those inputs."""
+    first = dict(zip(region.gm.graph.find_nodes(op="placeholder"), call.inputs, strict=True))
+    for result, value in zip(results_of(region.gm.graph), call.outputs, strict=True):
+        if isinstance(result, fx.Node):
+            other = first.setdefault(storage_of(result), value)
+            if other != value:
+                yield from (other, value)
+
+
+def wrongly_taken(problem: Problem) -> frozenset[str]:
+    """Regions that write over what is not in the arena, or is still needed.
+
+    That shows only in lowered regions: a kernel may allocate its own results, and a compiler may
+    return what it was given where the graph makes a copy of it.
+    """
+    in_arena = {
+        value
+        for call in problem.calls
+        for output, value in problem.made_by(call)
+        if output.storage is Storage.ARENA and call.value_around(output.index) is None
+    }
+    roots, last = aliases(problem), dict[str, str]()
+    for call in problem.calls:
+        for value in (*call.inputs, *call.outputs, *(into.value for into in call.into)):
+            last[value] = call.name
+    found = set()
+    for call in problem.calls:
+        for position in problem.regions[call.region].overwrites:
+            value = call.inputs[position]
+            others = (other for other, root in roots.items() if value in (root, other))
+            alone = all(last[other] == call.name or other in call.outputs for other in others)
+            if value not in in_arena or last[value] != call.name or not alone:
+                found.add(call.region)
+    return frozenset(found)
