@@ -44,6 +44,7 @@ MIN_GAIN = 0.7
 MAX_RATIO = 1.03
 """memo's step over another's at its memory: beyond, it is slower by more than what a run differs
 from the next."""
+PART, ROOM, LOWERING, ATTENTION = 0.6, 1.15, "inductor", "eager"
 SIZES = {"layers": 4, "hidden": 256, "tokens": 512, "samples": 9}
 WARMUP = 3
 """Steps before the first sample: the first compiles, the next plans again with gradients."""
@@ -68,15 +69,26 @@ PASSED_ON = ("part", "lowering", "attention", "link", "bound", "child")
 def main() -> int:
     """Run the arms, print the table, write the results, judge."""
     made = harness.parser(__doc__, sizes=SIZES)
-    made.add_argument("--part", type=float, default=0.6, help="communication over computation")
-    made.add_argument("--room", type=float, default=1.15, help="budget over full recomputation")
-    made.add_argument("--lowering", default="inductor", choices=("inductor", "aten"))
-    made.add_argument("--attention", default="eager", choices=("eager", "sdpa"))
+    made.add_argument("--part", type=float, default=PART, help="communication over computation")
+    made.add_argument("--room", type=float, default=ROOM, help="budget over full recomputation")
+    made.add_argument("--lowering", default=LOWERING, choices=("inductor", "aten"))
+    made.add_argument("--attention", default=ATTENTION, choices=("eager", "sdpa"))
     made.add_argument("--arms", type=int, default=len(ARMS), help="only the first so many")
     made.add_argument("--link", type=float, default=0.0, help=argparse.SUPPRESS)
     made.add_argument("--bound", type=int, default=0, help=argparse.SUPPRESS)
     made.add_argument("--meet", default="", help=argparse.SUPPRESS)
-    return harness.run_benchmark("windows", made.parse_args(), measure, run_child)
+    options = made.parse_args()
+    return harness.run_benchmark(result_name(options), options, measure, run_child)
+
+
+def result_name(options: argparse.Namespace) -> str:
+    """``windows``, and what differs from the defaults: such runs of one day stand side by side."""
+    own = [options.lowering] if options.lowering != LOWERING else []
+    own += [options.attention] if options.attention != ATTENTION else []
+    own += [f"part{options.part:g}"] if options.part != PART else []
+    own += [f"room{options.room:g}"] if options.room != ROOM else []
+    own += [f"{key}{getattr(options, key)}" for key in SIZES if getattr(options, key) != SIZES[key]]
+    return "_".join(["windows", *own])
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

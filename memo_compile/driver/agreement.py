@@ -4,8 +4,8 @@ A rank that begins another collective than the others, or none, leaves them wait
 before a graph runs for the first time each rank tells the others, through the store at which they
 met, what it will begin among the ranks of each process group, and waits until all have told the
 same. What else their plans hold may differ: no plan changes the order in which collectives begin
-(``check.check_moves``), which follows from the graph, and from the budget where that is too small
-to keep gathered weights (``planners.gather_again``). So a step that is planned again, on one rank
+(``check.check_moves``), which follows from the graph, and from the first plan where that gathers
+weights again (``planners.gather_again``). So a step that is planned again, on one rank
 or on several, needs no new agreement. Nor does a graph whose collectives all ranks have agreed on
 before: a branch that only one rank takes is compiled there and nowhere else. Ranks plan with equal
 costs (``driver.shared_costs``), so that first plans that differ are a surprise, which is said.

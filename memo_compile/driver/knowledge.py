@@ -353,6 +353,15 @@ class StepKnowledge:
         """True where the backend makes the same plan: the step was lowered for its own device."""
         return self.runs_here() or self.lowered.cut.facts.gpu is not None
 
+    def gathering_again(self) -> "StepKnowledge | None":
+        """The step that gathers weights again, with what is known here; None: it is no choice."""
+        again = self.lowered.again
+        if again is None:
+            return None
+        self._seconds_of_regions()
+        lowered = replace(self.lowered, problem=again, again=None)
+        return replace(self, lowered=lowered, _movable=None, _library=None, _maker=None)
+
     def profile(self) -> HardwareProfile:
         """The declared figures of the device that the step is planned for."""
         return self.hardware or hardware_of(profile_name(self.lowered.cut.facts.device))

@@ -12,9 +12,11 @@ device refuses memory, or the user keeps what the plan took to be gone (``driver
 that fits in other tiles only, the graph is compiled anew (``backends.retile``).
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import fx
 
@@ -33,7 +35,7 @@ from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.step_problem import step_problem, whole_step
-from memo_compile.errors import Infeasible
+from memo_compile.errors import Infeasible, TooSlow
 from memo_compile.lowering import collective_profile
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.lowering.workspace import with_workspaces
@@ -42,9 +44,11 @@ from memo_compile.passes.cut import Cut, CutRequest, cut
 from memo_compile.passes.runner import GraphPass
 from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.tile_cut import RegionTiling, tile_cut
-from memo_compile.planners.gather_again import over_budget
+from memo_compile.planners.gather_again import instead
 from memo_compile.reporting import state
 from memo_compile.step.problem import Phase
+
+T = TypeVar("T")
 
 
 def assemble(
@@ -72,12 +76,16 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     alone, own = replace(request, group=None), config
     if request.group is not None:  # the group obeys the budget; by itself runs what is beyond it
         own = replace(config.at_any_speed(), memory_budget=None)
+        known = known.gathering_again() or known
     is_stage = stages_around(lowered.cut.facts.inputs()).num_stages > 0
     first = _stage_at_first if is_stage else _planned_at_first
     try:
-        planned, alone = first(lowered, own, alone, known, gradients)
+        known, (planned, alone) = fastest(
+            known, lambda some: first(some.lowered, own, alone, some, gradients)
+        )
     except Infeasible as error:
         raise of_block(error, lowered, own, known) if request == PlanRequest() else error from None
+    lowered = known.lowered
     group = None if request.group is None else plan_step(lowered, config, request, known)
     if group is None and not is_stage:
         require_fast(planned.plan, config, known)
@@ -93,6 +101,36 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     )
     assembly.reserve()
     return assembly
+
+
+def fastest(
+    known: StepKnowledge, planned: Callable[[StepKnowledge], tuple[PlannedStep, T]]
+) -> tuple[StepKnowledge, tuple[PlannedStep, T]]:
+    """The faster one of what ``planned`` makes of a step that keeps gathered weights, or does not.
+
+    Ranks plan with equal costs, and come to the same; that they do is compared.
+
+    Raises:
+        TooSlow, Infeasible: both fail; with the smaller floor.
+    """
+    other = known.gathering_again()
+    if other is None:
+        return known, planned(known)
+    found: list[tuple[StepKnowledge, tuple[PlannedStep, T]]] = []
+    failed: list[TooSlow | Infeasible] = []
+    for own in (known, other):
+        try:
+            found.append((own, planned(own)))
+        except (TooSlow, Infeasible) as error:
+            failed.append(error)
+    if not found:
+        raise min(failed, key=_floor_first)
+    return min(found, key=lambda pair: pair[1][0].plan.step_s or 0.0)
+
+
+def _floor_first(error: TooSlow | Infeasible) -> float:
+    floor_bytes = error.floor_bytes if isinstance(error, Infeasible) else 0
+    return math.inf if floor_bytes is None else floor_bytes
 
 
 def first_request(known: StepKnowledge) -> PlanRequest:
@@ -199,8 +237,7 @@ def lower_step(
 ) -> LoweredStep:
     """Each distinct region as code, once, and the problem of the step that keeps everything.
 
-    Under a budget that it does not hold, all but the weights that it gathers. ``hardware`` is the
-    device that is planned for, where the tensors lie on another.
+    ``hardware`` is the device that is planned for, where the tensors lie on another.
     """
     start = time.perf_counter()
     graphs = with_donations(step)
@@ -216,9 +253,10 @@ def lower_step(
             name: collective_profile.apart(regions[name], graphs[name]) for name in overwritten
         }
         problem = step_problem(step, regions, config)
+    again = None
     if config.memory_budget is not None:
         device_bytes = hardware.memory_bytes if hardware else step.facts.device_bytes()
-        problem = over_budget(problem, config.budget_bytes(device_bytes))
+        again = instead(problem, config.budget_bytes(device_bytes))
     lowering_s = time.perf_counter() - start
     return LoweredStep(
         cut=step,
@@ -226,6 +264,7 @@ def lower_step(
         problem=problem,
         whole=whole_step(step),
         lowering_s=lowering_s,
+        again=again,
     )
 
 

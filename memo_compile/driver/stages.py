@@ -73,6 +73,9 @@ class LoweredStep:
     whole: WholeStep
     """The step as its graphs say it, for the checker."""
     lowering_s: float
+    again: "Problem | None" = None
+    """The problem where the backward gathers weights again: under a budget that ``problem``, which
+    keeps them, does not hold as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

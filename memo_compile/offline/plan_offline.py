@@ -23,7 +23,7 @@ from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.costs.roofline import node_cost
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
-from memo_compile.driver.pipeline import cut_step, first_request, lower_step
+from memo_compile.driver.pipeline import cut_step, fastest, first_request, lower_step
 from memo_compile.driver.stages import CapturedStep, CutStep, PlannedStep
 from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tile_order import Sizes
@@ -226,9 +226,11 @@ class TracedModel(OfflineModel):
         """The plan in the tiles that ``options`` name. Raises TooSlow, Infeasible."""
         tiles = options.token_tiles, options.tile_above_bytes, options.drops_above()
         if tiles not in self._planned:
-            known = self.lowered(options, graph)
-            facts, request = offline_facts(known), first_request(known)
-            self._planned[tiles] = known, *planned_offline(known, options, facts, request)
+            known, made_first = fastest(
+                self.lowered(options, graph),
+                lambda own: planned_offline(own, options, offline_facts(own), first_request(own)),
+            )
+            self._planned[tiles] = known, *made_first
         known, planned, made = self._planned[tiles]
         require_fast(planned.plan, options, known)
         return made

@@ -6,8 +6,8 @@ Rewrite, where ``w`` is a shard that the step is given and ``v`` the whole weigh
       ->    issue w; wait -> v; F(x, v); ...; issue w; wait -> again.v; B(g, again.v)
 
 What is gathered for the first unit of the backward stays: it would be gathered at once again. All
-ranks must do the same, so this goes by the graph and by the budget alone (``over_budget``), and no
-plan changes it.
+ranks must do the same: a step is planned both ways where its budget is short (``instead``), and the
+faster one stays for good.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,12 +46,14 @@ def gathered_again(problem: Problem) -> Problem:
     return replace(problem, calls=tuple(calls), tensors={**problem.tensors, **tensors})
 
 
-def over_budget(problem: Problem, budget_bytes: int | None) -> Problem:
-    """``problem``, with its weights gathered again where it is over ``budget_bytes`` as it is."""
+def instead(problem: Problem, budget_bytes: int | None) -> Problem | None:
+    """``problem`` with its weights gathered again; None where it holds the budget, or has none."""
     if budget_bytes is None or not gathers_of(problem):
-        return problem
-    fits = peak_live_bytes(in_begin_order(problem)) <= budget_bytes
-    return problem if fits else gathered_again(problem)
+        return None
+    if peak_live_bytes(in_begin_order(problem)) <= budget_bytes:
+        return None
+    again = gathered_again(problem)
+    return None if again is problem else again
 
 
 def values_again(problem: Problem) -> Mapping[str, str]:

@@ -74,10 +74,10 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = LAYERS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
         self.norm = Norm()
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
@@ -146,7 +146,12 @@ def main(*, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def trained(
-    *, sequence: bool = False, shards: bool = False, fails: bool = False, **options: Any
+    *,
+    sequence: bool = False,
+    shards: bool = False,
+    num_layers: int = LAYERS,
+    fails: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Two fresh steps and one accumulated, with memo's ``options``; the errors after each.
 
@@ -157,7 +162,7 @@ def trained(
     state.reset()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
-    ours = Llama().double()
+    ours = Llama(num_layers).double()
     eager = copy.deepcopy(ours)
     if shards:  # every rank has all rows of the batch: its loss counts as often as there are ranks
         eager.load_state_dict({name: own.float() for name, own in ours.state_dict().items()})

@@ -1,3 +1,4 @@
+import argparse
 import functools
 import itertools
 import json
@@ -6,7 +7,7 @@ import textwrap
 
 import pytest
 
-from benchmarks import harness
+from benchmarks import harness, windows
 from benchmarks.harness import Arm, ChildFailed, medians, run_arm, run_in_turns
 from benchmarks.step import judge, step_ratio
 
@@ -131,6 +132,15 @@ def test_results_are_dated_and_name_the_hardware(tmp_path):
 def results(**memo):
     good = {"step_s": 1.0, "peak_bytes": 100, "losses": [2.0, 1.0]}
     return {"eager": good, "inductor": good, "memo": {**good, **memo}}
+
+
+def test_runs_of_windows_with_other_settings_lie_side_by_side():
+    given = {**windows.SIZES, "part": 0.6, "room": 1.15, "lowering": "inductor"}
+    names = [
+        windows.result_name(argparse.Namespace(**{**given, "attention": "eager", **changed}))
+        for changed in ({}, {"lowering": "aten"}, {"attention": "sdpa", "part": 0.3}, {"layers": 6})
+    ]
+    assert names == ["windows", "windows_aten", "windows_sdpa_part0.3", "windows_layers6"]
 
 
 @pytest.mark.parametrize(
