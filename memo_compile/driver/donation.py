@@ -47,15 +47,15 @@ def _donated(step: CutStep) -> Mapping[str, tuple[int, ...]]:
     uses = _uses(step)
     shared = {*_shared(step.forward), *_shared(step.backward)}
     last_of_unit = {call.position: call.name for call in step.backward.calls}
+    examples = {name: region.example_inputs() for name, region in step.backward.regions.items()}
     found: dict[str, set[int]] = {}
     for call in step.backward.calls:
         is_last = last_of_unit[call.position] == call.name and call.kind is CallKind.RUN
-        examples = step.backward.regions[call.region].example_inputs()
         mine = {
             position
             for position, value in enumerate(call.inputs)
             if is_last
-            and _is_floating(examples[position])
+            and _is_floating(examples[call.region][position])
             and value not in shared
             and call.inputs.count(value) == 1
             and _ends_here(call, uses[value])
@@ -100,22 +100,26 @@ def _shared(half: Cut) -> Iterator[str]:
     yield from half.arguments
     yield from half.constants
     yield from (value for value in half.results if value is not None)
+    together = {name: _lying_together(region) for name, region in half.regions.items()}
     for call in half.calls:
         if call.kind is not CallKind.RUN:
             yield from (*call.inputs, *call.outputs)
         for into in call.into:
             yield from (into.value, call.outputs[into.output])
-        yield from _lying_together(call, half.regions[call.region])
+        values = (*call.inputs, *call.outputs)
+        yield from (values[at] for at in together[call.region])
 
 
-def _lying_together(call: CutCall, region: RegionGraph) -> Iterator[str]:
-    """Outputs of a call that are views of its inputs or of each other, and those inputs."""
-    first = dict(zip(region.gm.graph.find_nodes(op="placeholder"), call.inputs, strict=True))
-    for result, value in zip(results_of(region.gm.graph), call.outputs, strict=True):
+def _lying_together(region: RegionGraph) -> list[int]:
+    """Positions, among inputs and behind them outputs, of what lies in one memory with another."""
+    inputs = region.gm.graph.find_nodes(op="placeholder")
+    first = {node: at for at, node in enumerate(inputs)}
+    found: list[int] = []
+    for at, result in enumerate(results_of(region.gm.graph), start=len(inputs)):
         if isinstance(result, fx.Node):
-            other = first.setdefault(storage_of(result), value)
-            if other != value:
-                yield from (other, value)
+            other = first.setdefault(storage_of(result), at)
+            found += () if other == at else (other, at)
+    return found
 
 
 def wrongly_taken(problem: Problem) -> frozenset[str]:
