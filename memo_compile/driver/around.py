@@ -161,7 +161,7 @@ def _modules() -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
             yield found, list(found.parameters())
 
 
-def _with_subclasses(cls: type) -> Iterator[type]:
+def _with_subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
     yield cls
     for derived in cls.__subclasses__():
         yield from _with_subclasses(derived)

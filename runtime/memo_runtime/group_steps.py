@@ -45,7 +45,7 @@ class GroupPlan:
         self.members[0].reserve()
 
     def begin(self) -> "GroupStep":
-        """The frame is taken; no member has run. Raises as ``run_forward``, and what a lease does."""
+        """The frame is taken; no member has run. Raises as ``run_forward``."""
         first = self.members[0]
         refuse_capture(first.device)
         frame = first.lease()

@@ -100,7 +100,7 @@ def time_s() -> float:
 
 
 def set_speeds(kernel_s: float = 0.0, link_bytes_per_s: float = 0.0) -> None:
-    """Each kernel takes so long from now on, copies to pinned memory are so fast; 0: as at first."""
+    """From now on each kernel takes so long, and pinned copies are so fast; 0: as at first."""
     _device.memo_device_speeds(ctypes.c_double(kernel_s), ctypes.c_double(link_bytes_per_s))
 
 
