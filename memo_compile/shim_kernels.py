@@ -12,6 +12,7 @@ import functools
 import hashlib
 import logging
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ MAX_FILES = 4
 _HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 _BINDING_HEADERS = ("<Python.h>", "<sstream>", "<cstdlib>", "<cerrno>")
 """What torch's binding includes: here outside of the namespace of each."""
+_ELF = struct.Struct("=40xQ10xHH2x")
+"""Where its sections are listed, how long each entry is, and how many there are."""
 _plain = vars(AsyncCompile)["cpp_pybinding"]
 
 
@@ -167,7 +170,9 @@ class _Shared:
         """Its path, once it is compiled; each kernel is found by its name from now on."""
         assert self.load is not None, "files are compiled before their kernels are waited for"
         if not self.path:
-            self.path = self.load().path
+            path = self.load().path
+            _require_whole(Path(path))
+            self.path = path
             for own in map(_path_of, self.sections):
                 own.parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(OSError):  # it is there, or cannot be linked
@@ -211,6 +216,7 @@ class _Files:
         path = _path_of(name)
         entry = _entry(name)
         if path.exists():
+            _require_whole(path)
             loaded = entry._load_library(str(path), name)
             return lambda: getattr(loaded, name)
         shared = self._filling
@@ -254,6 +260,23 @@ def _command(instructions: Any) -> str:
 def _path_of(name: str) -> Path:
     """Where the library of a kernel is found by its name."""
     return Path(get_path(name, "so")[2])
+
+
+def _require_whole(path: Path) -> None:
+    """Raises OSError for a library that was cut short, and removes it: to load it ends the process.
+
+    A library is an ELF file for 64 bits, whose last part is the table of its sections.
+    """
+    with path.open("rb") as file:
+        head = file.read(_ELF.size)
+    if head[:5] == b"\x7fELF\x02" and len(head) == _ELF.size:
+        table, size, count = _ELF.unpack(head)
+        if path.stat().st_size >= table + size * count:
+            return
+    elif head[:4] != b"\x7fELF" and len(head) == _ELF.size:
+        return  # of another system
+    path.unlink(missing_ok=True)
+    raise OSError(f"{path} is cut short")
 
 
 def _entry(name: str) -> Any:

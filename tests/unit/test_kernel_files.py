@@ -73,6 +73,20 @@ def test_kernels_share_a_file_and_are_found_alone(built):
     assert sum(".main.cpp" in command for command in built) == 1
 
 
+def test_a_library_that_was_cut_short_is_not_loaded(built, tmp_path):
+    compiled(source("4"))
+    libraries = [*tmp_path.rglob("*.main.so"), *tmp_path.rglob("k*.so")]
+    assert libraries
+    for path in libraries:  # another file each: this process has loaded the whole one
+        whole = path.read_bytes()
+        path.unlink()
+        path.write_bytes(whole[: len(whole) // 2])
+    before = len(built)
+    assert_adds(*compiled(source("4")), 4)
+    assert len(built) > before
+    assert_adds(*compiled(source("4")), 4)
+
+
 def test_what_is_no_single_function_is_compiled_by_torch(built):
     (kernel,) = compiled(source("one()", 'extern "C" float one() { return 1.0f; }'))
     assert_adds(kernel, 1)
