@@ -12,6 +12,7 @@ from memo_runtime.run_step import StepPlan
 
 import memo_compile
 from memo_compile.driver.facts import GraphFacts
+from memo_compile.reporting import state
 from tests import models
 from tests.cuda_emulated.computing import CUDA, Computing, leased, quick_collections, rows_of
 from tests.cuda_emulated.device_calls import counts, grant, limit_device, pinned_bytes, refuse
@@ -111,6 +112,8 @@ def uncached():
     grant()
     gc.collect()
     torch.cuda.memory.caching_allocator_enable(True)
+    torch._dynamo.reset()
+    state.reset()  # it counts forwards in ordinary memory
 
 
 def held_bytes(steps: Computing) -> tuple[int, int]:
@@ -156,6 +159,6 @@ def test_every_request_of_a_step_that_is_refused_is_raised_and_the_next_step_is_
         rf"^{HostStoreError.__name__}: .*ulimit -l.*lower host_budget",
         r"^[a-zA-Z]+Error: .*out of memory",
     )
-    found = [next(at for at, text in enumerate(own) if re.search(text, one)) for one in raised]
+    found = [next(at for at, text in enumerate(own) if re.search(text, said)) for said in raised]
     assert found.count(0) == found.count(1) == 1
     assert found.count(2) > 20
