@@ -3,6 +3,7 @@
 import gc
 import itertools
 import re
+import time
 
 import pytest
 import torch
@@ -123,6 +124,15 @@ def held_bytes(steps: Computing) -> tuple[int, int]:
     return counts().used_bytes, pinned_bytes()
 
 
+def comes_back_to(before: tuple[int, int], steps: Computing) -> bool:
+    """Autograd's thread lets go of a step that failed a little after its caller knows."""
+    for _ in range(100):
+        if held_bytes(steps) == before:
+            return True
+        time.sleep(0.02)
+    return False
+
+
 def test_every_request_of_a_step_that_is_refused_is_raised_and_the_next_step_is_whole(uncached):
     """Results, gradients, work space; and the frames of a forward beyond ``max_inflight``.
 
@@ -149,7 +159,7 @@ def test_every_request_of_a_step_that_is_refused_is_raised_and_the_next_step_is_
         if not said:
             break
         raised.append(said)
-        assert held_bytes(steps) == before, raised[-1]
+        assert comes_back_to(before, steps), said
         assert leased() == 0
         unplanned = memo_compile.report().unplanned_steps
         steps.assert_step(2 + first)
