@@ -53,6 +53,11 @@ class Computing:
         plan = memo_compile.report().plans[-1]
         assert plan.offloaded_bytes > 0
         assert plan.recomputed_bytes > 0
+        self.unplanned_steps = memo_compile.report().unplanned_steps
+
+    def is_planned(self) -> bool:
+        """True while no step since ``begin`` ran in ordinary memory, of any model."""
+        return memo_compile.report().unplanned_steps == self.unplanned_steps
 
     def step(self, seed: int) -> None:
         """One step of ours."""
@@ -121,8 +126,9 @@ class Copies:
 
     def in_flight(self) -> list[Ticket]:
         """What nothing has waited for: no stream, and the host has not seen its end."""
-        ended = [*self.waited, *(one for one in self.issued if one.event and one.event.query())]
-        return [one for one in self.issued if one not in ended or not one.finished]
+        passed = (ticket for ticket in self.issued if ticket.event and ticket.event.query())
+        ended = [*self.waited, *passed]
+        return [ticket for ticket in self.issued if ticket not in ended or not ticket.finished]
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
                     for to, value in zip(seen_result, _tensors(found), strict=True):
                         to.copy_(value)
 
-        launch(compute if all(one.nbytes <= MOST_BYTES for one in made) else lambda: None)
+        launch(compute if all(tensor.nbytes <= MOST_BYTES for tensor in made) else lambda: None)
         if not targets:
             return result
         return targets[0] if len(targets) == 1 else tuple(targets)

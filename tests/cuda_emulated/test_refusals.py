@@ -3,6 +3,7 @@
 import gc
 import itertools
 import re
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from memo_runtime.run_step import StepPlan
 
 import memo_compile
 from memo_compile.driver.facts import GraphFacts
+from memo_compile.reporting import state
 from tests import models
 from tests.cuda_emulated.computing import CUDA, Computing, leased, quick_collections, rows_of
 from tests.cuda_emulated.device_calls import counts, grant, limit_device, pinned_bytes, refuse
@@ -111,6 +113,8 @@ def uncached():
     grant()
     gc.collect()
     torch.cuda.memory.caching_allocator_enable(True)
+    torch._dynamo.reset()
+    state.reset()  # it counts forwards in ordinary memory
 
 
 def held_bytes(steps: Computing) -> tuple[int, int]:
@@ -118,6 +122,15 @@ def held_bytes(steps: Computing) -> tuple[int, int]:
     steps.ours.zero_grad(set_to_none=True)
     gc.collect()
     return counts().used_bytes, pinned_bytes()
+
+
+def comes_back_to(before: tuple[int, int], steps: Computing) -> bool:
+    """Autograd's thread lets go of a step that failed a little after its caller knows."""
+    for _ in range(100):
+        if held_bytes(steps) == before:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def test_every_request_of_a_step_that_is_refused_is_raised_and_the_next_step_is_whole(uncached):
@@ -146,7 +159,7 @@ def test_every_request_of_a_step_that_is_refused_is_raised_and_the_next_step_is_
         if not said:
             break
         raised.append(said)
-        assert held_bytes(steps) == before, raised[-1]
+        assert comes_back_to(before, steps), said
         assert leased() == 0
         unplanned = memo_compile.report().unplanned_steps
         steps.assert_step(2 + first)
@@ -156,6 +169,6 @@ def test_every_request_of_a_step_that_is_refused_is_raised_and_the_next_step_is_
         rf"^{HostStoreError.__name__}: .*ulimit -l.*lower host_budget",
         r"^[a-zA-Z]+Error: .*out of memory",
     )
-    found = [next(at for at, text in enumerate(own) if re.search(text, one)) for one in raised]
+    found = [next(at for at, text in enumerate(own) if re.search(text, said)) for said in raised]
     assert found.count(0) == found.count(1) == 1
     assert found.count(2) > 20
