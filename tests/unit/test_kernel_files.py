@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+import torch._inductor.config as inductor_config
 from torch._inductor import codecache
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen import cpp
@@ -60,16 +61,19 @@ def built(monkeypatch, tmp_path) -> list[str]:
     return found
 
 
-def test_kernels_share_a_file_and_are_found_alone(built):
-    first, second, again = compiled(source("1"), source("2"), source("1"))
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kernels_share_a_file_and_are_found_alone(threads, built):
+    more = source(f"{threads + 10}")  # a file of its own: a process loads each once
+    with inductor_config.patch(compile_threads=threads):
+        first, second, again = compiled(source("1"), more, source("1"))
     assert_adds(first, 1)
-    assert_adds(second, 2)
+    assert_adds(second, threads + 10)
     assert_adds(again, 1)
     assert sum(".main.cpp" in command for command in built) == 1
-    (found,) = compiled(source("2"))
-    assert_adds(found, 2)
-    with_argument = shim_kernels._name_of([*ARGUMENTS, "float"], source("2"))
-    assert with_argument != shim_kernels._name_of(ARGUMENTS, source("2"))
+    (found,) = compiled(more)
+    assert_adds(found, threads + 10)
+    with_argument = shim_kernels._name_of([*ARGUMENTS, "float"], more)
+    assert with_argument != shim_kernels._name_of(ARGUMENTS, more)
     assert sum(".main.cpp" in command for command in built) == 1
 
 
