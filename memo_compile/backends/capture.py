@@ -187,7 +187,13 @@ class StepCapture:
                 enable_autograd_cache=False,
                 enable_remote_autograd_cache=False,
             ),
-            shim.inductor_patch({"custom_partitioner_fn": partitioner, **shim.NO_GRAPH_CACHE}),
+            shim.inductor_patch(
+                {
+                    **self.config.inductor_options,  # which torch's passes over the graph read too
+                    "custom_partitioner_fn": partitioner,
+                    **shim.NO_GRAPH_CACHE,
+                }
+            ),
         ):
             yield
 

@@ -1,5 +1,6 @@
 """Variants of one model: odd lengths, dtypes, tied weights, several outputs, dropout."""
 
+import copy
 import functools
 
 import pytest
@@ -266,29 +267,45 @@ def test_dropout_differs_from_layer_to_layer():
     assert 0.45 < (dropped[1] == dropped[2]).float().mean().item() < 0.55
 
 
-def test_dropout_equals_inductor_bit_for_bit():
-    """Same seeds, same kernels' random numbers: losses and gradients are those of Inductor."""
+class Dropping(Stack):
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(functional.dropout(x, 0.1))
+        return x
 
-    class Dropping(Stack):
-        def features(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.entry(x)
-            for layer in self.layers:
-                x = layer(functional.dropout(x, 0.1))
-            return x
 
+def dropped_runs(*compilers):
+    """The same seeds, compiled by each; None is eager."""
     case = Dropping(), {"x": rows(1)}, lambda model, x: model(x)
-    runs = []
-    for backend, options in (("memo", {"strict": True}), ("inductor", None)):
+    for compiler in compilers:
         torch._dynamo.reset()
         torch.manual_seed(5)
-        compiled = functools.partial(torch.compile, backend=backend, options=options)
-        runs.append(train(case, compiled, [sgd], steps=2))
-    ours, theirs = runs
+        compiled = functools.partial(torch.compile, **compiler) if compiler else copy.copy
+        yield train(case, compiled, [sgd], steps=2)
+
+
+def test_dropout_equals_inductor_bit_for_bit():
+    """Same seeds, same kernels' random numbers: losses and gradients are those of Inductor."""
+    ours, theirs = dropped_runs(
+        {"backend": "memo", "options": {"strict": True}}, {"backend": "inductor"}
+    )
     assert_planned(1)
     for mine, other in zip(ours.losses, theirs.losses, strict=True):
         assert torch.equal(mine, other)
     for mine, other in zip(ours.gradients, theirs.gradients, strict=True):
         assert all(torch.equal(mine[name], other[name]) for name in other)
+
+
+def test_dropout_equals_eager_where_inductor_is_told_to_draw_as_eager_does():
+    options = {"inductor_options": {"fallback_random": True}, "policy": "full-recompute"}
+    ours, eager = dropped_runs(
+        {"backend": "memo", "options": {**ATEN, "strict": True, **options}}, None
+    )
+    assert_planned(1)
+    for mine, other in zip(ours.gradients, eager.gradients, strict=True):
+        for name in other:
+            torch.testing.assert_close(mine[name], other[name])
 
 
 class Signed(nn.Module):
