@@ -111,7 +111,8 @@ def test_gradients_are_those_of_one_process(settings, num_ranks, tmp_path, subte
                 assert found["num_collectives"] in collectives(setting)
                 if setting.get("fails"):
                     assert found["num_failed"] > 2 * found["num_collectives"]
-                if setting.get("policy") == "full-recompute":
+                is_fused_shards = "shards" in setting and setting["lowering"] == "inductor"
+                if setting.get("policy") == "full-recompute" and not is_fused_shards:
                     assert found["window_recompute_s"] > 0
 
 
