@@ -140,6 +140,14 @@ def say(did: Did, start: int, num_bytes: int) -> None:
     _device.memo_device_says(int(did), stream, ctypes.c_void_p(start), ctypes.c_size_t(num_bytes))
 
 
+def new_stream() -> torch.cuda.ExternalStream:
+    """A stream outside torch's pool, whose 32 streams are given out again and again."""
+    made = ctypes.c_void_p()
+    if error := _device.cudaStreamCreate(ctypes.byref(made)):
+        raise RuntimeError(f"CUDA error {error}")
+    return torch.cuda.ExternalStream(made.value)
+
+
 def shadow(address: int) -> int:
     """Where the device reads and writes ``address``."""
     return _device.memo_device_shadow(ctypes.c_void_p(address))

@@ -6,6 +6,8 @@ they must be. Nothing in it waits for the device but what the runtime waits for 
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -13,7 +15,7 @@ import torch
 from memo_runtime.arena import arena_of
 from memo_runtime.run_step import StepPlan
 
-from tests.cuda_emulated.device_calls import run_at_once, run_late, start_log, stop_log
+from tests.cuda_emulated.device_calls import new_stream, run_at_once, run_late, start_log, stop_log
 from tests.cuda_emulated.order import races
 from tests.steps import moving
 
@@ -44,8 +46,14 @@ def _step(plan: StepPlan, seed: int = 0) -> Iterator[Result]:
     yield gradient, moving.gradient_of(x, g)
 
 
-def _streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    return torch.cuda.Stream(), torch.cuda.Stream()
+@functools.cache
+def _own() -> Iterator[torch.cuda.ExternalStream]:
+    """Streams that are never those of copies, as torch's own could be: one stream is an order."""
+    return itertools.cycle([new_stream() for _ in range(16)])
+
+
+def _streams(number: int = 2) -> list[torch.cuda.ExternalStream]:
+    return list(itertools.islice(_own(), number))
 
 
 def one_stream() -> Iterator[Result]:
@@ -166,7 +174,7 @@ def frames_shared_after_each_end() -> Iterator[Result]:
 def host_frames_shared_after_each_end() -> Iterator[Result]:
     """The next step has a frame of its own, because another step holds the last one's."""
     for end in ENDS:
-        first, second, third = *_streams(), torch.cuda.Stream()
+        first, second, third = _streams(3)
         with torch.cuda.stream(first):
             end()
         with torch.cuda.stream(third):

@@ -13,6 +13,8 @@ import memo_runtime
 import torch
 from memo_runtime.copies import CopyEngine, Ticket, _CudaLanes
 
+from tests.cuda_emulated.device_calls import new_stream
+
 ROOT = str(Path(memo_runtime.__file__).parent)
 FOUND = (
     (torch.cuda.Stream, "wait_event"),
@@ -63,7 +65,7 @@ def _without(real: Callable[..., Any], *args: Any) -> Any:
 def _beside_its_lane(start: Callable[..., Any], lanes: _CudaLanes, ticket: Ticket) -> None:
     """The copy runs in no order with the others of its lane."""
     lane = lanes.streams.get(ticket.lane) or torch.cuda.Stream(lanes.device)
-    lanes.streams[ticket.lane] = torch.cuda.Stream(lanes.device)
+    lanes.streams[ticket.lane] = new_stream()
     try:
         start(lanes, ticket)
     finally:
