@@ -216,7 +216,8 @@ def cut_step(
         )
 
     with state.noting() as notes:
-        forward, backward = tiled(_cut_forward(step)), tiled(_cut_backward(step))
+        forward = tiled(_cut_forward(step, joins=tiles > 1))
+        backward = tiled(_cut_backward(step, joins=tiles > 1))
     return CutStep(
         name=step.name,
         forward=forward,
@@ -268,13 +269,13 @@ def lower_step(
     )
 
 
-def _cut_forward(step: CapturedStep) -> Cut:
+def _cut_forward(step: CapturedStep, *, joins: bool) -> Cut:
     apart = SeparateResults(own=step.own_results, num_results=step.num_results)
     gm = step.runner.run(step.forward, [apart], stage="forward")
-    return _cut_half(step, gm, forward_positions(gm.graph), Phase.FORWARD)
+    return _cut_half(step, gm, forward_positions(gm.graph), Phase.FORWARD, joins=joins)
 
 
-def _cut_backward(step: CapturedStep) -> Cut:
+def _cut_backward(step: CapturedStep, *, joins: bool) -> Cut:
     num_units = step.units.num_units
     (gradients,) = step.backward.graph.output_node().args
     assert isinstance(gradients, list | tuple), "a backward returns a tuple"
@@ -283,11 +284,17 @@ def _cut_backward(step: CapturedStep) -> Cut:
         AccumulateInPlace(num_units=num_units),
     )
     gm = step.runner.run(step.backward, passes, stage="backward")
-    return _cut_half(step, gm, backward_positions(gm.graph, num_units), Phase.BACKWARD)
+    positions = backward_positions(gm.graph, num_units)
+    return _cut_half(step, gm, positions, Phase.BACKWARD, joins=joins)
 
 
 def _cut_half(
-    step: CapturedStep, gm: fx.GraphModule, positions: Mapping[fx.Node, int], phase: Phase
+    step: CapturedStep,
+    gm: fx.GraphModule,
+    positions: Mapping[fx.Node, int],
+    phase: Phase,
+    *,
+    joins: bool,
 ) -> Cut:
     request = CutRequest(
         gm=gm,
@@ -296,6 +303,7 @@ def _cut_half(
         static_inputs=step.facts.static_names,
         device=step.facts.device,
         names=region_names(step.units, phase),
+        joins=joins,
     )
     return step.runner.derive(
         "cut",

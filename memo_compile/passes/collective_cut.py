@@ -11,17 +11,19 @@ Rewrite, where ``w`` (a weight's gradient) needs no collective, and ``e`` needs 
 A collective begins as soon as its input can be there. What computes a result of the place without
 needing what is in flight runs before the next wait; what only prepares later work does not, since
 it would have to be held until then. The order of the collectives is that of the graph: it is the
-same on all ranks.
+same on all ranks. Those of a group end in that order too, so that who waits for one waits for those
+before it, and computes what these make possible.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from memo_compile.analysis.purity import is_collective, is_known, is_random, is_write
 from memo_compile.analysis.purity import written_arguments as written_by
-from memo_compile.analysis.views import is_item, is_view, storage_of
+from memo_compile.analysis.structure import argument
+from memo_compile.analysis.views import bytes_of, is_item, is_view, storage_of
 from memo_compile.step.problem import CallKind
 
 
@@ -34,14 +36,22 @@ class CutPiece:
 
 
 def pieces(
-    nodes: Sequence[fx.Node], waits: Mapping[fx.Node, fx.Node], results: Collection[fx.Node]
+    nodes: Sequence[fx.Node],
+    waits: Mapping[fx.Node, fx.Node],
+    results: Collection[fx.Node],
+    *,
+    joins: bool = False,
 ) -> list[CutPiece]:
     """``nodes``, which are in graph order, in pieces.
 
     ``waits`` are the collectives that are split, each with its wait; ``results`` the nodes that are
     read elsewhere. Cost: nodes times collectives.
+
+    ``joins`` is for little memory: a collective begins later where two pieces beside it would hand
+    over more bytes than it does. As one piece they can run in tiles, which never hold all of them.
     """
-    return _Pieces(nodes, waits, results).run()
+    found = _Pieces(nodes, waits, results).run()
+    return _joined(found, results) if joins else found
 
 
 class _Pieces:
@@ -65,15 +75,12 @@ class _Pieces:
 
     def run(self) -> list[CutPiece]:
         for issue in self.waits:
-            needed = self._needed([issue])
-            if any(node in needed for node in self.in_flight):
-                self._fill()
-                self._wait(node for node in self.in_flight if node in needed)
+            self._wait_for(self._needed([issue]))
             self._compute(node for node in self._needed([issue]) if node is not issue)
             self._single(CallKind.ISSUE, issue)
             self.in_flight.append(self.waits[issue])
+        self._wait_for(self.in_flight)
         self._fill()
-        self._wait(self.in_flight)
         self._compute(self.left)
         self._end()
         return self.pieces
@@ -109,10 +116,20 @@ class _Pieces:
                 shown = [user for user in node.users if is_item(user) or is_view(user)]
                 pending += reversed(shown)
 
-    def _wait(self, waits: Iterable[fx.Node]) -> None:
-        for wait in list(waits):
-            self._single(CallKind.COMM_WAIT, wait)
-            self.in_flight.remove(wait)
+    def _wait_for(self, needed: Collection[fx.Node]) -> None:
+        """Wait for those of ``needed`` that are in flight, and for what their groups began before.
+
+        Each time what can be computed meanwhile is computed first.
+        """
+        last = {_group_of(wait): wait for wait in self.in_flight if wait in needed}
+        for wait in list(self.in_flight):
+            group = _group_of(wait)
+            if group in last:
+                self._fill()
+                self._single(CallKind.COMM_WAIT, wait)
+                self.in_flight.remove(wait)
+                if wait is last[group]:
+                    del last[group]
 
     def _single(self, kind: CallKind, node: fx.Node) -> None:
         self._end()
@@ -154,6 +171,48 @@ def _needs(
             last_effect = node
         found[node] = [source for source in needed if source is not node]
     return found
+
+
+def _group_of(wait: fx.Node) -> object:
+    """The group whose ranks a wait is for."""
+    return argument(wait.all_input_nodes[0], "group_name")
+
+
+def _joined(found: Sequence[CutPiece], results: Collection[fx.Node]) -> list[CutPiece]:
+    """``found`` with fewer computing pieces, see ``pieces``."""
+    read_elsewhere = {storage_of(node) for node in results}
+    joined: list[CutPiece] = []
+    begun: list[CutPiece] = []  # collectives behind the last computing piece
+    for at, piece in enumerate(found):
+        if piece.kind is CallKind.ISSUE:
+            begun.append(piece)
+            continue
+        if piece.kind is CallKind.RUN and begun and joined and joined[-1].kind is CallKind.RUN:
+            later = (node for other in (*begun, *found[at + 1 :]) for node in other.nodes)
+            kept = read_elsewhere | _storages_read(later)
+            handed_over = _handed_over_bytes(joined[-1], piece, kept)
+            if handed_over > sum(map(_collective_bytes, begun)):
+                piece = replace(piece, nodes=(*joined.pop().nodes, *piece.nodes))
+                joined.append(piece)
+                continue
+        joined += [*begun, piece]
+        begun = []
+    return [*joined, *begun]
+
+
+def _storages_read(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    return {storage_of(source) for node in nodes for source in node.all_input_nodes}
+
+
+def _handed_over_bytes(first: CutPiece, second: CutPiece, kept: Collection[fx.Node]) -> int:
+    """Bytes that ``first`` makes for ``second`` alone."""
+    made = {storage_of(node) for node in first.nodes}.intersection(first.nodes)
+    return sum(bytes_of(node) for node in (made & _storages_read(second.nodes)) - set(kept))
+
+
+def _collective_bytes(begun: CutPiece) -> int:
+    (issue,) = begun.nodes
+    return max(map(bytes_of, (issue, *issue.all_input_nodes)))
 
 
 def _has_order(node: fx.Node) -> bool:

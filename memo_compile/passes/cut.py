@@ -119,6 +119,8 @@ class CutRequest:
     device: torch.device
     names: Mapping[int, str]
     """Position -> what its region is called in dumps, e.g. ``layer0_fwd``."""
+    joins: bool = False
+    """Collectives begin later where that saves memory, see ``collective_cut.pieces``."""
 
 
 def cut(request: CutRequest) -> Cut:
@@ -181,7 +183,8 @@ class _Cutter:
             if self.waits.keys().isdisjoint(place.nodes):
                 parts.append(replace(place, at=len(parts)))
                 continue
-            for number, piece in enumerate(pieces(place.nodes, self.waits, wanted)):
+            cut_pieces = pieces(place.nodes, self.waits, wanted, joins=self.request.joins)
+            for number, piece in enumerate(cut_pieces):
                 name = op_name(piece.nodes[0]) if piece.kind is CallKind.ISSUE else "part"
                 name = "wait" if piece.kind is CallKind.COMM_WAIT else name
                 part = _Place(

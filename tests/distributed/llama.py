@@ -194,6 +194,7 @@ def trained(
         "num_collectives": plan.num_collectives,
         "window_recompute_s": plan.window_recompute_s,
         "num_regions": plan.num_regions,
+        "tiles": max(plan.tiles.values(), default=1),
         "active": report.active,
         "unplanned_steps": report.unplanned_steps,
         "notes": list(report.notes),

@@ -28,6 +28,7 @@ MOVING = {"costs": "roofline", "comm_bytes_per_s": 1e6, "token_granule": 4}
 SETTINGS = [
     {"sequence": False, "lowering": "aten", "debug": LATE, "policy": "full-recompute"},
     {"sequence": True, "lowering": "aten", "debug": LATE},
+    {"sequence": True, "lowering": "aten", "debug": LATE, "token_tiles": 2},
     {
         "shards": True,
         "lowering": "aten",
@@ -41,7 +42,8 @@ SETTINGS = [
 ]
 """Tensor parallel layers; with ``sequence`` the tokens between them are split as well. With
 ``shards`` each rank has rows of every parameter, and the layers gather them: under a budget that
-kept weights do not fit operator by operator, for the backward once more."""
+kept weights do not fit operator by operator, for the backward once more. In tiles fewer collectives
+run beside computation."""
 
 FAILING = [{**setting, "fails": True} for setting in SETTINGS]
 """Steps raise at each of their calls before the last one."""
@@ -109,6 +111,7 @@ def test_gradients_are_those_of_one_process(settings, num_ranks, tmp_path, subte
             with subtests.test(**setting):
                 assert_right(found, ROUNDED if "shards" in setting else TOLERANCE)
                 assert found["num_collectives"] in collectives(setting)
+                assert found["tiles"] == setting.get("token_tiles", found["tiles"])
                 if setting.get("fails"):
                     assert found["num_failed"] > 2 * found["num_collectives"]
                 is_fused_shards = "shards" in setting and setting["lowering"] == "inductor"

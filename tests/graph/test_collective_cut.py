@@ -31,16 +31,16 @@ class Graph:
         node.meta["val"] = like() if value is None else value
         return node
 
-    def reduced(self, name, source):
+    def reduced(self, name, source, group="0", value=None):
         """A collective and its wait."""
-        issue = self.op(name, ranks.all_reduce.default, source, "sum", "0")
-        return self.op(f"{name}_there", ranks.wait_tensor.default, issue)
+        issue = self.op(name, ranks.all_reduce.default, source, "sum", group, value=value)
+        return self.op(f"{name}_there", ranks.wait_tensor.default, issue, value=value)
 
-    def cut(self, *results):
+    def cut(self, *results, joins=False):
         """The pieces, each a word and the names of its nodes."""
         self.graph.output(results)
         nodes = [node for node in self.graph.nodes if node.op == "call_function"]
-        found = pieces(nodes, split_collectives(nodes), set(results))
+        found = pieces(nodes, split_collectives(nodes), set(results), joins=joins)
         assert sorted(node.name for piece in found for node in piece.nodes) == sorted(
             node.name for node in nodes
         )
@@ -97,6 +97,40 @@ def test_a_collective_of_a_collective(graph):
     again = graph.reduced("d", norm)
     assert graph.cut(again, free) == [
         *("run dx", "issue c", "run free", "wait c_there", "run norm", "issue d", "wait d_there"),
+    ]
+
+
+@pytest.mark.parametrize("group", ["0", "1"])
+def test_what_was_begun_before_is_there_before(graph, group):
+    """Only collectives of one group end in their order: others are waited for where they must."""
+    a = graph.input("a")
+    first = graph.reduced("c", graph.op("dx", aten.mm.default, a, a))
+    second = graph.reduced("d", graph.op("dy", aten.exp.default, a), group)
+    dw = graph.op("dw", aten.mm.default, first, a)
+    third = graph.reduced("e", graph.op("norm", aten.exp.default, second))
+    begun = ["run dx", "issue c", "run dy", "issue d"]
+    if group == "0":
+        rest = ["wait c_there", "run dw", "wait d_there", "run norm", "issue e"]
+        assert graph.cut(dw, third) == [*begun, *rest, "wait e_there"]
+    else:
+        rest = ["wait d_there", "run norm", "issue e", "wait c_there", "run dw"]
+        assert graph.cut(dw, third) == [*begun, *rest, "wait e_there"]
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_what_hands_over_more_than_is_sent_is_one_piece(graph, joins):
+    """A chain of wide values can run in tiles then; a narrow collective begins later."""
+    a, narrow = graph.input("a"), like(2)
+    wide = graph.op("wide", aten.exp.default, a)
+    dx = graph.op("dx", aten.sum.dim_IntList, wide, [0], value=narrow)
+    small = graph.reduced("c", dx, value=narrow)
+    end = graph.op("end", aten.sin.default, wide)
+    large = graph.reduced("d", graph.op("dy", aten.cos.default, end))
+    last = graph.op("last", aten.mul.Tensor, graph.op("more", aten.exp.default, end), large)
+    parts = ["run wide dx end dy", "issue c"] if joins else ["run wide dx", "issue c", "run end dy"]
+    assert graph.cut(small, last, joins=joins) == [
+        *parts,
+        *("issue d", "wait c_there", "wait d_there", "run more last"),
     ]
 
 
