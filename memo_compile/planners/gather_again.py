@@ -73,8 +73,8 @@ def _first_reads(problem: Problem) -> dict[str, int]:
     It is read under its own name, and not by the user.
     """
     results = {value for half in problem.halves for value in half.results}
-    roots = storage_roots(problem)
-    passed_on = {root for value, root in roots.items() if value not in _waited(problem)}
+    roots, waited = storage_roots(problem), _waited(problem)
+    passed_on = {root for value, root in roots.items() if value not in waited}
     first_unit: object = None
     first: dict[str, int] = {}
     for at, call in enumerate(problem.calls):

@@ -11,7 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from memo_compile.analysis.joint_units import SAVED, UNIT, JointUnits, saved_nodes, tag_saved
 from memo_compile.analysis.layers import IsomorphicUnits, LayerStructure, Unit
+from memo_compile.offline.shapes import parallel
 from memo_compile.passes.equal_cut import EqualCut, SufficientCut
+from memo_compile.passes.gathered_once import GatheredOnce
 from memo_compile.passes.numbers import PutNumbers
 from memo_compile.passes.runner import PassRunner, graph_text
 
@@ -121,3 +123,41 @@ def test_a_symbol_becomes_its_number(number):
     assert [node.op for node in gm.graph.nodes] == ["placeholder", "call_function", "output"]
     gm.recompile()
     assert gm(torch.ones(2))[0].tolist() == [number, number]
+
+
+def gathered_twice() -> fx.GraphModule:
+    """The tokens ``x`` gathered for the forward, and behind the gradient for the weight's."""
+
+    def step(x, weight, tangents_1):
+        whole = parallel.all_gather(x, 1, 2)
+        again = parallel.all_gather(x, 1, 2, tangents_1)
+        return whole @ weight, again.flatten(0, 1).t() @ tangents_1.flatten(0, 1)
+
+    with FakeTensorMode():
+        sizes = ((1, 4, 8), (8, 16), (1, 8, 16))
+        gm = make_fx(step)(*map(torch.empty, sizes))
+    gm.graph.find_nodes(op="placeholder")[2].target = "tangents_1"
+    return gm
+
+
+def gathers(gm: fx.GraphModule) -> int:
+    target = torch.ops._c10d_functional.all_gather_into_tensor.default
+    return len(gm.graph.find_nodes(op="call_function", target=target))
+
+
+def test_what_is_saved_gathered_is_not_gathered_again():
+    gm = gathered_twice()
+    shard = gm.graph.find_nodes(op="placeholder")[0].name
+    tagged(gm, "wait_tensor", shard)
+    assert gathers(gm) == 2
+    run(gm, GatheredOnce())
+    assert gathers(gm) == 1
+    assert names_saved(gm) == ["wait_tensor"], "the shard is not read any more"
+    gm.graph.lint()
+
+
+def test_what_is_not_saved_is_gathered_again():
+    gm = gathered_twice()
+    tagged(gm, gm.graph.find_nodes(op="placeholder")[0].name)
+    assert not GatheredOnce()(gm).modified
+    assert gathers(gm) == 2

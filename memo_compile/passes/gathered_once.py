@@ -1,0 +1,91 @@
+"""What a backward gathers again is taken from the forward where that keeps it all the same."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from memo_compile.analysis.joint_units import saved_nodes, tag_saved, tangent_dependents
+from memo_compile.analysis.purity import is_wait
+from memo_compile.analysis.splittable import split_collectives
+from memo_compile.analysis.structure import namespace, op_name
+from memo_compile.analysis.views import base_of, bytes_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredOnce:
+    """No gather of the backward makes what the forward has gathered and saves.
+
+    Megatron keeps a shard and gathers it for each pass. Where the backward recomputes an MLP that
+    reads the gathered tokens, that tensor is saved (``SufficientCut``), and the second gather would
+    only cut the MLP's backward in two.
+
+    Rewrite, where ``late`` is ``x`` behind the gradient ``g``:
+        w = wait(all_gather(x))  # saved         w = wait(all_gather(x))  # saved
+        late = behind(x, g)                 ->
+        again = wait(all_gather(late))
+        dw = mm(g, again)                        dw = mm(g, w)
+    """
+
+    name: ClassVar[str] = "gathered-once"
+    is_required: ClassVar[bool] = False
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place; a shard that nobody reads any more is not saved."""
+        saved, backward = set(saved_nodes(gm)), tangent_dependents(gm.graph)
+        kept = {
+            _gathered(node.all_input_nodes[0]): node
+            for node in saved
+            if is_wait(node) and node not in backward
+        }
+        shards = set()
+        for issue, wait in split_collectives(gm.graph.nodes).items():
+            first = kept.get(_gathered(issue)) if issue in backward else None
+            if first is not None:
+                shards.add(_shard_of(issue))
+                wait.replace_all_uses_with(first)
+                _erase(wait)
+        if not shards:
+            return PassResult(gm, False)
+        tag_saved(gm, saved - (shards - _needed(gm, saved)))
+        gm.recompile()
+        return PassResult(gm, True)
+
+
+def _gathered(issue: fx.Node) -> tuple[Any, ...]:
+    """Equal for gathers of one tensor, by the same ranks, into as many bytes."""
+    others = tuple(argument for argument in issue.args if not isinstance(argument, fx.Node))
+    return issue.target, others, _shard_of(issue), bytes_of(issue.all_input_nodes[0])
+
+
+def _shard_of(issue: fx.Node) -> fx.Node:
+    """What is gathered, before views of it and what only orders it."""
+    source = base_of(issue.all_input_nodes[0])
+    while (namespace(source), op_name(source)) == ("memo_shapes", "behind"):
+        source = base_of(source.all_input_nodes[0])
+    return source
+
+
+def _erase(node: fx.Node) -> None:
+    """``node``, and what it alone reads."""
+    pending = [node]
+    while pending:
+        unread = pending.pop()
+        if unread.op == "call_function" and not unread.users:
+            sources = unread.all_input_nodes
+            unread.graph.erase_node(unread)
+            pending += sources
+
+
+def _needed(gm: fx.GraphModule, saved: set[fx.Node]) -> set[fx.Node]:
+    """Those of ``saved`` that the backward reads, or what it recomputes."""
+    backward = tangent_dependents(gm.graph)
+    found: set[fx.Node] = set()
+    stack = [source for node in backward for source in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in backward:
+            found.add(node)
+            stack.extend(() if node in saved else node.all_input_nodes)
+    return found & saved
