@@ -33,7 +33,7 @@ from memo_compile.errors import RuntimeMisuse, UnsupportedGraph
 from memo_compile.lowering.lower import plain_inner
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut, dropped_sizes
-from memo_compile.passes.gathered_once import GatheredOnce
+from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import FetchLeased, LeaseSaved, leased_names
 from memo_compile.passes.loss_gradient import GradientOfLoss
@@ -289,7 +289,7 @@ class StepCapture:
             ),
             EqualCut(units=units, drops_above=self.config.drops_above()),
             SufficientCut(units=units, num_fwd_outputs=num_fwd_outputs),
-            *(() if self.config.drops_above() is None else (GatheredOnce(),)),
+            *(() if self.config.drops_above() is None else (GatherOnce(),)),
         )
         joint = self.runner.run(joint, cuts[:1], stage="joint")
         self._droppable = dropped_sizes(joint, units)

@@ -6,7 +6,7 @@ from memo_compile.errors import ConfigError, nearest
 from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut
-from memo_compile.passes.gathered_once import GatheredOnce
+from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import FetchLeased, LeaseSaved
 from memo_compile.passes.loss_gradient import GradientOfLoss
@@ -29,7 +29,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     SaveMinCut,  # joint graph
     EqualCut,  # joint graph
     SufficientCut,  # joint graph
-    GatheredOnce,  # joint graph, for a step in tiles
+    GatherOnce,  # joint graph, for a step in tiles
     LeaseSaved,  # forward half
     FetchLeased,  # backward half
     SeparateResults,  # both halves, as Inductor simplified them
@@ -38,7 +38,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     SpreadSeeds,  # the same, on CUDA
     ShortenTokens,  # a copy of a region that is too large to be timed whole
 )
-"""The joint graph is cut into halves behind ``GatheredOnce``; the halves are cut into regions, and
+"""The joint graph is cut into halves behind ``GatherOnce``; the halves are cut into regions, and
 wide regions into tiles, behind ``AccumulateInPlace``."""
 
 

@@ -13,7 +13,7 @@ from memo_compile.analysis.joint_units import SAVED, UNIT, JointUnits, saved_nod
 from memo_compile.analysis.layers import IsomorphicUnits, LayerStructure, Unit
 from memo_compile.offline.shapes import parallel
 from memo_compile.passes.equal_cut import EqualCut, SufficientCut
-from memo_compile.passes.gathered_once import GatheredOnce
+from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.numbers import PutNumbers
 from memo_compile.passes.runner import PassRunner, graph_text
 
@@ -145,19 +145,20 @@ def gathers(gm: fx.GraphModule) -> int:
     return len(gm.graph.find_nodes(op="call_function", target=target))
 
 
-def test_what_is_saved_gathered_is_not_gathered_again():
+def test_tokens_that_the_backward_recomputes_with_are_gathered_once_in_each_half():
     gm = gathered_twice()
-    shard = gm.graph.find_nodes(op="placeholder")[0].name
-    tagged(gm, "wait_tensor", shard)
+    tagged(gm, "wait_tensor")
     assert gathers(gm) == 2
-    run(gm, GatheredOnce())
+    run(gm, GatherOnce())
     assert gathers(gm) == 1
-    assert names_saved(gm) == ["wait_tensor"], "the shard is not read any more"
+    assert names_saved(gm) == [gm.graph.find_nodes(op="placeholder")[0].name], (
+        "not what is gathered"
+    )
     gm.graph.lint()
 
 
 def test_what_is_not_saved_is_gathered_again():
     gm = gathered_twice()
     tagged(gm, gm.graph.find_nodes(op="placeholder")[0].name)
-    assert not GatheredOnce()(gm).modified
+    assert not GatherOnce()(gm).modified
     assert gathers(gm) == 2

@@ -1,4 +1,4 @@
-"""What a backward gathers again is taken from the forward where that keeps it all the same."""
+"""A backward that recomputes what reads gathered tokens gathers them once for all that it does."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,41 +14,41 @@ from memo_compile.analysis.views import base_of, bytes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatheredOnce:
-    """No gather of the backward makes what the forward has gathered and saves.
+class GatherOnce:
+    """The gather that a model makes in its backward serves what is recomputed there as well.
 
-    Megatron keeps a shard and gathers it for each pass. Where the backward recomputes an MLP that
-    reads the gathered tokens, that tensor is saved (``SufficientCut``), and the second gather would
-    only cut the MLP's backward in two.
+    Megatron keeps a shard and gathers it for each pass. Where the backward recomputes an MLP, which
+    reads the gathered tokens, ``SufficientCut`` saves these; a second gather would come later, and
+    cut the MLP's backward in two. Both passes gather as often as before.
 
     Rewrite, where ``late`` is ``x`` behind the gradient ``g``:
-        w = wait(all_gather(x))  # saved         w = wait(all_gather(x))  # saved
-        late = behind(x, g)                 ->
+        w = wait(all_gather(x))  # saved         w = wait(all_gather(x))
+        late = behind(x, g)                 ->   # x is saved, so that both halves make w
         again = wait(all_gather(late))
         dw = mm(g, again)                        dw = mm(g, w)
     """
 
-    name: ClassVar[str] = "gathered-once"
+    name: ClassVar[str] = "gather-once"
     is_required: ClassVar[bool] = False
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
-        """Rewrite in place; a shard that nobody reads any more is not saved."""
+        """Rewrite in place."""
         saved, backward = set(saved_nodes(gm)), tangent_dependents(gm.graph)
         kept = {
             _gathered(node.all_input_nodes[0]): node
             for node in saved
             if is_wait(node) and node not in backward
         }
-        shards = set()
-        for issue, wait in split_collectives(gm.graph.nodes).items():
+        shards = {}
+        for issue, again in split_collectives(gm.graph.nodes).items():
             first = kept.get(_gathered(issue)) if issue in backward else None
             if first is not None:
-                shards.add(_shard_of(issue))
-                wait.replace_all_uses_with(first)
-                _erase(wait)
+                shards[first] = _shard_of(issue)
+                again.replace_all_uses_with(first)
+                _erase(again)
         if not shards:
             return PassResult(gm, False)
-        tag_saved(gm, saved - (shards - _needed(gm, saved)))
+        tag_saved(gm, saved.difference(shards).union(shards.values()))
         gm.recompile()
         return PassResult(gm, True)
 
@@ -76,16 +76,3 @@ def _erase(node: fx.Node) -> None:
             sources = unread.all_input_nodes
             unread.graph.erase_node(unread)
             pending += sources
-
-
-def _needed(gm: fx.GraphModule, saved: set[fx.Node]) -> set[fx.Node]:
-    """Those of ``saved`` that the backward reads, or what it recomputes."""
-    backward = tangent_dependents(gm.graph)
-    found: set[fx.Node] = set()
-    stack = [source for node in backward for source in node.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if node not in found and node not in backward:
-            found.add(node)
-            stack.extend(() if node in saved else node.all_input_nodes)
-    return found & saved
