@@ -1,10 +1,15 @@
 """One thread, and nothing left of one test in the next."""
 
 import gc
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import fx
+from torch._functorch.aot_autograd import make_boxed_func
 
+from memo_compile import shim
 from memo_compile.reporting import state
 
 
@@ -22,3 +27,18 @@ def fresh_compiler():
     state.reset()
     gc.collect()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def aside_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that memo leaves to Inductor run op by op behind AOTAutograd: kernels take seconds."""
+    compile_fx = shim.compile_fx
+
+    def without_kernels(gm: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> Callable:
+        return compile_fx(gm, inputs, **{"inner_compile": _op_by_op, **more})
+
+    monkeypatch.setattr(shim, "compile_fx", without_kernels)
+
+
+def _op_by_op(gm: fx.GraphModule, *_: object, **__: object) -> Callable:
+    return make_boxed_func(gm.forward)

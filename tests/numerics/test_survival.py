@@ -309,6 +309,7 @@ def test_inference_of_any_number_of_shapes(budget):
     assert_planned(1)
 
 
+@pytest.mark.usefixtures("aside_op_by_op")
 def test_training_of_shapes_that_never_settle():
     """Row 9: plain Inductor in the end, and the report says so."""
     pair = Pair(Stack(), max_plans=1)
