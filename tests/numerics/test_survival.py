@@ -301,7 +301,7 @@ def test_shapes_that_never_settle_break_no_budget():
 def test_inference_of_any_number_of_shapes(budget):
     """Row 10: it has no plan, so that new shapes are neither compiled for ever nor refused."""
     pair = Pair(Stack(), max_plans=1, memory_budget=budget)
-    for num_rows in range(4, 24):
+    for num_rows in range(4, 14):
         with torch.no_grad():
             ours, eager = pair.compiled(rows(1, num_rows)), pair.eager(rows(1, num_rows))
         torch.testing.assert_close(ours, eager)

@@ -497,7 +497,11 @@ def test_data_dependent_shape_inside_a_graph_is_reported():
     [
         ({"mode": "max-autotune"}, ""),
         ({"mode": "reduce-overhead"}, "mode='reduce-overhead'"),
-        ({"options": {"inductor_options": {"triton.cudagraphs": True}}}, "triton.cudagraphs"),
+        pytest.param(
+            {"options": {"inductor_options": {"triton.cudagraphs": True}}},
+            "triton.cudagraphs",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_modes_are_accepted(chosen, asks, monkeypatch, caplog):
