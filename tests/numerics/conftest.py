@@ -10,6 +10,8 @@ from torch import fx
 from torch._functorch.aot_autograd import make_boxed_func
 
 from memo_compile import shim
+from memo_compile.backends import entry
+from memo_compile.driver.probe import TilingProbes
 from memo_compile.reporting import state
 
 
@@ -25,8 +27,16 @@ def fresh_compiler():
     yield
     torch._dynamo.reset()
     state.reset()
-    gc.collect()
     torch.set_num_threads(threads)
+
+
+PROBES = TilingProbes()
+
+
+@pytest.fixture
+def probes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tilings of equal content are compared on numbers once, not once for each compilation."""
+    monkeypatch.setattr(entry, "TilingProbes", lambda: PROBES)
 
 
 @pytest.fixture
