@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import compile_fx as inductor
 
 from memo_compile import shim
 from memo_compile.backends import entry
@@ -42,12 +43,15 @@ def probes_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def aside_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that memo leaves to Inductor run op by op behind AOTAutograd: kernels take seconds."""
-    compile_fx = shim.compile_fx
+    for module in (shim, inductor):
+        monkeypatch.setattr(module, "compile_fx", _without_kernels(module.compile_fx))
 
-    def without_kernels(gm: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> Callable:
+
+def _without_kernels(compile_fx: Callable) -> Callable:
+    def compiled(gm: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> Callable:
         return compile_fx(gm, inputs, **{"inner_compile": _op_by_op, **more})
 
-    monkeypatch.setattr(shim, "compile_fx", without_kernels)
+    return compiled
 
 
 def _op_by_op(gm: fx.GraphModule, *_: object, **__: object) -> Callable:

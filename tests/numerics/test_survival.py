@@ -297,6 +297,7 @@ def test_shapes_that_never_settle_break_no_budget():
         many_shapes()
 
 
+@pytest.mark.usefixtures("aside_op_by_op")
 @pytest.mark.parametrize("budget", in_ci([None, "1GiB"], "1GiB"))
 def test_inference_of_any_number_of_shapes(budget):
     """Row 10: it has no plan, so that new shapes are neither compiled for ever nor refused."""
