@@ -108,7 +108,11 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("policy", "schedule"),
-    [("save", "copies-late"), ("full-offload", "copies-early"), ("full-offload", "copies-late")],
+    [
+        ("save", "copies-late"),
+        ("full-offload", "copies-early"),
+        pytest.param("full-offload", "copies-late", marks=pytest.mark.full),
+    ],
 )
 def test_all_forwards_are_planned_from_the_second_step_on(policy: str, schedule: str) -> None:
     blocks = Regional(policy=policy, debug=(schedule,))
