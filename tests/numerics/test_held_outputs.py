@@ -234,9 +234,7 @@ def assert_within(
 
 @pytest.mark.parametrize(
     "options",
-    in_ci(
-        [{"token_tiles": None}, {"lowering": "inductor", "token_tiles": 1}], {"token_tiles": None}
-    ),
+    in_ci([{}, {"token_tiles": None}, {"lowering": "inductor", "token_tiles": 1}], {}),
     ids=str,
 )
 def test_output_in_scope(options, monkeypatch):
