@@ -165,6 +165,7 @@ def vit(num_layers: int = 3, image: int = 32) -> ModelCase:
         image_size=image,
         patch_size=4,
         num_labels=8,
+        problem_type="single_label_classification",  # else found in the first step: compiled twice
     )
     generator = torch.Generator().manual_seed(1)
     inputs = {

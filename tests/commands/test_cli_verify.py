@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 
+from memo_compile.cli import verify_command
 from memo_compile.cli.main import main
 from memo_compile.cli.verify_command import judge
 
@@ -162,12 +163,22 @@ def test_a_missing_script_is_refused(capsys, tmp_path):
     assert "no such file" in refused(capsys, str(tmp_path / "none.py"))
 
 
+NO_STEP = "no training step went through torch.compile"
+
+
+@pytest.mark.parametrize(
+    ("eager", "message"), [({"steps": []}, NO_STEP), (None, "fails without memo too")]
+)
+def test_without_a_step_in_eager_nothing_is_compared(capsys, tmp_path, monkeypatch, eager, message):
+    monkeypatch.setattr(verify_command, "_run", lambda *_: eager)
+    (tmp_path / "script.py").write_text("")
+    assert message in refused(capsys, str(tmp_path / "script.py"))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "message"),
-    [
-        ("print('hello')", "no training step went through torch.compile"),
-        pytest.param("raise ValueError('boom')", "fails without memo too", marks=pytest.mark.full),
-    ],
+    [("print('hello')", NO_STEP), ("raise ValueError('boom')", "fails without memo too")],
 )
 def test_scripts_that_train_nothing_are_refused(capsys, tmp_path, source, message):
     script = tmp_path / "script.py"

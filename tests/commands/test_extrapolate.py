@@ -91,7 +91,7 @@ def test_a_region_without_tokens_is_refused():
 
 def test_a_step_whose_layers_do_not_fit_is_planned_with_extrapolated_costs(monkeypatch):
     torch._dynamo.reset()
-    model, inputs, loss = models.llama(seq=112)
+    model, inputs, loss = models.llama(num_layers=2, seq=112)
     inputs = {name: value[:1] for name, value in inputs.items()}
     monkeypatch.setattr(measure_regions, "_free_bytes", lambda _: 900_000)
     compiled = memo_compiled(model, policy="full-recompute", costs="measured")

@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, width: int = 64, num_layers: int = 3) -> None:
+    def __init__(self, width: int = 64, num_layers: int = 2) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(width) for _ in range(num_layers))
         self.head = nn.Linear(width, 8)
@@ -181,9 +181,9 @@ def test_a_gpus_attention_backward_has_its_workspace():
 
 
 def test_model_flops_are_those_of_the_products():
-    width, tokens = 64, 512
-    products = 3 * (3 * width * width + 8 * width * width) + 8 * width
-    attention = 3 * 2 * 256 * 256 * width  # causal: half of 2 products, 2 FLOPs each, batch 2
+    layers, width, tokens = 2, 64, 512
+    products = layers * (3 * width * width + 8 * width * width) + 8 * width
+    attention = layers * 2 * 256 * 256 * width  # causal: half of 2 products, 2 FLOPs each, batch 2
     assert step_on_fakes().model_flops == 3 * (2 * tokens * products + 2 * attention)
 
 

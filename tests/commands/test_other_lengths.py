@@ -8,6 +8,7 @@ from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
 from memo_compile.gpus import target_of
+from memo_compile.offline import plan_offline
 from memo_compile.offline.forecast import Question, forecast
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, is_shape
@@ -104,12 +105,20 @@ def test_a_length_whose_sizes_are_no_functions_of_it_is_traced(lengths, traces, 
     assert found == answer(GPT, 1, **KEEPS)
 
 
-def test_a_model_with_other_parameters_at_another_length_is_traced(lengths, traces, caplog):
+class TracedError(Exception):
+    """A model would be traced now."""
+
+
+def test_a_model_with_other_parameters_at_another_length_is_traced(lengths, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise TracedError
+
     traced = lengths.traced[False]
     traced._functions = None
     traced._known[96] = dataclasses.replace(traced._known[96], constant_bytes=1)
-    answer(GPT, 128, lengths, **KEEPS)
-    assert traces
+    monkeypatch.setattr(plan_offline, "tracing", refuse)
+    with pytest.raises(TracedError):
+        answer(GPT, 128, lengths, **KEEPS)
     assert "two lengths have other parameters" in caplog.text
 
 

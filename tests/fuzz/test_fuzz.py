@@ -12,7 +12,7 @@ from tests.fuzz.case import draw_case, from_dict
 from tests.fuzz.oracle import run_case
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
-ATEN_SEEDS = (0, 2, 7, 14)
+ATEN_SEEDS = (2, 7, 14)
 """Of models that are quick to try; `make fuzz` begins with all of them."""
 INDUCTOR_SEEDS = (4,)
 

@@ -31,8 +31,8 @@ CASES = [
     (models.functional_with_outputs, {"num_layers": 3}, [(3, None)]),
     (models.resnet, {"depths": (1, 1, 4, 1)}, []),
 ]
-LEFT_TO_FULL = (models.gemma2, models.bert, models.vit, models.mixtral, models.gpt2)
-"""Stacks of equal layers, as others are."""
+LEFT_TO_FULL = (models.gemma3, models.bert, models.vit, models.mixtral, models.gpt2)
+"""Stacks of equal layers, as others are: Gemma 2 has the two kinds of masks of Gemma 3."""
 IDS = [f"{builder.__name__}-{sizes}" for builder, sizes, _ in CASES]
 
 

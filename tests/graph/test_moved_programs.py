@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from memo_compile import shim
 from memo_compile.config import resolve
-from memo_compile.offline.plan_offline import OfflineStep, plan_step_offline
+from memo_compile.offline.offline_step import offline_config
+from memo_compile.offline.plan_offline import OfflineStep, tracing
 from memo_compile.reporting import state
 from memo_compile.step.problem import CallKind
 from memo_compile.step.program_text import program_text
@@ -41,15 +43,25 @@ def _forget():
 
 
 @functools.cache
-def moved_step(name: str, decision: str) -> OfflineStep:
+def moved_steps(name: str) -> dict[str, OfflineStep]:
+    """The model's step under every decision, traced once."""
     with FakeTensorMode():
         torch.manual_seed(0)
         model, *_ = BUILDERS[name](num_layers=LAYERS, seq=TOKENS)
         ids = torch.zeros(1, TOKENS, dtype=torch.int64)
-    config = resolve({**OPTIONS, **DECISIONS[decision]}, None)
-    return plan_step_offline(
-        model, (), {"input_ids": ids, "labels": ids}, config=config, loss=lambda out: out.loss
-    )
+    given = {"input_ids": ids, "labels": ids}
+    steps = {}
+    with tracing(model, (), given, hardware=None, loss=lambda out: out.loss) as traced:
+        for decision, options in DECISIONS.items():
+            config = offline_config(resolve({**OPTIONS, **options}, None), None)
+            traced._planned.clear()  # it has one plan in each tiling
+            graph = shim.copied(traced.gm)
+            steps[decision] = traced.attempt(graph, config)
+    return steps
+
+
+def moved_step(name: str, decision: str) -> OfflineStep:
+    return moved_steps(name)[decision]
 
 
 def bytes_of(step: OfflineStep, kind: CallKind) -> int:

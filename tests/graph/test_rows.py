@@ -20,7 +20,7 @@ from memo_compile.lowering.aten import interpret
 from memo_compile.passes.slice_rows import slice_rows
 from tests import models
 from tests.numerics.training import in_ci
-from tests.steps.programs import step_programs
+from tests.steps.layer_regions import layer_region
 
 TOKENS, WIDTH = 12, 8
 ROWS = RowDim(dim=1, factor=1)
@@ -334,23 +334,20 @@ def test_random_chains_agree_row_by_row(batch, steps, part):
     assert check_rows(gm, dims, num_rows, start, count) == 1
 
 
-@functools.cache
-def layer(name: str, batch: int, dropout: float = 0.0) -> RegionGraph:
-    """The forward region of a layer of a model of ``tests.models``."""
+def bert_without_dropout(**sizes: int) -> models.ModelCase:
+    model, inputs, loss = models.bert(**sizes)
+    return model.eval(), inputs, loss
 
-    def make():
-        more = {"dropout": dropout} if name == "gpt2" else {}
-        model, inputs, loss = getattr(models, name)(num_layers=2, **more)
-        if name == "bert":
-            model.eval()
-        names = list(inputs)
 
-        def call(*values):
-            return loss(model, **dict(zip(names, values, strict=True)))
+BUILDERS = {
+    "llama": models.llama,
+    "gpt2": functools.partial(models.gpt2, dropout=0.0),
+    "bert": bert_without_dropout,
+}
 
-        return call, [value[:batch] for value in inputs.values()]
 
-    return step_programs(make).forward.regions["layer0_fwd"]
+def layer(name: str, batch: int) -> RegionGraph:
+    return layer_region(BUILDERS[name], batch=batch)
 
 
 def activations(region: RegionGraph, batch: int) -> dict[fx.Node, RowDim]:
@@ -412,7 +409,7 @@ def test_a_real_layer_is_separable_over_sequences(name):
 
 
 def test_dropout_of_a_real_layer_is_absent():
-    region = layer("gpt2", 1, 0.1)
+    region = layer_region(models.gpt2, batch=1, dropout=0.1)
     dims = row_dims(region.gm, activations(region, 1), 32)
     dropped = [node for node in region.gm.graph.nodes if "inductor_random" in str(node.target)]
     assert dropped

@@ -244,7 +244,7 @@ def test_the_number_of_tiles_divides_the_rows(head_inputs):
 
 def test_the_head_of_a_real_model_sums_its_weight_gradient_over_tiles():
     def make():
-        model, inputs, loss = models.llama()
+        model, inputs, loss = models.llama(num_layers=2)
         names = list(inputs)
 
         def call(*values):

@@ -1,10 +1,18 @@
 """One thread, and nothing left of one test in the next."""
 
 import gc
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import fx
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import compile_fx as inductor
 
+from memo_compile import shim
+from memo_compile.backends import entry
+from memo_compile.driver.probe import TilingProbes
 from memo_compile.reporting import state
 
 
@@ -20,5 +28,31 @@ def fresh_compiler():
     yield
     torch._dynamo.reset()
     state.reset()
-    gc.collect()
     torch.set_num_threads(threads)
+
+
+PROBES = TilingProbes()
+
+
+@pytest.fixture
+def probes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tilings of equal content are compared on numbers once, not once for each compilation."""
+    monkeypatch.setattr(entry, "TilingProbes", lambda: PROBES)
+
+
+@pytest.fixture
+def aside_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that memo leaves to Inductor run op by op behind AOTAutograd: kernels take seconds."""
+    for module in (shim, inductor):
+        monkeypatch.setattr(module, "compile_fx", _without_kernels(module.compile_fx))
+
+
+def _without_kernels(compile_fx: Callable) -> Callable:
+    def compiled(gm: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> Callable:
+        return compile_fx(gm, inputs, **{"inner_compile": _op_by_op, **more})
+
+    return compiled
+
+
+def _op_by_op(gm: fx.GraphModule, *_: object, **__: object) -> Callable:
+    return make_boxed_func(gm.forward)

@@ -81,8 +81,8 @@ def test_steps_equal_eager(model, subtests):
 
 def test_a_step_traced_once_has_the_plan_that_torch_compile_makes():
     case = Case(model="llama", decision="auto", budget="half")
-    budget = budget_of(case)
-    ours, plan = traced(case).run({**case.options(), "memory_budget": budget})
+    step, budget = traced(case), budget_of(case)
+    ours, plan = step.run({**case.options(), "memory_budget": budget})
     compiled, whole = run(case, memory_budget=budget)
     assert_bitwise(ours, compiled)
     assert plan.peak_bytes < save_run(case)[1].peak_bytes

@@ -1,5 +1,6 @@
 """Gradients that reach autograd while the backward runs: the right ones, and each hook once."""
 
+import functools
 import gc
 
 import pytest
@@ -133,6 +134,11 @@ def floor(model, **options):
     return raised.value.floor_bytes
 
 
+@functools.cache
+def accumulated_floor():
+    return floor(wide(), gradients="accumulated")
+
+
 def step_and_free(parameter):
     with torch.no_grad():
         parameter -= 0.01 * parameter.grad
@@ -143,10 +149,11 @@ def test_the_floor_of_accumulation_holds_one_copy_of_the_gradients():
     model = wide()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    gained = floor(model, early_gradients=False) - floor(model)
+    early = floor(model)
+    gained = floor(model, early_gradients=False) - early
     layer = gradient_bytes(model.layers[0])
     assert gained >= 0.98 * (gradient_bytes(model) - layer - gradient_bytes(model.entry))
-    assert floor(model, gradients="accumulated") == floor(model)
+    assert accumulated_floor() == early
 
 
 def test_the_floor_with_hooks_that_use_gradients_up_holds_those_of_one_layer():
@@ -163,7 +170,7 @@ def test_the_floor_with_hooks_that_use_gradients_up_holds_those_of_one_layer():
 
 def test_accumulation_at_its_floor_is_right_and_planned():
     model = wide()
-    bound = floor(model, gradients="accumulated")
+    bound = accumulated_floor()
     torch._dynamo.reset()
     pair = Pair(model, memory_budget=bound, gradients="accumulated", **NO_STATE)
     for seed in range(3):
@@ -185,7 +192,7 @@ def accumulating(model, bound):
 
 def test_modes_that_keep_gradients_are_refused_before_they_break_the_budget():
     model = wide()
-    bound = floor(model, gradients="accumulated") + gradient_bytes(model) // 4
+    bound = accumulated_floor() + gradient_bytes(model) // 4
     compiled = accumulating(model, bound)
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
     refused = pytest.raises(Infeasible, match=r"autograd\.grad or inputs= are used")
@@ -202,7 +209,7 @@ def test_modes_that_keep_gradients_are_refused_before_they_break_the_budget():
 
 def test_gradients_that_wait_for_other_code_stop_the_backward_before_it_breaks_the_budget():
     model = wide()
-    bound = floor(model, gradients="accumulated") + gradient_bytes(model) // 4
+    bound = accumulated_floor() + gradient_bytes(model) // 4
     compiled = accumulating(model, bound)
     weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     penalty = sum(weight.pow(2).sum() for weight in weights)  # its backward comes after ours
@@ -232,7 +239,7 @@ def test_hooks_that_only_look_are_found_out_before_the_budget_breaks():
 def test_gradients_that_autograd_drops_show_nothing_of_hooks():
     """torch's pipelines find out shapes so: gradients of inputs alone, before the first step."""
     model, twin = wide(), wide()
-    bound = floor(model, gradients="accumulated")
+    bound = accumulated_floor()
     torch._dynamo.reset()
     compiled = memo_compiled(model, memory_budget=bound, gradients="accumulated", **NO_STATE)
     given = [rows(seed, hidden=WIDE).requires_grad_() for seed in range(3)]

@@ -19,6 +19,8 @@ from tests.numerics.first_step import watches_of
 from tests.numerics.small import Block
 from tests.numerics.training import in_ci
 
+pytestmark = pytest.mark.usefixtures("probes_once")
+
 MOST_LEFT_BYTES = 2**20
 MOST_OVER_BUDGET = 1.005
 ROWS, VOCABULARY = 8192, 1024

@@ -20,14 +20,14 @@ from torch import nn
 from torch.nn import functional
 
 import memo_compile
-from memo_compile.backends import entry
 from memo_compile.costs.measure import watch_memory
 from memo_compile.driver import assemble
-from memo_compile.driver.probe import TilingProbes
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from tests.numerics.small import CPU, Block
 from tests.numerics.training import FLOOR, assert_planned, gradient_error, in_ci
+
+pytestmark = pytest.mark.usefixtures("probes_once")
 
 HIDDEN, ROWS, VOCABULARY = 64, 4096, 512
 LOGITS_BYTES = 4 * ROWS * VOCABULARY
@@ -190,15 +190,6 @@ def floor_of(returns: str, **options: Any) -> int:
     return refusal(returns, **options)[0]
 
 
-PROBES = TilingProbes()
-
-
-@pytest.fixture(autouse=True)
-def one_probe_for_all_tests(monkeypatch):
-    """Tilings of equal content are compared on numbers once, not once for each compilation."""
-    monkeypatch.setattr(entry, "TilingProbes", lambda: PROBES)
-
-
 @contextlib.contextmanager
 def measured(training: Training, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The block's step is measured from its planned forward on."""
@@ -243,9 +234,7 @@ def assert_within(
 
 @pytest.mark.parametrize(
     "options",
-    in_ci(
-        [{"token_tiles": None}, {"lowering": "inductor", "token_tiles": 1}], {"token_tiles": None}
-    ),
+    in_ci([{}, {"token_tiles": None}, {"lowering": "inductor", "token_tiles": 1}], {}),
     ids=str,
 )
 def test_output_in_scope(options, monkeypatch):

@@ -57,6 +57,10 @@ LOSSES = {
 }
 
 
+IN_CI = tuple(name for name in LOSSES if name not in ("sum", "ignored"))
+"""The shifted loss is a sum that ignores some labels."""
+
+
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -154,7 +158,7 @@ def assert_equals_eager(model, *, backward=_once, dtype=torch.float32, steps=2, 
 
 @pytest.mark.parametrize(
     ("name", "tiles"),
-    in_ci(itertools.product(LOSSES, (1, 4)), ("mean", 1), *((name, 4) for name in LOSSES)),
+    in_ci(itertools.product(LOSSES, (1, 4)), ("mean", 1), *((name, 4) for name in IN_CI)),
 )
 def test_losses(name, tiles, modified):
     assert_equals_eager(WithHead(LOSSES[name]), token_tiles=tiles, backward=_scaled)

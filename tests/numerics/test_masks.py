@@ -38,7 +38,7 @@ def gradients(model, inputs, loss):
 
 
 def test_a_mask_of_positions_is_named_and_attention_without_it_is_the_same():
-    model, inputs, loss = models.llama(num_layers=2, seq=TOKENS)
+    model, inputs, loss = models.llama(num_layers=1, seq=TOKENS)
     twin = copy.deepcopy(model)
     with_mask = gradients(model, inputs, loss)
     (note,) = mask_notes()
@@ -55,7 +55,7 @@ def test_a_mask_of_positions_is_named_and_attention_without_it_is_the_same():
 
 @pytest.mark.full
 def test_a_mask_that_is_made_of_an_input_names_it():
-    model, inputs, loss = models.llama(num_layers=2, seq=TOKENS)
+    model, inputs, loss = models.llama(num_layers=1, seq=TOKENS)
     given = torch.ones(inputs["input_ids"].shape, dtype=torch.long)
     gradients(model, {**inputs, "attention_mask": given}, loss)
     (note,) = mask_notes()

@@ -41,6 +41,7 @@ def _fresh():
     torch.manual_seed(0)
 
 
+@pytest.mark.usefixtures("aside_op_by_op")
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
 def test_a_sparse_gradient_is_that_of_eager(lowering):
     """Its values would lie in the arena, which the next step writes over."""

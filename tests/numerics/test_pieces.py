@@ -254,7 +254,7 @@ def test_whatever_comes_the_numbers_are_right(subtests: Any) -> None:
     pieces.train(2)
     for act in ACTS:
         with subtests.test(act.__name__):
-            for _ in range(3):
+            for _ in range(2):
                 pieces.step(act)
             pieces.step()
             pieces.step(zero=False)

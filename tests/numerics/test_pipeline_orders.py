@@ -119,7 +119,7 @@ def test_steps_that_deviate_under_a_budget_are_right_or_refused() -> None:
     stage = Stage(num_microbatches=4, memory_budget=budget, debug=("poison", "copies-late"))
     for _ in range(2):
         stage.step(PLANNED)
-    for order in [*DEVIATING, *DEVIATING]:
+    for order in [*DEVIATING, *DEVIATING[:3]]:
         with contextlib.suppress(Infeasible):
             stage.step(order)
         with torch.no_grad():

@@ -128,9 +128,14 @@ def test_a_forward_that_only_the_collector_has_yet_to_end_does_not_count():
     assert_planned()
 
 
-def test_a_request_leaves_nothing_behind():
+@pytest.fixture(scope="module")
+def step() -> Ready:
+    """One that moves slices."""
+    return SETUPS["slices"].ready()
+
+
+def test_a_request_leaves_nothing_behind(step):
     """What one plan had to count, the next one of the same step counts only when it is told to."""
-    step = SETUPS["slices"].ready()
     first, burdened, last = (
         planned_for(step, request)
         for request in (
@@ -157,9 +162,9 @@ def lock_is_free() -> bool:
     return free
 
 
-def test_nothing_else_compiles_while_a_step_is_planned_again(monkeypatch):
+def test_nothing_else_compiles_while_a_step_is_planned_again(step, monkeypatch):
     """Row 17: Inductor's code generators are the process's; Dynamo's lock keeps threads apart."""
-    step, free = SETUPS["slices"].ready(), []
+    free = []
 
     def plan(*args):
         free.append(lock_is_free())

@@ -17,6 +17,8 @@ from memo_compile.reporting import state
 from memo_compile.units import parse_size
 from tests.numerics.small import Pair, rows
 
+pytestmark = pytest.mark.usefixtures("probes_once")
+
 OPTIONS = {"costs": "roofline", "token_granule": 1, "token_tiles": None}
 ANEW = "a graph was compiled anew, in other tiles, because its steps needed more"
 

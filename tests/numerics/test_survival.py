@@ -297,11 +297,12 @@ def test_shapes_that_never_settle_break_no_budget():
         many_shapes()
 
 
+@pytest.mark.usefixtures("aside_op_by_op")
 @pytest.mark.parametrize("budget", in_ci([None, "1GiB"], "1GiB"))
 def test_inference_of_any_number_of_shapes(budget):
     """Row 10: it has no plan, so that new shapes are neither compiled for ever nor refused."""
     pair = Pair(Stack(), max_plans=1, memory_budget=budget)
-    for num_rows in range(4, 24):
+    for num_rows in range(4, 14):
         with torch.no_grad():
             ours, eager = pair.compiled(rows(1, num_rows)), pair.eager(rows(1, num_rows))
         torch.testing.assert_close(ours, eager)
@@ -309,6 +310,7 @@ def test_inference_of_any_number_of_shapes(budget):
     assert_planned(1)
 
 
+@pytest.mark.usefixtures("aside_op_by_op")
 def test_training_of_shapes_that_never_settle():
     """Row 9: plain Inductor in the end, and the report says so."""
     pair = Pair(Stack(), max_plans=1)

@@ -44,7 +44,7 @@ def assert_equals_eager(case: models.ModelCase, steps: int = 3, **more: float) -
     assert_planned(1)
 
 
-@pytest.mark.parametrize("seq", [31, 33])
+@pytest.mark.parametrize("seq", in_ci([31, 33], 33))
 def test_odd_sequence_lengths(seq):
     assert_equals_eager(models.functional_transformer(num_layers=2, seq=seq))
 
@@ -156,7 +156,7 @@ def test_gradients_through_loss_and_logits():
         out = model(**inputs)
         return out.loss + 0.1 * out.logits.float().pow(2).mean()
 
-    model, inputs, _ = models.llama(num_layers=2)
+    model, inputs, _ = models.llama(num_layers=1)
     assert_equals_eager((model, inputs, loss))
 
 
@@ -227,15 +227,23 @@ def test_forward_and_backward_use_the_same_mask():
     assert_planned(1)
 
 
+class Dropping(Stack):
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(functional.dropout(x, 0.1))
+        return x
+
+
 def test_dropout_repeats_with_the_seed():
     """In every layer of a model: equal seeds give equal gradients, others do not."""
-    model, inputs, loss = models.gpt2(num_layers=2, dropout=0.1)
+    model = Dropping()
     compiled = memo_compiled(model)
 
     def gradients(seed):
         model.zero_grad()
         torch.manual_seed(seed)
-        loss(compiled, **inputs).backward()
+        compiled(rows(1)).backward()
         return gradients_of(model)
 
     first, again, other = gradients(1), gradients(1), gradients(2)
@@ -267,17 +275,17 @@ def test_dropout_differs_from_layer_to_layer():
     assert 0.45 < (dropped[1] == dropped[2]).float().mean().item() < 0.55
 
 
-class Dropping(Stack):
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.entry(x)
-        for layer in self.layers:
-            x = layer(functional.dropout(x, 0.1))
-        return x
+class PlainlyDropping(Dropping):
+    """Of layers that Inductor makes few kernels of."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
 
 
 def dropped_runs(*compilers):
     """The same seeds, compiled by each; None is eager."""
-    case = Dropping(), {"x": rows(1)}, lambda model, x: model(x)
+    case = PlainlyDropping(), {"x": rows(1, hidden=8)}, lambda model, x: model(x)
     for compiler in compilers:
         torch._dynamo.reset()
         torch.manual_seed(5)

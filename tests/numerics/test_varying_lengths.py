@@ -40,7 +40,7 @@ class Decoder(nn.Module):
     def __init__(self, scores: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
         self.scores = scores
 

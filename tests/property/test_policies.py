@@ -84,7 +84,7 @@ def measured(step: MovableStep, forward: float, backward: float, copies: float) 
     return replace(step, costs=costs)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     num_layers=st.integers(1, 5),
     transient_bytes=st.sampled_from((2 * KIB, 40 * KIB)),

@@ -121,12 +121,12 @@ def test_a_buffer_is_put_on_each_other_one(name, buffer):
 
 
 @pytest.mark.parametrize(("name", "buffer"), BUFFERS)
-@pytest.mark.parametrize("shift", [1, 256, -1])
-def test_an_offset_is_not_aligned(name, buffer, shift):
+def test_an_offset_is_not_aligned(name, buffer):
     moved, plan = shape_of(name).moved, roomy(shape_of(name).moved)
-    offset = plan.offsets[buffer] + shift
-    broken = dataclasses.replace(plan, offsets={**plan.offsets, buffer: offset})
-    expect(list(check(moved, broken).problems), f"{buffer} at {offset} is not aligned to 512 B")
+    for shift in (1, 256, -1):
+        offset = plan.offsets[buffer] + shift
+        broken = dataclasses.replace(plan, offsets={**plan.offsets, buffer: offset})
+        expect(list(check(moved, broken).problems), f"{buffer} at {offset} is not aligned to 512 B")
 
 
 @pytest.mark.parametrize(("name", "buffer"), BUFFERS)
@@ -217,21 +217,20 @@ RANGE_PHRASES = (
 )
 
 
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("name", "index"), calls_of(OFFLOAD, RELOAD))
-def test_a_copy_moves_other_bytes(name, index, change):
+def test_a_copy_moves_other_bytes(name, index):
     """One end of the copy only, so that the two ends never fit."""
     shape = shape_of(name)
     copy = shape.moved.calls[index].copy
-    start, end, host = CHANGES[change]
-    numbers = (copy.start_bytes + start, copy.end_bytes + end, copy.host_offset + host)
-    if min(numbers) < 0:
-        assert copy.start_bytes == 0 or copy.host_offset == 0, "Copy itself refuses these"
-        return
-    names = ("start_bytes", "end_bytes", "host_offset")
-    other = dataclasses.replace(copy, **dict(zip(names, numbers, strict=True)))
-    moved = replaced(shape.moved, index, copy=other)
-    expect(faults(shape, moved), *RANGE_PHRASES)
+    for change, (start, end, host) in CHANGES.items():
+        numbers = (copy.start_bytes + start, copy.end_bytes + end, copy.host_offset + host)
+        if min(numbers) < 0:
+            assert copy.start_bytes == 0 or copy.host_offset == 0, "Copy itself refuses these"
+            continue
+        names = ("start_bytes", "end_bytes", "host_offset")
+        other = dataclasses.replace(copy, **dict(zip(names, numbers, strict=True)))
+        found = faults(shape, replaced(shape.moved, index, copy=other))
+        assert any(phrase in text for phrase in RANGE_PHRASES for text in found), (change, found)
 
 
 @pytest.mark.parametrize(("name", "index"), calls_of(OFFLOAD))

@@ -22,7 +22,8 @@ from memo_compile.driver.tile_order import TOKEN_TILES, Tiles
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, TooSlow, UnsupportedGraph
 from memo_compile.step.plans import Timeline
-from tests.steps.running import SETUPS
+from tests.steps.bugs import plan_of
+from tests.steps.moved import SHAPES
 
 pytestmark = pytest.mark.usefixtures("fresh_report")
 
@@ -276,10 +277,9 @@ def test_tiles_that_are_only_bounded_are_planned_where_they_may_be_fastest(
 
 
 def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
-    step = SETUPS["slices"].ready()
     known: Any = SimpleNamespace(whole_compute_s=lambda: 2.0)
     timeline = Timeline(step_s=3.0, stall_s=0.0)
-    plan = replace(step.planned.plan, timeline=timeline, compute_s=2.0)
+    plan = replace(plan_of(next(iter(SHAPES))), timeline=timeline, compute_s=2.0)
     require_fast(plan, MemoConfig(max_over_compute=1.5, max_step_s=3.1), known)
     kept = replace(plan, timeline=None)
     require_fast(kept, MemoConfig(max_over_compute=1.06, max_step_s=2.1), known)
