@@ -21,7 +21,8 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.views import results_of, storage_of
 from memo_compile.driver.stages import CutStep
 from memo_compile.passes.cut import Cut, CutCall
-from memo_compile.step.problem import CallKind, Phase, Problem, Storage, aliases
+from memo_compile.step.hand_over import storage_roots
+from memo_compile.step.problem import CallKind, Phase, Problem, Storage
 
 
 def with_donations(step: CutStep) -> dict[str, RegionGraph]:
@@ -134,7 +135,10 @@ def wrongly_taken(problem: Problem) -> frozenset[str]:
         for output, value in problem.made_by(call)
         if output.storage is Storage.ARENA and call.value_around(output.index) is None
     }
-    roots, last = aliases(problem), dict[str, str]()
+    roots, last = storage_roots(problem), dict[str, str]()
+    together: dict[str, set[str]] = {}
+    for value, root in roots.items():
+        together.setdefault(root, {root}).add(value)
     for call in problem.calls:
         for value in (*call.inputs, *call.outputs, *(into.value for into in call.into)):
             last[value] = call.name
@@ -142,7 +146,7 @@ def wrongly_taken(problem: Problem) -> frozenset[str]:
     for call in problem.calls:
         for position in problem.regions[call.region].overwrites:
             value = call.inputs[position]
-            others = (other for other, root in roots.items() if value in (root, other))
+            others = together.get(roots.get(value, value), ())
             alone = all(last[other] == call.name or other in call.outputs for other in others)
             if value not in in_arena or last[value] != call.name or not alone:
                 found.add(call.region)
