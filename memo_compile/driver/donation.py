@@ -21,7 +21,8 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.views import results_of, storage_of
 from memo_compile.driver.stages import CutStep
 from memo_compile.passes.cut import Cut, CutCall
-from memo_compile.step.problem import CallKind, Phase, Problem, Storage, aliases
+from memo_compile.step.hand_over import storage_roots
+from memo_compile.step.problem import CallKind, Phase, Problem, Storage
 
 
 def with_donations(step: CutStep) -> dict[str, RegionGraph]:
@@ -134,16 +135,17 @@ def wrongly_taken(problem: Problem) -> frozenset[str]:
         for output, value in problem.made_by(call)
         if output.storage is Storage.ARENA and call.value_around(output.index) is None
     }
-    roots, last = aliases(problem), dict[str, str]()
-    for call in problem.calls:
+    roots, last = storage_roots(problem), dict[str, int]()
+    together: dict[str, set[str]] = {}
+    for at, call in enumerate(problem.calls):
         for value in (*call.inputs, *call.outputs, *(into.value for into in call.into)):
-            last[value] = call.name
+            last[value] = at
+            together.setdefault(roots.get(value, value), set()).add(value)
     found = set()
-    for call in problem.calls:
+    for at, call in enumerate(problem.calls):
         for position in problem.regions[call.region].overwrites:
             value = call.inputs[position]
-            others = (other for other, root in roots.items() if value in (root, other))
-            alone = all(last[other] == call.name or other in call.outputs for other in others)
-            if value not in in_arena or last[value] != call.name or not alone:
+            shown = together[roots.get(value, value)].difference(call.outputs)
+            if value not in in_arena or any(last[other] > at for other in shown):
                 found.add(call.region)
     return frozenset(found)

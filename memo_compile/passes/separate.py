@@ -45,15 +45,19 @@ class SeparateResults:
         own = set(self.own)
         users = results[: self.num_results]
         nodes = {at: result for at, result in enumerate(users) if isinstance(result, fx.Node)}
-        taken = [node for at, node in nodes.items() if at not in own and is_tensor(node)]
+        taken: dict[fx.Node, list[fx.Node]] = {}  # by storage
+        for at, node in nodes.items():
+            if at not in own and is_tensor(node):
+                taken.setdefault(storage_of(node), []).append(node)
         for at in self.own:
             node = nodes.get(at)
             if node is None or not is_tensor(node):
                 continue
-            if is_given(storage_of(node)) or any(overlap(node, other) for other in taken):
+            root = storage_of(node)
+            if is_given(root) or any(overlap(node, other) for other in taken.get(root, ())):
                 separated[at] = _clone(node)
             else:
-                taken.append(node)
+                taken.setdefault(root, []).append(node)
         if separated == list(results):
             return PassResult(gm, False)
         output.args = (tuple(separated),)

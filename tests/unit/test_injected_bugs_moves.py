@@ -411,3 +411,35 @@ def test_a_region_writes_over_its_input(region, position, returned, problem):
     found = check(step, roomy(step)).problems
     assert found == () if problem is None else problem in found
     assert returned or wrongly_taken(step) == (frozenset() if problem is None else {region})
+
+
+@pytest.mark.parametrize("read_later", ["other", "unrelated"])
+def test_what_shares_a_buffer_with_a_later_read_is_not_written_over(read_later):
+    """``other`` shows the buffer of ``value``, as a compiler may return one result twice."""
+    buffer = RegionBuffer(name="b", size_bytes=512, start=0, end=1)
+    both = RegionProfile(
+        name="make",
+        num_lines=1,
+        buffers=(buffer, buffer),
+        input_ends=(),
+        outputs=(
+            RegionOutput(storage=Storage.ARENA, index=0),
+            RegionOutput(storage=Storage.ARENA, index=0, same_as=0),
+            RegionOutput(storage=Storage.ARENA, index=1),
+        ),
+    )
+    read = RegionProfile(name="read", num_lines=1, buffers=(), input_ends=(1,), outputs=())
+    taking = dataclasses.replace(read, name="take", overwrites=(0,))
+
+    def called(region, inputs=(), outputs=()):
+        return StepCall(
+            name=region, region=region, phase=Phase.BACKWARD, inputs=inputs, outputs=outputs
+        )
+
+    calls = (
+        called("make", outputs=("value", "other", "unrelated")),
+        called("take", ("value",)),
+        called("read", (read_later,)),
+    )
+    step = Problem(regions={"make": both, "take": taking, "read": read}, calls=calls)
+    assert wrongly_taken(step) == ({"take"} if read_later == "other" else frozenset())
