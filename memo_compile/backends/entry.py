@@ -47,6 +47,7 @@ from memo_compile.errors import (
     described,
     nearest,
 )
+from memo_compile.garbage import seldom_collected
 from memo_compile.passes.runner import graph_text
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
@@ -91,6 +92,7 @@ def memo(
         ) from None
 
 
+@seldom_collected()
 def _compiled(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -1,0 +1,20 @@
+"""How often Python looks for cycles while memo works."""
+
+import gc
+
+import pytest
+
+from memo_compile.garbage import ENOUGH, seldom_collected
+
+
+@pytest.mark.parametrize(("before", "inside"), [(700, ENOUGH), (0, 0), (2 * ENOUGH, 2 * ENOUGH)])
+def test_the_users_threshold_comes_back_and_a_higher_one_stays(before: int, inside: int) -> None:
+    known = gc.get_threshold()
+    gc.set_threshold(before, *known[1:])
+    try:
+        with pytest.raises(RuntimeError), seldom_collected():
+            assert gc.get_threshold() == (inside, *known[1:])
+            raise RuntimeError
+        assert gc.get_threshold() == (before, *known[1:])
+    finally:
+        gc.set_threshold(*known)
