@@ -8,19 +8,35 @@ new.
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 
 ENOUGH = 100_000
-"""So many new objects of a trace take 100 MiB; a new length of 8 layers makes a tenth of them."""
+"""So many new objects of a trace take 100 MiB."""
+
+_lock = threading.Lock()
+_asked: list[int] = []
+"""What is asked for by those that are inside: threads may be at once, and leave in any order."""
+_before: list[int] = []
+"""The thresholds of the program itself, which the last to leave sets again."""
 
 
 @contextlib.contextmanager
 def seldom_collected(num_objects: int = ENOUGH) -> Iterator[None]:
     """Inside, cycles are looked for once ``num_objects`` are new, or as seldom as before."""
-    before = gc.get_threshold()
-    if 0 < before[0] < num_objects:  # 0: never
-        gc.set_threshold(num_objects, *before[1:])
+    with _lock:
+        if not _asked:
+            _before[:] = gc.get_threshold()
+        _asked.append(num_objects)
+        _set()
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        with _lock:
+            _asked.remove(num_objects)
+            _set()
+
+
+def _set() -> None:
+    first, *others = _before
+    gc.set_threshold(max([first, *_asked]) if first else 0, *others)  # 0: never

@@ -12,8 +12,12 @@ def test_the_users_threshold_comes_back_and_a_higher_one_stays(before: int, insi
     known = gc.get_threshold()
     gc.set_threshold(before, *known[1:])
     try:
-        with seldom_collected():
-            assert gc.get_threshold() == (inside, *known[1:])
+        first, second = seldom_collected(), seldom_collected(ENOUGH // 2)
+        first.__enter__()
+        second.__enter__()
+        assert gc.get_threshold() == (inside, *known[1:])
+        first.__exit__(None, None, None)  # threads leave in any order
+        second.__exit__(None, None, None)
         assert gc.get_threshold() == (before, *known[1:])
     finally:
         gc.set_threshold(*known)
