@@ -155,7 +155,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, int) else _first_of(_expression(value))
 
 
-class Layout(NamedTuple):
+class SymbolicLayout(NamedTuple):
     """A tensor's sizes, strides and beginning, in elements: numbers or expressions."""
 
     size: tuple[Any, ...]
@@ -166,7 +166,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(value: Any) -> Any:
-    """The ``Layout`` of a symbolic fake, or of each of several; what is no tensor stays.
+    """The ``SymbolicLayout`` of a symbolic fake, or of each of several; what is no tensor stays.
 
     Raises TypeError: a tensor has no strides.
     """
@@ -177,7 +177,7 @@ def layout_of(value: Any) -> Any:
     if value.layout is not torch.strided:
         raise TypeError(f"a value is {value.layout}")
     size, stride = (tuple(map(plain, part)) for part in (value.shape, value.stride()))
-    return Layout(size, stride, plain(value.storage_offset()), value.dtype, value.device)
+    return SymbolicLayout(size, stride, plain(value.storage_offset()), value.dtype, value.device)
 
 
 class StaticFakes:
@@ -189,7 +189,7 @@ class StaticFakes:
 
     def like(self, value: Any, number: Callable[[Any], int]) -> Any:
         """What lies as ``layout_of`` says, with sizes that ``number`` evaluates."""
-        if not isinstance(value, Layout):
+        if not isinstance(value, SymbolicLayout):
             several = isinstance(value, tuple | list)
             return type(value)([self.like(item, number) for item in value]) if several else value
         size, stride = ([*map(number, part)] for part in (value.size, value.stride))
@@ -212,7 +212,9 @@ class StaticFakes:
                 meta = meta.new_empty(start + last + 1).as_strided(size, stride, start)
             return FakeTensor(self.mode, meta, device)
 
-    def view(self, of: FakeTensor, said: Layout, number: Callable[[Any], int]) -> FakeTensor:
+    def view(
+        self, of: FakeTensor, said: SymbolicLayout, number: Callable[[Any], int]
+    ) -> FakeTensor:
         """Elements of ``of``, which lie as ``said``.
 
         An operator takes 3 ms for sizes that it has not seen.
