@@ -140,10 +140,10 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     nodes: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         args = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
-        nodes[node] = like_node(graph, node, *args)
-        nodes[node].meta = dict(node.meta)
-        if hasattr(node, "_dynamo_source"):  # on placeholders: where Dynamo found the input
-            nodes[node]._dynamo_source = node._dynamo_source
+        made = nodes[node] = like_node(graph, node, *args)
+        made.meta.update(node.meta)
+        if node.op == "placeholder" and hasattr(node, "_dynamo_source"):
+            made._dynamo_source = node._dynamo_source  # where Dynamo found the input
     return like_dynamo(gm, graph)
 
 
@@ -160,15 +160,16 @@ def like_dynamo(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 def like_node(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """A node behind the others of ``graph``, named like ``node``, with these arguments.
 
-    ``create_node`` looks through all that it is given for raw symbols, which takes most of the time
-    of a copy (2.13).
+    ``create_node`` looks through all that it is given for raw symbols, and with each attribute that
+    is set a node is put anew into its graph's table of targets, which args do not change: together
+    most of the time of a copy (2.13).
     """
     made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    made.name = node.name
-    if args:
-        made.args = args
-    if kwargs:
-        made.kwargs = kwargs
+    if made.name != node.name:
+        made.name = node.name
+    for name, value in (("args", args), ("kwargs", kwargs)):
+        if value:
+            object.__setattr__(made, name, value)
     return made
 
 

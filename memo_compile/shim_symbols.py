@@ -5,8 +5,9 @@ Read in torch 2.11.0 and 2.13.0.
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -143,6 +144,42 @@ def _expression(value: Any) -> Any:
     return value.node.expr if isinstance(value, torch.SymInt) else value
 
 
+@functools.lru_cache(maxsize=4096)
+def _first_of(expression: Any) -> Any:
+    """The first of equal expressions, which sympy sees faster to equal itself than another."""
+    return expression
+
+
+def plain(value: Any) -> Any:
+    """A number, or the expression that a size is."""
+    return value if isinstance(value, int) else _first_of(_expression(value))
+
+
+class SymbolicLayout(NamedTuple):
+    """A tensor's sizes, strides and beginning, in elements: numbers or expressions."""
+
+    size: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    start: Any
+    dtype: torch.dtype
+    device: torch.device
+
+
+def layout_of(value: Any) -> Any:
+    """The ``SymbolicLayout`` of a symbolic fake, or of each of several; what is no tensor stays.
+
+    Raises TypeError: a tensor has no strides.
+    """
+    if isinstance(value, tuple | list):
+        return type(value)([layout_of(item) for item in value])
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.layout is not torch.strided:
+        raise TypeError(f"a value is {value.layout}")
+    size, stride = (tuple(map(plain, part)) for part in (value.shape, value.stride()))
+    return SymbolicLayout(size, stride, plain(value.storage_offset()), value.dtype, value.device)
+
+
 class StaticFakes:
     """Fake tensors whose sizes are numbers, in a mode of their own."""
 
@@ -151,19 +188,12 @@ class StaticFakes:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def like(self, value: Any, number: Callable[[Any], int]) -> Any:
-        """``value``, a symbolic fake or several, with sizes that ``number`` evaluates.
-
-        What is no tensor stays. Raises TypeError: a tensor has no strides.
-        """
-        if isinstance(value, tuple | list):
-            return type(value)([self.like(item, number) for item in value])
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.layout is not torch.strided:
-            raise TypeError(f"a value is {value.layout}")
-        size, stride = ([*map(number, part)] for part in (value.shape, value.stride()))
-        start = number(value.storage_offset())
-        return self.made(size, stride, start, dtype=value.dtype, device=value.device)
+        """What lies as ``layout_of`` says, with sizes that ``number`` evaluates."""
+        if not isinstance(value, SymbolicLayout):
+            several = isinstance(value, tuple | list)
+            return type(value)([self.like(item, number) for item in value]) if several else value
+        size, stride = ([*map(number, part)] for part in (value.size, value.stride))
+        return self.made(size, stride, number(value.start), dtype=value.dtype, device=value.device)
 
     def made(
         self,
@@ -182,14 +212,16 @@ class StaticFakes:
                 meta = meta.new_empty(start + last + 1).as_strided(size, stride, start)
             return FakeTensor(self.mode, meta, device)
 
-    def view(self, of: FakeTensor, said: torch.Tensor, number: Callable[[Any], int]) -> FakeTensor:
-        """Elements of ``of``, which lie as those of the symbolic fake ``said`` do.
+    def view(
+        self, of: FakeTensor, said: SymbolicLayout, number: Callable[[Any], int]
+    ) -> FakeTensor:
+        """Elements of ``of``, which lie as ``said``.
 
         An operator takes 3 ms for sizes that it has not seen.
         """
-        size, stride = ([*map(number, part)] for part in (said.shape, said.stride()))
+        size, stride = ([*map(number, part)] for part in (said.size, said.stride))
         with no_dispatch():
-            meta = of.as_strided(size, stride, number(said.storage_offset()))
+            meta = of.as_strided(size, stride, number(said.start))
             return FakeTensor(self.mode, meta, of.fake_device)
 
     @contextlib.contextmanager

@@ -5,9 +5,9 @@ once, with a shape environment of its own: the joint graph is kept, and what AOT
 run around the two halves serves all sizes for which its assumptions hold. What it is given as
 halves is hollow: inputs and results, nothing between. For a concrete length the joint graph with
 numbers in place of its symbols takes the way of a captured step (``capture``), and when the graph
-runs, its sizes say which step it is. Where two lengths less than a factor of two apart were cut
-alike, later ones of their size are not cut out of the joint graph again: the cut of the first is
-taken with other numbers (``cut_again``).
+runs, its sizes say which step it is. Where two lengths were cut alike, later ones of their size,
+and of sizes between, are not cut out of the joint graph again: the cut of the first is taken with
+other numbers (``cut_again``).
 
 Where torch cannot trace with symbols, or takes one for a constant, each length is traced by itself.
 """
@@ -143,13 +143,19 @@ def _size_class(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(eq=False, kw_only=True)
 class KnownCut:
-    """A step that was cut out of a joint graph at some sizes, and is the same at others."""
+    """A step that was cut out of a joint graph at some sizes, and is the same at others.
+
+    That other sizes were cut alike says two things: it is not what is equal at some sizes only, and
+    what was decided by bytes was decided alike there, and so between.
+    """
 
     config: MemoConfig
     cut: CutStep
     halves: tuple[CutTemplate, CutTemplate]
-    classes: set[tuple[int, ...]] = field(default_factory=set)
-    """Size classes in which another length went all the way, and was what this says of it."""
+    classes: set[tuple[int, ...]]
+    """Size classes in which a length went all the way, and was what this says of it."""
+    is_compared: bool = False
+    """True once that was another length than its own."""
 
     @classmethod
     def of(
@@ -161,17 +167,34 @@ class KnownCut:
             return CutTemplate(cut=half, symbols=joint.symbols, fakes=joint.fakes, numbers=numbers)
 
         halves = (template(cut.forward), template(cut.backward))
-        return cls(config=config, cut=cut, halves=halves)
+        return cls(config=config, cut=cut, halves=halves, classes={_size_class(numbers)})
+
+    def serves(self, numbers: tuple[int, ...]) -> bool:
+        """True for sizes between those that were cut alike."""
+        own = _size_class(numbers)
+
+        def is_ordered(smaller: tuple[int, ...], larger: tuple[int, ...]) -> bool:
+            return all(n <= m for n, m in zip(smaller, larger, strict=True))
+
+        return (
+            self.is_compared
+            and any(is_ordered(known, own) for known in self.classes)
+            and any(is_ordered(own, known) for known in self.classes)
+        )
 
     def at(self, numbers: tuple[int, ...]) -> CutStep:
         """The step at ``numbers``."""
         forward, backward = (half.at(numbers) for half in self.halves)
         return replace(self.cut, forward=forward, backward=backward)
 
-    def is_like(self, cut: CutStep, numbers: tuple[int, ...]) -> bool:
-        """True where ``cut``, at ``numbers``, is what this is there."""
+    def compare(self, cut: CutStep, numbers: tuple[int, ...]) -> bool:
+        """True where ``cut``, at ``numbers``, is what this is there; then this serves them."""
         made = self.at(numbers)
-        return is_same(made.forward, cut.forward) and is_same(made.backward, cut.backward)
+        if not (is_same(made.forward, cut.forward) and is_same(made.backward, cut.backward)):
+            return False
+        self.classes.add(_size_class(numbers))
+        self.is_compared = True
+        return True
 
 
 class _Traced:
@@ -319,9 +342,11 @@ class _Traced:
         return step
 
     def _like_before(self, capture: "StepCapture", numbers: tuple[int, ...]) -> "_Step | None":
-        """The step for ``numbers``, as one of their size class was cut; None: there is none."""
-        for known in self._cuts:
-            if known.config == capture.config and _size_class(numbers) in known.classes:
+        """The step for ``numbers``, as others were cut; None: there is none like it."""
+        cuts = [known for known in self._cuts if known.config == capture.config]
+        own = [known for known in cuts if _size_class(numbers) in known.classes]
+        for known in own or cuts:
+            if known.serves(numbers):
                 try:
                     cut = known.at(numbers)
                 except Exception as error:  # it goes all the way
@@ -342,8 +367,7 @@ class _Traced:
         assert self._joint is not None, "it was traced"
         try:
             for known in self._cuts:
-                if known.config == config and known.is_like(cut, numbers):
-                    known.classes.add(_size_class(numbers))
+                if known.config == config and known.compare(cut, numbers):
                     return
             made = KnownCut.of(cut, config, self._joint, numbers)
             self._cuts[:] = [*self._cuts, made][-MAX_CUTS:]

@@ -112,12 +112,14 @@ class StepCapture:
         self.runner = PassRunner(dump, selection(self.config.passes))
 
     def run(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """``gm`` through AOTAutograd, which asks for its halves; what runs the graph.
+        """``gm``, which stays as it is, through AOTAutograd, which asks for its halves.
+
+        What runs the graph is returned.
 
         Raises UnsupportedGraph: a step that trains was not captured whole.
         """
         self._made_outside, self._num_examples = with_history(examples), len(examples)
-        lengths: AtLength | None = gm.meta.pop(LENGTHS, None)
+        lengths: AtLength | None = gm.meta.get(LENGTHS)
         compiled = None if lengths is None else lengths.compiled(self, examples)
         if compiled is None:
             compiled = self._by_torch(gm, examples)
@@ -138,6 +140,8 @@ class StepCapture:
 
     def _by_torch(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """``gm`` through AOTAutograd, or as that and memo remember it."""
+        gm = shim.copied(gm)
+        gm.meta.pop(LENGTHS, None)
         memory = None
         if self.is_run:
             memory = memory_of(gm, examples, self.config, self.facts, self._made_outside)

@@ -47,6 +47,7 @@ from memo_compile.errors import (
     described,
     nearest,
 )
+from memo_compile.garbage import seldom_collected
 from memo_compile.passes.runner import graph_text
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
@@ -91,6 +92,7 @@ def memo(
         ) from None
 
 
+@seldom_collected()
 def _compiled(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -158,21 +160,20 @@ def compile_static(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
     """``gm`` for inputs of known shapes, planned or, if that is not possible, plain."""
-    original = shim.copied(gm)
-    original.meta.pop(LENGTHS, None)
     try:
         return plan_graph(gm, example_inputs, config)
     except shim.RestartAnalysis:
         raise
     except (ConfigError, RanksDisagree) as error:
-        _refuse(original, example_inputs, error)
+        _refuse(gm, example_inputs, error)
         raise
     except Exception as error:
         if shim_cache.lacks_compiler(error):
             refusal = ConfigError(NO_COMPILER.format(error))
-            _refuse(original, example_inputs, refusal)
+            _refuse(gm, example_inputs, refusal)
             raise refusal from error
-        return _step_aside(original, example_inputs, config, error)
+        gm.meta.pop(LENGTHS, None)
+        return _step_aside(gm, example_inputs, config, error)
 
 
 def _refuse(gm: fx.GraphModule, example_inputs: Sequence[Any], error: Exception) -> None:
@@ -191,7 +192,6 @@ def plan_graph(
     plan = functools.partial(_planned, config)
     has_tiles = not config.exact and config.token_tiles is None
     retiles = has_tiles and config.memory_budget is not None
-    untouched = shim.copied(gm) if retiles else gm
     key = rank_refusals.graph_key(gm, example_inputs)
     rank_refusals.begin(key)
     planned = plan(gm, example_inputs, PlanRequest())
@@ -206,13 +206,13 @@ def plan_graph(
     )
     agree(step, config.ranks_timeout_s, strict=config.strict)
     state.add_plan(planned.assembly.reported)
-    return Retiled(untouched, plan, planned) if retiles else planned.run
+    return Retiled(gm, plan, planned) if retiles else planned.run
 
 
 def _planned(
     config: MemoConfig, gm: fx.GraphModule, inputs: Sequence[Any], request: PlanRequest
 ) -> PlannedGraph:
-    """``gm``, which changes, compiled in the first tiles in which ``request`` fits."""
+    """``gm`` compiled in the first tiles in which ``request`` fits."""
     facts = GraphFacts(inputs)
     if facts.device.type == "cpu" and config.memory_budget is not None:
         keep_large_blocks_apart()  # before anything large is compiled and freed

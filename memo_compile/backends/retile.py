@@ -33,7 +33,9 @@ class PlannedGraph(NamedTuple):
 
 
 Plan = Callable[[fx.GraphModule, Sequence[Any], PlanRequest], PlannedGraph]
-"""Compiles a graph, which changes, in tiles in which a request fits. Raises Infeasible: in none."""
+"""Compiles a graph, which stays as it is, in tiles in which a request fits.
+
+Raises Infeasible: in none."""
 
 
 class _Made(torch.autograd.Function):
@@ -206,7 +208,7 @@ class Retiled:
         before.release()
         try:
             with shim.fresh_static_tracing() as context:
-                planned = self._plan(shim.copied(self._gm), args, request)
+                planned = self._plan(self._gm, args, request)
         except Infeasible as error:
             self._asked[request] = without_frames(error)
             raise

@@ -23,6 +23,7 @@ from memo_compile import shim
 from memo_compile.backends.all_lengths import LENGTHS, AllLengths, AtLength, shared_memory
 from memo_compile.config import MemoConfig
 from memo_compile.errors import Infeasible
+from memo_compile.garbage import seldom_collected
 from memo_compile.lowering.varying_sizes import VaryingRegions, varying
 from memo_compile.passes.numbers import PutNumbers
 from memo_compile.passes.runner import PassRunner
@@ -99,6 +100,7 @@ class Specialised:
         """What tells plans apart: 0.0 equals -0.0, and NaN not even itself."""
         return (*map(repr, numbers), *shared_memory(rest, self._written or ()))
 
+    @seldom_collected()
     def _compile(self, numbers: tuple[float, ...], rest: Sequence[Any]) -> Callable[..., Any]:
         with shim.nothing_else_compiles(), self._lock:
             if (made := self._known.get(self._key(numbers, rest))) is not None:

@@ -1,11 +1,9 @@
 """``memo plan``: will it fit? A training step planned without its memory and without the device."""
 
-import contextlib
 import dataclasses
-import gc
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +18,7 @@ from memo_compile.cli.plan_text import numbers, plan_lines, verdict
 from memo_compile.cli.progress import StepBar
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import Infeasible, InputError
+from memo_compile.garbage import seldom_collected
 from memo_compile.reporting.emit import TOOLS, Settings, emit
 from memo_compile.reporting.html import render_html
 from memo_compile.reporting.view import short_source
@@ -35,8 +34,8 @@ LENGTHS = 6
 """Most searches for the longest sequence try so many lengths or fewer."""
 
 GARBAGE = 500_000
-"""More objects than that must be new before cycles among them are looked for. A traced model of
-six layers has about as many, in 500 MiB."""
+"""So many objects must be new before cycles among them are looked for, which took a sixth of a
+plan's time, mostly in vain. A traced model of six layers has about as many, in 500 MiB."""
 
 PLAIN_WIDTH = 140
 """Characters of a line where stdout is a file or a pipe."""
@@ -142,18 +141,7 @@ def _require_one_form(emit: str | None, *, as_json: bool) -> None:
         raise InputError("emit: prints settings, --json prints JSON; give one of the two")
 
 
-@contextlib.contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Cycles are looked for seldom, in tracing mostly in vain: a sixth of a plan's time."""
-    before = gc.get_threshold()
-    gc.set_threshold(GARBAGE, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@_seldom_collected()
+@seldom_collected(GARBAGE)
 def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[Forecast, int | None]":
     """The forecast, and with ``max_seq`` the longest sequence that it is for."""
     from memo_compile.offline.forecast import forecast, longest
@@ -189,7 +177,7 @@ def _told(console: Console, bar: StepBar) -> Callable[[int, bool], None]:
     return tried
 
 
-@_seldom_collected()
+@seldom_collected(GARBAGE)
 def _sweep(question: "Question", over: str, num_budgets: int, *, as_json: bool) -> None:
     """Print what each budget costs."""
     from memo_compile.offline.forecast import sweep

@@ -4,7 +4,6 @@ Tracing and planning a large model takes most of a minute, and every further try
 the try that will fit comes first, where that can be told before (``tile_order``).
 """
 
-import itertools
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -41,7 +40,7 @@ exported before (a stage of torch's ``pipeline()``)."""
 
 
 Attempt = Callable[[fx.GraphModule, MemoConfig], T]
-"""Plans a Dynamo graph, which it may change, under options that name a number of tiles."""
+"""Plans a Dynamo graph, which stays as it is, under options that name a number of tiles."""
 
 
 def first_that_fits(
@@ -72,10 +71,8 @@ def _first(
 ) -> T:
     if config.exact or config.token_tiles is not None:
         return attempt(gm, replace(config, token_tiles=1) if config.exact else config)
-    untouched = shim.copied(gm)
-    graphs = itertools.chain([gm], iter(lambda: shim.copied(untouched), None))
     order = tile_order(gm, facts, config, device_bytes or facts.device_bytes())
-    return first_of(order, config, lambda options: attempt(next(graphs), options), ends_planning)
+    return first_of(order, config, lambda options: attempt(gm, options), ends_planning)
 
 
 def ends_planning(error: Exception) -> bool:

@@ -37,7 +37,7 @@ from memo_compile.lowering.workspace import convolution_of
 from memo_compile.passes.cut import KERNEL_ALIGNMENT_BYTES
 from memo_compile.passes.cut_again import OtherSizes
 from memo_compile.reporting import state
-from memo_compile.shim_symbols import SizeSymbols
+from memo_compile.shim_symbols import SizeSymbols, plain
 
 log = logging.getLogger("memo")
 
@@ -183,7 +183,7 @@ class _Code:
 
     def lowered(self, name: str, n: int) -> LoweredRegion:
         """The code for ``n``."""
-        self.scan.number = lambda value: self.symbol.number(value, n)
+        self.scan.number = self.symbol.at((n,))
         profile, compiled = self.scan.profile(), self.compiled
 
         def run(args: list[Any]) -> Any:
@@ -206,7 +206,7 @@ def _equal(
     n: int,
 ) -> bool:
     given = (formula.at(n) for formula in arguments)
-    made = (symbol.number(value, n) for value in layouts)
+    made = map(symbol.at((n,)), layouts)
     return tuple(given) == region.arguments and tuple(made) == region.layouts
 
 
@@ -352,9 +352,7 @@ class VaryingRegions:
         static = tuple(at + 1 for at in region.static_inputs)
         own = replace(region, gm=rewritten.gm, static_inputs=static)
         with symbol.tracing():
-            found = inductor.lower_symbolic(
-                own, lambda value: symbol.number(value, n), poison=poison
-            )
+            found = inductor.lower_symbolic(own, symbol.at((n,)), poison=poison)
         if found is None:
             raise UnsupportedGraph("it has no kernels")
         scan, compiled = found
@@ -364,7 +362,7 @@ class VaryingRegions:
             symbol=symbol,
             position=changed,
             arguments=arguments,
-            layouts=made,
+            layouts=tuple(map(plain, made)),
             scan=scan,
             compiled=compiled,
         )

@@ -254,8 +254,7 @@ class TracedModel(OfflineModel):
     def _captured_first(
         self, options: MemoConfig, graph: fx.GraphModule | None
     ) -> tuple[CapturedStep, StepCapture]:
-        graph = shim.copied(self.gm) if graph is None else graph
-        return _captured(graph, self.facts(), self.examples, options)
+        return _captured(self.gm if graph is None else graph, self.facts(), self.examples, options)
 
 
 @dataclass(kw_only=True)

@@ -23,7 +23,7 @@ from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.analysis.structure import spec_of
 from memo_compile.analysis.views import is_view, results_of, viewed
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.shim_symbols import SizeSymbols, StaticFakes
+from memo_compile.shim_symbols import SizeSymbols, StaticFakes, layout_of, plain
 
 SIZES = "memo_sizes"
 """Key of ``node.meta``: what the symbols say of the node, a ``Said``."""
@@ -40,6 +40,8 @@ class Said:
     numbers: tuple[Any, ...]
     """The integers among its arguments, in order: numbers or expressions."""
     value: Any
+    layout: Any
+    """Of ``value``, as ``layout_of``."""
     text: str
     """Both in words: what is equal at some sizes only, has other words."""
 
@@ -47,7 +49,9 @@ class Said:
     def of(node: fx.Node) -> "Said":
         """What is to be noted of ``node``."""
         numbers, value = _numbers(node), node.meta["val"]
-        return Said(numbers=numbers, value=value, text=f"{numbers} {spec_of(value)}")
+        text = f"{numbers} {spec_of(value)}"
+        numbers = tuple(None if n is None else plain(n) for n in numbers)
+        return Said(numbers=numbers, value=value, layout=layout_of(value), text=text)
 
 
 def words_of(gm: fx.GraphModule) -> str:
@@ -142,13 +146,13 @@ class _Copying:
             return
         args, kwargs = self._mapped((node.args, node.kwargs))
         made = shim.like_node(self.graph, node, args, kwargs)
-        made.meta = {key: note for key, note in node.meta.items() if key not in _NOT_KEPT}
+        made.meta.update((key, of) for key, of in node.meta.items() if key not in _NOT_KEPT)
         self.made[node] = made
         if "val" in node.meta:
-            made.meta["val"] = self._value(node, args, kwargs)
             if node not in self.of._said:
                 self.of._said[node] = Said.of(node)
             made.meta[SIZES] = self.of._said[node]
+            made.meta["val"] = self._value(node, args, kwargs)
 
     def _mapped(self, value: Any) -> Any:
         return fx.node.map_aggregate(value, self._argument)
@@ -189,7 +193,7 @@ class _Copying:
                 found = node.target(*args, **kwargs)  # type: ignore[operator]
             self._require_equal(node, found, before)
         else:
-            found = self.of.fakes.like(before, self.number)
+            found = self.of.fakes.like(self.of._said[node].layout, self.number)
         if is_fixed(before) and (not is_view(node) or viewed(node) in self.of._fixed):
             self.of._fixed[node] = found
         return found

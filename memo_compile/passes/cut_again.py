@@ -8,9 +8,10 @@ step that went all the way.
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -28,7 +29,7 @@ from memo_compile.shim_symbols import SizeSymbols, StaticFakes
 from memo_compile.step.problem import CallKind, Phase
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class CutTemplate:
     """A half at some sizes of a symbolic graph, from which it is made at others."""
 
@@ -37,9 +38,16 @@ class CutTemplate:
     fakes: StaticFakes
     numbers: tuple[int, ...]
     """The sizes at which it was cut."""
+    _regions: dict[str, "_Template"] = field(init=False)
+    _half: "_Template" = field(init=False)
+    _saved: dict[str, Any] = field(init=False)
+    """Of each saved value what the symbols say."""
 
     def __post_init__(self) -> None:
-        """Raises UnsupportedGraph: there is more to it than calls of regions."""
+        """Raises UnsupportedGraph: there is more to it than calls of regions.
+
+        Or a number in it is no function of the sizes that is known.
+        """
         cut = self.cut
         if cut.tilings or cut.whole_calls != cut.calls or cut.layer_calls != cut.calls:
             raise UnsupportedGraph("regions run in tiles, or are cut at collectives")
@@ -51,6 +59,14 @@ class CutTemplate:
             if storage_of(first) is storage_of(second) and not overlap(first, second):
                 raise UnsupportedGraph("results are parts of one value, apart at these sizes")
         _require_beginnings(cut.regions)
+        number = self.symbols.at(self.numbers)
+        self._regions = {
+            name: _Template(of.gm, self.fakes, number) for name, of in cut.regions.items()
+        }
+        self._half = _Template(cut.half_graph, self.fakes, number)
+        names = cut.leased if cut.phase is Phase.FORWARD else ()
+        saved = {name: cut.nodes[name] for name in names if name in cut.nodes}
+        self._saved = {name: _layout_of_saved(node, number) for name, node in saved.items()}
 
     def _reads(self, call: CutCall) -> Any:
         return self.cut.regions[call.region].input_layouts()
@@ -59,30 +75,41 @@ class CutTemplate:
         """The half at ``numbers``.
 
         Raises:
-            UnsupportedGraph: a number in it is no function of the sizes that is known.
+            UnsupportedGraph: a region is given what begins inside of a value.
             Exception: torch's own, where an operator refuses the sizes.
         """
-        number, before = self.symbols.at(numbers), self.symbols.at(self.numbers)
-
-        def again(gm: fx.GraphModule) -> fx.GraphModule:
-            return _Again(gm, self.fakes, before, number).gm
-
-        cut = self.cut
-        regions = {name: replace(of, gm=again(of.gm)) for name, of in cut.regions.items()}
+        number, cut = self.symbols.at(numbers), self.cut
+        regions = {
+            name: replace(cut.regions[name], gm=template.at(number))
+            for name, template in self._regions.items()
+        }
         _require_beginnings(regions)
         layouts = {name: region.input_layouts() for name, region in regions.items()}
         calls = tuple(replace(call, reads=layouts[call.region]) for call in cut.calls)
-        saved = set(cut.leased) & cut.nodes.keys() if cut.phase is Phase.FORWARD else ()
-        nodes = {name: _node_again(cut.nodes[name], self.fakes, before, number) for name in saved}
         return replace(
             cut,
             regions=regions,
             calls=calls,
             whole_calls=calls,
             layer_calls=calls,
-            half_graph=again(cut.half_graph),
-            nodes=nodes,
+            half_graph=self._half.at(number),
+            nodes=self._saved_at(number),
         )
+
+    def _saved_at(self, number: Callable[[Any], int]) -> dict[str, fx.Node]:
+        """Saved values by themselves: their layouts, and where they come from."""
+        graph = fx.Graph()
+        found = {}
+        for name, layout in self._saved.items():
+            node = self.cut.nodes[name]
+            made = graph.create_node("call_function", node.target, (), {}, node.name)
+            if node.target is operator.getitem:
+                source, at = node.args
+                assert isinstance(source, fx.Node), "an element of what a node makes"
+                made.args = (graph.create_node(source.op, source.target, (), {}, source.name), at)
+            made.meta = {**node.meta, "val": self.fakes.like(layout, number)}
+            found[name] = made
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +149,8 @@ class OtherSizes:
             UnsupportedGraph: a number in it is no function of the sizes that is known.
             Exception: torch's own, where an operator refuses the sizes.
         """
-        return _Again(
-            gm, self.fakes, self.symbols.at(self.numbers), self.symbols.at(self.others)
-        ).gm
+        template = _Template(gm, self.fakes, self.symbols.at(self.numbers))
+        return template.at(self.symbols.at(self.others))
 
 
 _MORE = (1, 2, 8, 64)
@@ -180,27 +206,76 @@ def _is_same_region(first: RegionGraph, second: RegionGraph) -> bool:
     return is_like and words[0] == words[1]
 
 
-class _Again:
-    """A graph with other numbers, its values as torch derives them."""
+class _Way(Enum):
+    """How a node's value is found at other sizes."""
+
+    STAYS = auto()
+    ELEMENT = auto()
+    """It is one of those of its source."""
+    SAID = auto()
+    """The symbols say it."""
+    VIEW = auto()
+    """They say how it lies in its source."""
+    DERIVED = auto()
+    """Torch's operator is asked."""
+
+
+class _Kept(NamedTuple):
+    """A node, and what changes with the sizes."""
+
+    node: fx.Node
+    way: _Way
+    layout: Any
+    """What the symbols say of its value."""
+    numbers: tuple[Any, ...]
+    """What they say of the numbers among its arguments; empty: these stay."""
+
+
+class _Template:
+    """A graph at some sizes, from which it is made at others, its values as torch derives them."""
 
     def __init__(
-        self,
-        gm: fx.GraphModule,
-        fakes: StaticFakes,
-        before: Callable[[Any], int],
-        number: Callable[[Any], int],
+        self, gm: fx.GraphModule, fakes: StaticFakes, number: Callable[[Any], int]
     ) -> None:
-        self.fakes, self.before, self.number = fakes, before, number
-        self.made: dict[fx.Node, fx.Node] = {}
+        """``number`` evaluates the symbols at the sizes of ``gm``.
+
+        Raises UnsupportedGraph: a number in it is no function of the sizes that is known.
+        """
+        self._gm, self._fakes, self._number = gm, fakes, number
+        self._nodes = [self._kept(node) for node in gm.graph.nodes]
+
+    def at(self, number: Callable[[Any], int]) -> fx.GraphModule:
+        """The graph at the sizes for which ``number`` evaluates the symbols.
+
+        Raises Exception: torch's own, where an operator refuses the sizes.
+        """
         graph = fx.Graph()
-        for node in gm.graph.nodes:
-            said = self._said(node)
-            made = shim.like_node(graph, node, *self._arguments(node, said))
-            made.meta = dict(node.meta)
-            self.made[node] = made
-            if "val" in node.meta:
-                made.meta["val"] = self._value(node, made, said)
-        self.gm = shim.graph_module(gm, graph)
+        made: dict[fx.Node, fx.Node] = {}
+        for kept in self._nodes:
+            new = shim.like_node(graph, kept.node, *_arguments(kept, made, number))
+            new.meta.update(kept.node.meta)
+            made[kept.node] = new
+            if kept.way is not _Way.STAYS:
+                new.meta["val"] = self._value(kept, new, number)
+        return shim.graph_module(self._gm, graph)
+
+    def _value(self, kept: _Kept, new: fx.Node, number: Callable[[Any], int]) -> Any:
+        if kept.way is _Way.SAID:
+            return self._fakes.like(kept.layout, number)
+        if kept.way is _Way.VIEW:
+            return self._fakes.view(viewed(new).meta["val"], kept.layout, number)
+        if kept.way is _Way.ELEMENT:
+            source, at = new.args
+            return source.meta["val"][at]  # type: ignore[union-attr]
+        args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda of: of.meta["val"])
+        with self._fakes.mode:
+            return new.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _kept(self, node: fx.Node) -> _Kept:
+        said = self._said(node)
+        way = self._way(node, said)
+        layout = None if said is None else said.layout
+        return _Kept(node=node, way=way, layout=layout, numbers=self._numbers(node, said))
 
     def _said(self, node: fx.Node) -> Said | None:
         """What is noted of ``node``, where it is true of it still: passes copy notes."""
@@ -208,48 +283,56 @@ class _Again:
         if said is None:
             return None
         if not is_given(node):  # an input notes what made it elsewhere
-            own = [n for n in _leaves(node) if isinstance(n, int) and not isinstance(n, bool)]
             if None in said.numbers:
                 raise UnsupportedGraph(f"{node.name} has a float that depends on sizes")
-            if [*map(self.before, said.numbers)] != own:
+            if [*map(self._number, said.numbers)] != _numbers(node):
                 return None
-        return said if _is_like(said.value, node.meta.get("val"), self.before) else None
+        return said if _is_like(said.value, node.meta.get("val"), self._number) else None
 
-    def _arguments(self, node: fx.Node, said: Said | None) -> Any:
+    def _numbers(self, node: fx.Node, said: Said | None) -> tuple[Any, ...]:
+        """As ``_Kept.numbers``."""
         value = node.meta.get("val")
         is_number = isinstance(value, torch.Tensor) and not value.dim()
-        stays = is_given(node) or (said is None and ("val" not in node.meta or is_number))
-        numbers = map(self.number, () if said is None or is_given(node) else said.numbers)
+        if is_given(node) or (said is None and ("val" not in node.meta or is_number)):
+            return ()
+        if said is not None:
+            return said.numbers
+        if _numbers(node):
+            raise UnsupportedGraph(f"{node.name} has a number that no symbol says")
+        return ()
 
-        def changed(value: Any) -> Any:
-            if isinstance(value, fx.Node):
-                return self.made[value]
-            if stays or not isinstance(value, int) or isinstance(value, bool):
-                return value
-            if said is None:
-                raise UnsupportedGraph(f"{node.name} has a number that no symbol says")
-            return next(numbers)
-
-        return fx.node.map_aggregate((node.args, node.kwargs), changed)
-
-    def _value(self, node: fx.Node, made: fx.Node, said: Said | None) -> Any:
-        value = node.meta["val"]
+    def _way(self, node: fx.Node, said: Said | None) -> _Way:
+        if "val" not in node.meta:
+            return _Way.STAYS
         if node.target is operator.getitem:
-            source, at = made.args
-            return source.meta["val"][at]  # type: ignore[union-attr]
+            return _Way.ELEMENT
         if is_given(node) and said is None:
-            if isinstance(value, torch.Tensor) and node.name != HANDLE:
+            if isinstance(node.meta["val"], torch.Tensor) and node.name != HANDLE:
                 raise UnsupportedGraph(f"{node.name} is a value that no symbol says")
-            return value
+            return _Way.STAYS
         if said is not None and not (node.op == "call_function" and is_view(node)):
-            return value if is_fixed(said.value) else self.fakes.like(said.value, self.number)
+            return _Way.STAYS if is_fixed(said.value) else _Way.SAID
         if node.op != "call_function":
-            return value
-        if said is not None and _is_plain_view(said.value, viewed(made).meta["val"]):
-            return self.fakes.view(viewed(made).meta["val"], said.value, self.number)
-        args, kwargs = fx.node.map_arg((made.args, made.kwargs), lambda of: of.meta["val"])
-        with self.fakes.mode:
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return _Way.STAYS
+        if said is not None and _is_plain_view(said.value, viewed(node).meta["val"]):
+            return _Way.VIEW
+        return _Way.DERIVED
+
+
+def _arguments(kept: _Kept, made: Mapping[fx.Node, fx.Node], number: Callable[[Any], int]) -> Any:
+    """Its arguments, with nodes of the new graph, and other numbers."""
+    given = (kept.node.args, kept.node.kwargs)
+    if not kept.numbers:
+        return fx.node.map_arg(given, made.__getitem__)
+    numbers = map(number, kept.numbers)
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return made[value]
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return next(numbers) if is_number else value
+
+    return fx.node.map_aggregate(given, changed)
 
 
 def _is_plain_view(said: Any, source: Any) -> bool:
@@ -263,10 +346,11 @@ def _is_plain_view(said: Any, source: Any) -> bool:
     return is_seen_alike and not any(isinstance(n, int) and n == 1 for n in said.shape)
 
 
-def _leaves(node: fx.Node) -> Iterator[Any]:
+def _numbers(node: fx.Node) -> list[int]:
+    """Those among its arguments, in order."""
     found: list[Any] = []
     fx.node.map_aggregate((node.args, node.kwargs), lambda value: found.append(value))
-    return iter(found)
+    return [n for n in found if isinstance(n, int) and not isinstance(n, bool)]
 
 
 def _is_like(said: Any, value: Any, number: Callable[[Any], int]) -> bool:
@@ -285,21 +369,9 @@ def _is_like(said: Any, value: Any, number: Callable[[Any], int]) -> bool:
     )
 
 
-def _node_again(
-    node: fx.Node,
-    fakes: StaticFakes,
-    before: Callable[[Any], int],
-    number: Callable[[Any], int],
-) -> fx.Node:
-    """A node by itself, for what is read of a saved value: its layout, and where it comes from."""
-    graph = fx.Graph()
-    made = graph.create_node("call_function", node.target, (), {}, node.name)
-    if node.target is operator.getitem:
-        source, at = node.args
-        assert isinstance(source, fx.Node), "an element of what a node makes"
-        made.args = (graph.create_node(source.op, source.target, (), {}, source.name), at)
+def _layout_of_saved(node: fx.Node, number: Callable[[Any], int]) -> Any:
+    """What the symbols say of a value, which ``number`` evaluates as it is."""
     said = node.meta.get(SIZES)
-    if said is None or not _is_like(said.value, node.meta["val"], before):
+    if said is None or not _is_like(said.value, node.meta["val"], number):
         raise UnsupportedGraph(f"{node.name} is saved, and no symbol says how large it is")
-    made.meta = {**node.meta, "val": fakes.like(said.value, number)}
-    return made
+    return said.layout

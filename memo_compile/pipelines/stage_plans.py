@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.facts import GraphFacts
@@ -226,7 +225,7 @@ class _StageModel:
             return plan(self.lowered(graph, options), options).plan
 
         return first_that_fits(
-            shim.copied(self.traced.gm),
+            self.traced.gm,
             self.traced.facts(),
             config,
             attempt,

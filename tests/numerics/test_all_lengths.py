@@ -19,9 +19,9 @@ from tests.numerics.training import ATEN, assert_planned, in_ci
 
 @pytest.fixture
 def counts(monkeypatch):
-    """How often AOTAutograd traced, and steps were made from a cut that was known."""
+    """How often AOTAutograd traced, and steps were made from a cut that was known, or compared."""
     found: Counter[str] = Counter()
-    compile_fx, at = shim.compile_fx, KnownCut.at
+    compile_fx, at, compare = shim.compile_fx, KnownCut.at, KnownCut.compare
 
     def traced(*args, **kwargs):
         found["traces"] += 1
@@ -31,6 +31,11 @@ def counts(monkeypatch):
         found["known"] += 1
         return at(self, numbers)
 
+    def compared(self, *args):
+        found["compared"] += 1
+        return compare(self, *args)
+
+    monkeypatch.setattr(KnownCut, "compare", compared)
     monkeypatch.setattr(shim, "compile_fx", traced)
     monkeypatch.setattr(KnownCut, "at", made)
     return found
@@ -103,10 +108,9 @@ LENGTHS = (9, 12, 15, 10, 13, 8, 14, 11, 5, 6, 7, 31, 17, 1, 2, 12)
 
 def test_one_trace_and_two_cuts_serve_all_lengths(counts):
     pair = Pair(Words(attends))
-    assert_lengths(pair, LENGTHS[:6])
+    assert_lengths(pair, (*LENGTHS[:6], 70, 40))
     assert_planned()
-    assert counts["traces"] == 2  # of the first length, and of all others
-    assert counts["known"] == 4  # one to be compared
+    assert counts == {"traces": 2, "known": 6, "compared": 2}  # 15 and 70; 40 lies between
     assert leased_slabs() == 0
     assert not memo_compile.report().notes
 

@@ -39,8 +39,6 @@ def tried(*failures, order=(1, TOKEN_TILES), monkeypatch=None, **options):
     seen = []
 
     def attempt(gm, config):
-        assert [node.op for node in gm.graph.nodes] == ["placeholder", "call_method", "output"]
-        gm.graph.erase_node(gm.graph.output_node())  # an attempt may change its graph
         seen.append(config.token_tiles)
         if len(seen) <= len(failures):
             raise failures[len(seen) - 1]
