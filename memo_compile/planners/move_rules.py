@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.comm_windows import has_collectives
 from memo_compile.step.communication import value_sizes
+from memo_compile.step.lives import CallTables
 from memo_compile.step.movable import (
     Action,
     Layer,
@@ -63,9 +64,15 @@ class StepFacts:
     """Per layer, seconds of its forward, of all its tiles where it runs in tiles."""
     backward_s: tuple[float, ...]
     """Per layer, seconds of its backward likewise."""
+    layered: frozenset[str]
+    """The values of all layers' slots."""
     renamed: dict[tuple[int, tuple[str, ...]], StepCall] = field(default_factory=dict)
-    """Calls of the backward by index and by the names, after moves, of what they read and write
-    into. Kept because the decisions that policies try share most of them."""
+    """Calls of the backward by index and by the names, after moves, of their ``movable`` values.
+    Kept because the decisions that policies try share most of them."""
+    movable: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Call -> those of the ``layered`` values that it reads or writes into; of some calls."""
+    tables: CallTables = field(default_factory=CallTables)
+    """Of the calls of the step and of ``renamed``."""
 
 
 _FACTS: "weakref.WeakKeyDictionary[MovableStep, StepFacts]" = weakref.WeakKeyDictionary()
@@ -119,6 +126,7 @@ def _collect(step: MovableStep) -> StepFacts:
             for position in problem.regions[call.region].overwrites
         },
         call_s=call_s,
+        layered=frozenset(itertools.chain.from_iterable(layer.values for layer in step.layers)),
         talks=has_collectives(problem),
         halves_s=(
             sum(s for s, call in zip(call_s, calls, strict=True) if call.phase is Phase.FORWARD),
