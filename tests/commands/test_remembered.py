@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -51,6 +52,12 @@ def tiny_model(monkeypatch):
     monkeypatch.setenv("MEMO_LOWERING", "aten")
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_prepared(monkeypatch):
+    """For other budgets, as in a process that has run for long."""
+    monkeypatch.setattr(model_plans, "LAST_PREPARED_S", -1.0)
+
+
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     made = FileStore(folder=tmp_path / "steps")
@@ -80,6 +87,20 @@ def test_answers_are_the_same_with_and_without_memory(store, traces):
     assert [answer(**question) for question in questions] == without
     traces.clear()
     assert [answer(**question) for question in questions] == without
+    assert not traces
+
+
+@pytest.mark.full
+def test_what_smaller_budgets_need_is_prepared_while_the_first_answer_is_quick(
+    store, traces, monkeypatch
+):
+    smaller = {"policy": "greedy", "budget": "130MiB"}
+    alone = answer(**smaller, remembers=False)
+    monkeypatch.setattr(model_plans, "LAST_PREPARED_S", math.inf)
+    answer(**smaller | {"budget": "135MiB"})
+    assert len([known for known in store.stored() if known.kind == "step"]) > 4
+    traces.clear()
+    assert answer(**smaller) == alone
     assert not traces
 
 
@@ -192,7 +213,7 @@ def test_what_is_no_step_is_ignored_though_its_digest_is_right(store, caplog, mo
 def test_a_region_that_is_not_remembered_is_made(store, traces):
     whole = answer(**RECOMPUTES)
     path = records(store)[-1]
-    head, body = path.read_text().split("\n")
+    _, body = path.read_text().split("\n")
     record = json.loads(body)
     assert record["regions"]
     assert plain(restore(record, StepRecord, "step")) == record
@@ -207,7 +228,8 @@ def test_a_region_that_is_not_remembered_is_made(store, traces):
         traces.clear()
         assert answer(**RECOMPUTES) == whole
     assert traces
-    assert head in path.read_text()
+    again = json.loads(path.read_text().split("\n")[1])
+    assert all(region in again["regions"] for region in record["regions"])
 
 
 def test_what_a_record_depends_on_is_in_its_name(store, traces, monkeypatch):

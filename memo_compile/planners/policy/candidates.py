@@ -348,6 +348,20 @@ class CandidateSource:
             found = tuple(own for own in found if least_bytes(self.step, own) <= most_bytes)
         return self._valid(found)
 
+    def propose(self) -> None:
+        """Find all that ``greedy`` simulates, and ask for the regions of the named plans."""
+        self._greedy()
+        steady_moves(self.step, self.recompute)
+        for policy in NAMED:
+            named_moves(
+                self.step,
+                policy,
+                self.recompute,
+                alpha=None,
+                host_budget_bytes=self.host_budget_bytes,
+                exact=self.exact,
+            )
+
     def near_floor_least_s(self) -> float:
         """What plans near the floor take at least: their computation and recomputation."""
         compute_s = sum(facts_of(self.step).call_s)
