@@ -88,6 +88,8 @@ class ModelPlans:
     """Another device than the one that the fake tensors lie on."""
     memory: Memory | None = None
     say: Say = nobody_watches
+    for_budgets: bool = True
+    """False where the next questions are about other lengths: nothing is made for other budgets."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _records: dict[str, list[StepRecord]] = field(default_factory=dict)
     _known: dict[str, "StepKnowledge"] = field(default_factory=dict)
@@ -162,7 +164,7 @@ class ModelPlans:
 
     def _prepare(self, config: MemoConfig) -> None:
         """Remember what smaller budgets need, as long as that belongs to a quick first answer."""
-        if self.memory is None or "traced" not in vars(self):
+        if self.memory is None or not self.for_budgets or "traced" not in vars(self):
             return
         failed: set[Tiles] = set()
         while (tiles := self._not_prepared(config, failed)) is not None:
@@ -285,7 +287,7 @@ class ModelPlans:
 
     def _complete(self, step: RememberedStep, options: MemoConfig) -> None:
         """What plans of ``step`` under other budgets recompute with is lowered."""
-        if self.memory is None:
+        if self.memory is None or not self.for_budgets:
             return
         try:
             propose_known(step, options)
