@@ -62,6 +62,10 @@ LAST_PREPARED_S = 12.5
 """Processor seconds of this process after which nothing is prepared for other budgets: that takes
 over two for each tiling, and a first answer may take 15."""
 
+PREPARING = 0.15
+"""After this share of the processor seconds that the answer took nothing more is begun: who asks
+waits for it."""
+
 Say = Callable[[str, int], None]
 """Told what is done next, where that may take seconds, and how many steps follow it at least."""
 
@@ -167,8 +171,9 @@ class ModelPlans:
         if self.memory is None or not self.for_budgets or "traced" not in vars(self):
             return
         failed: set[Tiles] = set()
+        last_s = min(LAST_PREPARED_S, (1 + PREPARING) * time.process_time())
         while (tiles := self._not_prepared(config, failed)) is not None:
-            if time.process_time() > LAST_PREPARED_S:
+            if time.process_time() > last_s:
                 return
             self.say("remembering what smaller budgets need", 0)
             options = tiles.options(config)

@@ -97,6 +97,7 @@ def test_what_smaller_budgets_need_is_prepared_while_the_first_answer_is_quick(
     smaller = {"policy": "greedy", "budget": "130MiB"}
     alone = answer(**smaller, remembers=False)
     monkeypatch.setattr(model_plans, "LAST_PREPARED_S", math.inf)
+    monkeypatch.setattr(model_plans, "PREPARING", math.inf)
     answer(**smaller | {"budget": "135MiB"})
     assert len([known for known in store.stored() if known.kind == "step"]) > 4
     traces.clear()
