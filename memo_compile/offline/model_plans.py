@@ -98,6 +98,8 @@ class ModelPlans:
     _records: dict[str, list[StepRecord]] = field(default_factory=dict)
     _known: dict[str, "StepKnowledge"] = field(default_factory=dict)
     _sizes: dict[str, Sizes] = field(default_factory=dict)
+    _prepares: bool = False
+    """True once there is an answer, and other budgets are prepared for."""
     _has_read: bool = False
     """True where a step was remembered before."""
     _last: RememberedStep | None = None
@@ -154,6 +156,7 @@ class ModelPlans:
         order = order_of(self._sizes_for(config), config, self._budget_bytes(config))
         made = first_of(order, config, attempt, self._ends_planning)
         self._prepare(config)
+        self._prepares = False
         return made
 
     def _budget_bytes(self, config: MemoConfig) -> int | None:
@@ -171,6 +174,7 @@ class ModelPlans:
         if self.memory is None or not self.for_budgets or "traced" not in vars(self):
             return
         failed: set[Tiles] = set()
+        self._prepares = True
         last_s = min(LAST_PREPARED_S, (1 + PREPARING) * time.process_time())
         while (tiles := self._not_prepared(config, failed)) is not None:
             if time.process_time() > last_s:
@@ -257,8 +261,8 @@ class ModelPlans:
     ) -> Iterator[tuple[StepRecord, RememberedRegions]]:
         """The step as a record, from ``record`` or the traced model, and what makes its regions.
 
-        At the end it is remembered with all that was made, and ``_complete``, but for the first
-        step of all.
+        At the end it is remembered with all that was made, and ``_complete`` unless that would put
+        off a first answer.
         """
         from memo_compile.offline import plan_offline, record_step
 
@@ -279,16 +283,11 @@ class ModelPlans:
         try:
             yield record, maker
         finally:
-            if self._last is not None and not self._is_first:
+            if self._last is not None and (self._has_read or self._prepares):
                 self._complete(self._last, options)
             if maker.num_made or record not in self._records.get(self._key(options), []):
                 whole = replace(record, regions=tuple(maker.known.values()))
                 self._remember(options, whole)
-
-    @property
-    def _is_first(self) -> bool:
-        """True where nothing was remembered, and nothing but one step lowered yet."""
-        return len(self._known) < 2 and not self._has_read
 
     def _complete(self, step: RememberedStep, options: MemoConfig) -> None:
         """What plans of ``step`` under other budgets recompute with is lowered."""

@@ -64,6 +64,9 @@ class StepFacts:
     """Per layer, seconds of its forward, of all its tiles where it runs in tiles."""
     backward_s: tuple[float, ...]
     """Per layer, seconds of its backward likewise."""
+    tables: CallTables | None
+    """Of the calls of the step and of ``renamed``; None where it talks, and calls are made anew
+    in each program."""
     layered: frozenset[str]
     """The values of all layers' slots."""
     renamed: dict[tuple[int, tuple[str, ...]], StepCall] = field(default_factory=dict)
@@ -71,8 +74,6 @@ class StepFacts:
     Kept because the decisions that policies try share most of them."""
     movable: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Call -> those of the ``layered`` values that it reads or writes into; of some calls."""
-    tables: CallTables = field(default_factory=CallTables)
-    """Of the calls of the step and of ``renamed``."""
 
 
 _FACTS: "weakref.WeakKeyDictionary[MovableStep, StepFacts]" = weakref.WeakKeyDictionary()
@@ -104,7 +105,7 @@ def _collect(step: MovableStep) -> StepFacts:
         last_use.update(dict.fromkeys((*call.inputs, *call.outputs), at))
     index_of = {call.name: at for at, call in enumerate(calls)}
     call_s = tuple(map(step.costs.call_s, calls))
-    sizes = value_sizes(problem)
+    sizes, talks = value_sizes(problem), has_collectives(problem)
     forward_at = tuple(index_of[layer.forward] for layer in step.layers)
     backward_at = tuple(index_of[layer.backward] for layer in step.layers)
     return StepFacts(
@@ -127,7 +128,8 @@ def _collect(step: MovableStep) -> StepFacts:
         },
         call_s=call_s,
         layered=frozenset(itertools.chain.from_iterable(layer.values for layer in step.layers)),
-        talks=has_collectives(problem),
+        talks=talks,
+        tables=None if talks else CallTables(),
         halves_s=(
             sum(s for s, call in zip(call_s, calls, strict=True) if call.phase is Phase.FORWARD),
             sum(s for s, call in zip(call_s, calls, strict=True) if call.phase is Phase.BACKWARD),

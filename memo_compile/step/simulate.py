@@ -7,8 +7,8 @@ compute lane until its copy or its collective has ended. Nothing else does: forw
 one sequence.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,15 @@ from memo_compile.step.movable import StepCosts
 from memo_compile.step.ordinary import passing_bytes
 from memo_compile.step.plans import Span, Timeline
 from memo_compile.step.problem import (
+    COPY_REGION,
     CallKind,
     Problem,
+    RegionProfile,
     StepCall,
+    call_starts,
+    last_reads,
 )
-from memo_compile.step.residency import ordinary_level, step_constant_bytes
+from memo_compile.step.residency import level_of, ordinary_level, step_constant_bytes
 
 COMPUTE, STALL, D2H, H2D = "compute", "stall", "d2h", "h2d"
 COMMUNICATION = "communication"
@@ -119,8 +123,84 @@ def _memory_levels(
 
     Ordinary memory is at its most where an arena that stays leaves it no room.
     """
-    lives = lives_of(problem, tables or CallTables())
-    ordinary = ordinary_level(problem, lives.starts, lives.last_read)
+    last_read: Mapping[str, int]
+    if tables is not None:
+        starts, last_read, arena = lives_of(problem, tables)
+    else:  # to make tables for one program takes longer than to go through it
+        starts = call_starts(problem)
+        last_read = last_reads(problem, starts)
+        arena = _arena_level(problem, starts, last_read)
+    ordinary = ordinary_level(problem, starts, last_read)
     if not problem.releases_pages:
         ordinary = np.full_like(ordinary, ordinary.max(initial=0))
-    return lives.starts, (lives.arena_level, ordinary)
+    return starts, (arena, ordinary)
+
+
+def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str, int]) -> Any:
+    """Per line the bytes alive of ``arena_buffers``, without making its objects."""
+    alike: dict[tuple[str, frozenset[int]], tuple[list[int], list[tuple[str, ...]]]] = {}
+    none: frozenset[int] = frozenset()
+    for call, start in zip(problem.calls, starts, strict=False):
+        if call.region == COPY_REGION:  # makes nothing, and holds nothing of its own
+            continue
+        key = (call.region, call.into_buffers()) if call.into else (call.region, none)
+        found = alike.get(key)
+        if found is None:
+            found = alike[key] = [], []
+        found[0].append(start)
+        found[1].append(call.outputs)
+    changes = np.zeros(starts[-1] + 1, dtype=np.int64)
+    for (name, inside), (begins, outputs) in alike.items():
+        at = np.array(begins, dtype=np.int64)
+        for buffer in _crossing(problem.regions[name]):
+            if buffer.number in inside:
+                continue
+            ends = at + buffer.end
+            for position in buffer.outputs:
+                reads = [last_read.get(made[position], 0) for made in outputs]
+                ends = np.maximum(ends, np.array(reads, dtype=np.int64))
+            changes[at + buffer.start] += buffer.size_bytes  # calls begin on lines of their own
+            np.subtract.at(changes, np.minimum(ends, starts[-1]), buffer.size_bytes)
+    level = np.cumsum(changes)[:-1]
+    for (name, inside), (begins, _) in alike.items():
+        own = _inner_level(problem.regions[name], inside)
+        if own is not None:
+            for begin in begins:
+                level[begin : begin + len(own)] += own
+    return level
+
+
+class _Crossing(NamedTuple):
+    """A buffer of a region that lives at least as long as the call; lines count from its first."""
+
+    number: int
+    """Index in the region's ``buffers``."""
+    start: int
+    end: int
+    size_bytes: int
+    outputs: list[int]
+    """Its outputs, by position."""
+
+
+def _crossing(region: RegionProfile) -> list[_Crossing]:
+    found = []
+    for index, outputs in region.outputs_of_buffers().items():
+        buffer = region.buffers[index]
+        end = max(buffer.end, region.num_lines)
+        found.append(_Crossing(index, buffer.start, end, buffer.size_bytes, outputs))
+    return found
+
+
+def _inner_level(region: RegionProfile, inside: frozenset[int]) -> Any:
+    """Per line of a call the bytes of the buffers that die in it; None where there are none."""
+    crossing = region.outputs_of_buffers()
+    own = [
+        buffer
+        for index, buffer in enumerate(region.buffers)
+        if index not in crossing and index not in inside
+    ]
+    if not own:
+        return None
+    lines = [line for buffer in own for line in (buffer.start, buffer.end)]
+    changes = [change for buffer in own for change in (buffer.size_bytes, -buffer.size_bytes)]
+    return level_of(lines, changes, region.num_lines + 1)
