@@ -4,7 +4,9 @@ Exit codes: 0 done / fits / equal; 1 infeasible, does not fit, verify failed; 2 
 3 time limit without an answer.
 """
 
+import atexit
 import functools
+import gc
 import importlib
 import sys
 
@@ -69,6 +71,7 @@ def _register(name: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and leave the process with the exit code of the table above."""
+    atexit.register(gc.freeze)  # else cycles are looked for at the end: 2 s of a plan
     asked = (sys.argv[1:] if argv is None else argv)[:1]
     for name in asked if asked and asked[0] in _COMMANDS else _COMMANDS:  # the help names them all
         _register(name)

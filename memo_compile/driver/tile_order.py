@@ -4,6 +4,7 @@ The first try is the one that will mostly do. No graph is read here: a step that
 is tried in the same way (``offline.remembered_step``).
 """
 
+import itertools
 import logging
 import math
 import sys
@@ -207,6 +208,22 @@ class Sizes(NamedTuple):
     """Bytes of the widest two products' results, which differ."""
     constant_bytes: int
     """Parameters, a gradient for each that is trained, and optimizer state."""
+
+
+def orders_below(
+    sizes: Sizes, config: MemoConfig, budget_bytes: int, bounds: Iterable[int]
+) -> tuple[Tiles, ...]:
+    """What smaller budgets try, what they try first before what they try later.
+
+    ``bounds`` are the bytes with which rooms are compared: at each of them other tiles follow.
+    """
+    orders = [order_of(sizes, config, budget_bytes)]
+    for bound in sorted(bounds, reverse=True):
+        smaller = math.ceil((bound - 1 + sizes.constant_bytes) / (1 - REST))
+        if 0 < smaller < budget_bytes:
+            orders.append(order_of(sizes, config, smaller))
+    ranks = itertools.zip_longest(*orders)
+    return tuple(dict.fromkeys(tiles for rank in ranks for tiles in rank if tiles is not None))
 
 
 def order_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tuple[Tiles, ...]:

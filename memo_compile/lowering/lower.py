@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from memo_compile.lowering import (
     vector_probe,
 )
 from memo_compile.lowering.region_cache import RegionCache
+from memo_compile.passes.cut import content_of
 from memo_compile.passes.cut_again import OtherSizes
 from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.runner import GraphPass, PassRunner
@@ -43,13 +44,46 @@ def lower_regions(
     with session:
         found = {}
         for region in regions:
-            lowered = _lowered(region, config, runner, cache)
+            lowered = _once(region, config, runner, cache)
             inputs, outputs = region.input_layouts(), region.output_layouts()
             profile = replace(lowered.profile, input_layouts=inputs, output_layouts=outputs)
             found[region.name] = replace(lowered, profile=profile)
     if cache is not None:
         log.info("memo: regions so far, from the cache and not: %s", region_cache.counts)
     return found
+
+
+_KNOWN: list[dict[Hashable, LoweredRegion]] = []
+"""What was lowered, by content, in each context of ``lowered_once`` that is open."""
+
+
+@contextlib.contextmanager
+def lowered_once() -> Iterator[None]:
+    """Inside, regions of equal content are lowered once; they share their code."""
+    _KNOWN.append({})
+    try:
+        yield
+    finally:
+        _KNOWN.pop()
+
+
+def _once(
+    region: RegionGraph, config: MemoConfig, runner: PassRunner, cache: RegionCache | None
+) -> LoweredRegion:
+    """``region`` lowered, or what its like became."""
+    if not _KNOWN or region.kind is not CallKind.RUN:
+        return _lowered(region, config, runner, cache)
+    by_name = region.op_by_op or config.lowering == "aten"  # buffers have the names of nodes there
+    key = (
+        content_of(region.gm, region.external_outputs, region.static_inputs),
+        *(region.is_backward, str(region.device), region.op_by_op, region.donated),
+        *(config.lowering, repr(config.inductor_options), "poison" in config.debug),
+        tuple(node.name for node in region.gm.graph.nodes) if by_name else (),
+    )
+    if key not in _KNOWN[-1]:
+        _KNOWN[-1][key] = _lowered(region, config, runner, cache)
+    found = _KNOWN[-1][key]
+    return replace(found, profile=replace(found.profile, name=region.name))
 
 
 def _lowered(

@@ -9,17 +9,19 @@ loaded before something must be traced.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from memo_compile.config import MemoConfig, torch_settings
 from memo_compile.costs.hardware import HardwareProfile
-from memo_compile.driver.step_planner import require_fast
-from memo_compile.driver.tile_order import Sizes, first_of, order_of
-from memo_compile.errors import ConfigError, InputError
+from memo_compile.driver.step_planner import propose_known, require_fast
+from memo_compile.driver.tile_order import Sizes, Tiles, first_of, order_of, orders_below
+from memo_compile.errors import ConfigError, InputError, MemoError
 from memo_compile.file_store import FileStore, code_digest, digest_of
 from memo_compile.gpus import target_of, version_of
 from memo_compile.offline.offline_step import (
@@ -56,6 +58,14 @@ CHOSEN_LATER = frozenset(
 """Options that no record depends on. Of the budget only counts whether there is one."""
 
 
+LAST_PREPARED_S = 12.5
+"""Processor seconds of this process after which nothing is prepared for other budgets: that takes
+over two for each tiling, and a first answer may take 15."""
+
+PREPARING = 0.15
+"""After this share of the processor seconds that the answer took nothing more is begun: who asks
+waits for it."""
+
 Say = Callable[[str, int], None]
 """Told what is done next, where that may take seconds, and how many steps follow it at least."""
 
@@ -82,10 +92,18 @@ class ModelPlans:
     """Another device than the one that the fake tensors lie on."""
     memory: Memory | None = None
     say: Say = nobody_watches
+    for_budgets: bool = True
+    """False where the next questions are about other lengths: nothing is made for other budgets."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _records: dict[str, list[StepRecord]] = field(default_factory=dict)
     _known: dict[str, "StepKnowledge"] = field(default_factory=dict)
     _sizes: dict[str, Sizes] = field(default_factory=dict)
+    _prepares: bool = False
+    """True once there is an answer, and other budgets are prepared for."""
+    _has_read: bool = False
+    """True where a step was remembered before."""
+    _last: RememberedStep | None = None
+    """What ``_step_of`` made last."""
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +154,10 @@ class ModelPlans:
         if config.exact or config.token_tiles is not None:
             return attempt(replace(config, token_tiles=1) if config.exact else config)
         order = order_of(self._sizes_for(config), config, self._budget_bytes(config))
-        return first_of(order, config, attempt, self._ends_planning)
+        made = first_of(order, config, attempt, self._ends_planning)
+        self._prepare(config)
+        self._prepares = False
+        return made
 
     def _budget_bytes(self, config: MemoConfig) -> int | None:
         return config.budget_bytes(self.hardware.memory_bytes)
@@ -148,6 +169,39 @@ class ModelPlans:
 
         return ends_planning(error)
 
+    def _prepare(self, config: MemoConfig) -> None:
+        """Remember what smaller budgets need, as long as that belongs to a quick first answer."""
+        if self.memory is None or not self.for_budgets or "traced" not in vars(self):
+            return
+        failed: set[Tiles] = set()
+        self._prepares = True
+        last_s = min(LAST_PREPARED_S, (1 + PREPARING) * time.process_time())
+        while (tiles := self._not_prepared(config, failed)) is not None:
+            if time.process_time() > last_s:
+                return
+            self.say("remembering what smaller budgets need", 0)
+            options = tiles.options(config)
+            try:
+                with self._recording(None, options) as (record, maker):
+                    self._step_of(record, options, "prepared", maker)
+            except MemoError as error:
+                log.info("memo: in %s: not remembered: %s", tiles, error)
+                failed.add(tiles)
+
+    def _not_prepared(self, config: MemoConfig, failed: Collection[Tiles]) -> Tiles | None:
+        """The first tiles that a smaller budget may need, and that are not remembered."""
+        budget_bytes = self._budget_bytes(config)
+        if budget_bytes is None:
+            return None
+        bounds = {
+            size
+            for record in itertools.chain.from_iterable(self._records.values())
+            for size in (*record.tile_above.sizes, *record.drop_above.sizes)
+        }
+        order = orders_below(self._sizes_for(config), config, budget_bytes, bounds)
+        is_left = lambda own: own not in failed and self._record(own.options(config)) is None  # noqa: E731
+        return next(filter(is_left, order), None)
+
     def _planned(self, options: MemoConfig, name: str) -> tuple[Any, Any, OfflineStep]:
         """The step in the tiles of ``options``: what is known of it, its plan, the answer."""
         record = self._record(options)
@@ -157,19 +211,25 @@ class ModelPlans:
                 return self._plan_of(record, options, name, maker)
             except NotRemembered as error:
                 log.info("memo: the model is traced: %s", error)
-        return self._traced_plan(record, options, name)
+        from memo_compile.offline.plan_offline import raise_bare
 
-    def _plan_of(
+        try:
+            with self._recording(record, options) as (record, maker):
+                return self._plan_of(record, options, name, maker)
+        except Exception as error:
+            raise_bare(error)
+
+    def _step_of(
         self, record: StepRecord, options: MemoConfig, name: str, maker: RememberedRegions
-    ) -> tuple[RememberedStep, Any, OfflineStep]:
-        self.say(f"planning, {_in_tiles(options)}", 0)
+    ) -> RememberedStep:
+        """The step of ``record``; what searches find of it is kept."""
         tiles = digest_of(plain((record.tile_above, record.drop_above)))
         step = {**self._step_key(options), "tiles": tiles}
 
         def searches_of(host_budget_bytes: int | None, exact: bool) -> SearchMemory:
             return self.searches.of({**step, "host": host_budget_bytes, "exact": exact})
 
-        known = RememberedStep(
+        self._last = RememberedStep(
             record=record,
             name=name,
             hardware=self.hardware,
@@ -177,6 +237,13 @@ class ModelPlans:
             places=self.places,
             searches_of=searches_of,
         )
+        return self._last
+
+    def _plan_of(
+        self, record: StepRecord, options: MemoConfig, name: str, maker: RememberedRegions
+    ) -> tuple[RememberedStep, Any, OfflineStep]:
+        self.say(f"planning, {_in_tiles(options)}", 0)
+        known = self._step_of(record, options, name, maker)
         facts = OfflineFacts(
             costs=record.costs,
             model_flops=record.model_flops,
@@ -188,34 +255,50 @@ class ModelPlans:
         finally:
             self.searches.write()
 
-    def _traced_plan(
-        self, record: StepRecord | None, options: MemoConfig, name: str
-    ) -> tuple[RememberedStep, Any, OfflineStep]:
+    @contextlib.contextmanager
+    def _recording(
+        self, record: StepRecord | None, options: MemoConfig
+    ) -> Iterator[tuple[StepRecord, RememberedRegions]]:
+        """The step as a record, from ``record`` or the traced model, and what makes its regions.
+
+        At the end it is remembered with all that was made, and ``_complete`` unless that would put
+        off a first answer.
+        """
         from memo_compile.offline import plan_offline, record_step
 
         tiles = repr((options.token_tiles, options.tile_above_bytes, options.drops_above()))
+        if tiles not in self._known:
+            _ = self.traced
+            self.say(f"lowering, {_in_tiles(options)}", 1)
+            self._known[tiles] = self.traced.lowered(options)
+        traced = self._known[tiles]
+        if record is None:
+            facts = plan_offline.offline_facts(traced)
+            captured = self.traced.captured(options)
+            record = record_step.record_of(traced, captured, facts, options)
+        maker = RememberedRegions(
+            {region.key: region for region in record.regions},
+            record_step.region_maker(traced),
+        )
         try:
-            if tiles not in self._known:
-                _ = self.traced
-                self.say(f"lowering, {_in_tiles(options)}", 1)
-                self._known[tiles] = self.traced.lowered(options)
-            traced = self._known[tiles]
-            if record is None:
-                facts = plan_offline.offline_facts(traced)
-                captured = self.traced.captured(options)
-                record = record_step.record_of(traced, captured, facts, options)
-            maker = RememberedRegions(
-                {region.key: region for region in record.regions},
-                record_step.region_maker(traced),
-            )
-            try:
-                return self._plan_of(record, options, name, maker)
-            finally:
-                if maker.num_made or record not in self._records.get(self._key(options), []):
-                    whole = replace(record, regions=tuple(maker.known.values()))
-                    self._remember(options, whole)
-        except Exception as error:
-            plan_offline.raise_bare(error)
+            yield record, maker
+        finally:
+            if self._last is not None and (self._has_read or self._prepares):
+                self._complete(self._last, options)
+            if maker.num_made or record not in self._records.get(self._key(options), []):
+                whole = replace(record, regions=tuple(maker.known.values()))
+                self._remember(options, whole)
+
+    def _complete(self, step: RememberedStep, options: MemoConfig) -> None:
+        """What plans of ``step`` under other budgets recompute with is lowered."""
+        if self.memory is None or not self.for_budgets:
+            return
+        try:
+            propose_known(step, options)
+            step.lower_found()
+        except MemoError as error:
+            log.info("memo: what other budgets need is not remembered: %s", error)
+        self.searches.write()
 
     def _key(self, options: MemoConfig) -> str:
         return digest_of(self._step_key(options))
@@ -250,6 +333,7 @@ class ModelPlans:
                 )
                 if _suits(above, drops, options):
                     mine.append(restore(body, StepRecord, "step"))
+                    self._has_read = True
                     return mine[-1]
         return None
 

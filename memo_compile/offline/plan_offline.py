@@ -30,6 +30,7 @@ from memo_compile.driver.tile_order import Sizes
 from memo_compile.driver.tries import first_that_fits, products_bytes, sizes_of
 from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.gpus import GpuFacts, target_of
+from memo_compile.lowering.lower import lowered_once
 from memo_compile.offline import cuda_operators
 from memo_compile.offline.more_layers import MoreLayers, with_layers
 from memo_compile.offline.offline_step import (
@@ -126,7 +127,7 @@ def tracing(
     """
     step = _with_loss(model, loss)
     kernels = contextlib.nullcontext() if runs else _without_kernels(hardware)
-    with torch.enable_grad(), kernels, ExitStack() as stack:
+    with torch.enable_grad(), kernels, lowered_once(), ExitStack() as stack:
         try:
             traced = stack.enter_context(shim.traced_whole(step, args, kwargs))
             if traced is None:
@@ -193,7 +194,7 @@ class OfflineModel(ABC):
 
     def captured(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> CapturedStep:
         """The step before it is cut."""
-        drops = options.drops_above()
+        drops = self._drops_alike(options.drops_above())
         if drops not in self._captured:
             if self._capture is None:
                 step, self._capture = self._captured_first(options, graph)
@@ -202,6 +203,15 @@ class OfflineModel(ABC):
                 step, _ = self._capture.captured_again(first, options)
             self._captured[drops] = step
         return self._captured[drops]
+
+    def _drops_alike(self, drops: int | None) -> int | None:
+        """A bound under which the step was captured, and the same may be saved; else ``drops``."""
+        for known, step in self._captured.items():
+            if drops is not None and known is not None:
+                pairs = ((size > drops, size > known) for size in step.droppable)
+                if all(now == before for now, before in pairs):
+                    return known
+        return drops
 
 
 @dataclass(kw_only=True)
@@ -277,7 +287,8 @@ class ModelAtLength(OfflineModel):
 @contextlib.contextmanager
 def not_tracing(other: OtherLength, *, hardware: HardwareProfile | None) -> Iterator[ModelAtLength]:
     """As ``tracing``, of what needs no trace."""
-    with torch.enable_grad(), _without_kernels(hardware), shim.fresh_static_tracing():
+    kernels = _without_kernels(hardware)
+    with torch.enable_grad(), kernels, lowered_once(), shim.fresh_static_tracing():
         yield ModelAtLength(other=other, hardware=hardware, more=other.first.more)
 
 

@@ -4,6 +4,7 @@
 that was asked for. A region that was not raises ``NotRemembered``: the step is traced then.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from memo_compile.driver.recompute_library import Estimated, Lowered, RecomputeL
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.offline.remembered_places import RememberedPlaces
+from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.planners.policy.candidates import SearchMemory
 from memo_compile.step.movable import (
@@ -180,6 +182,7 @@ class RememberedStep:
     """By the bound on the host, and whether slices of rows are forbidden."""
     _library: RecomputeLibrary | None = None
     _classes: dict[str, LayerClass] = field(default_factory=dict)
+    _searched: list[SearchMemory] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for known in self.record.classes:
@@ -236,7 +239,20 @@ class RememberedStep:
 
     def searches(self, host_budget_bytes: int | None, *, exact: bool) -> SearchMemory:
         """What was found for other budgets, and is kept for more."""
-        return self.searches_of(host_budget_bytes, exact)
+        self._searched.append(self.searches_of(host_budget_bytes, exact))
+        return self._searched[-1]
+
+    def lower_found(self) -> None:
+        """Lower what the plans that were found recompute with, which other budgets may choose."""
+        searches = (found for memory in self._searched for found in memory.moves.values())
+        taken = {
+            (layer.class_key, mode)
+            for moves in itertools.chain.from_iterable(searches)
+            for layer, mode in zip(self.record.layers, moves.modes, strict=True)
+        }
+        wanted = {key for name, mode in taken for key in recompute_keys(self._classes[name], mode)}
+        known = self.maker.known.items()
+        self.maker.lowered([key for key, own in known if key in wanted and own.estimate])
 
     def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
         """Offsets for the buffers of ``problem``, those that were found before."""

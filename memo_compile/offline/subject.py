@@ -223,6 +223,7 @@ class Subject:
                     hardware=self.hardware,
                     memory=memory,
                     say=self.say,
+                    for_budgets=self.lengths is None,
                 )
             )
         return self._plans[shortened]

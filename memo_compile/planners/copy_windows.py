@@ -14,9 +14,9 @@ where they are.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,15 +75,37 @@ def _later_waits(
     problem: Problem, costs: StepCosts, room: Sequence[int], missing: _Missing
 ) -> Sequence[StepCall]:
     """The forward; ``room`` are the bytes that are free during each of its calls."""
-    forward = _Forward(problem, costs, may_swap=True)
+    values = _values(problem)
+    forward = _Forward(problem, costs, values, may_swap=True)
     forward.run(room)
     if forward.has_swapped:
-        as_issued = _Forward(problem, costs, may_swap=False)
+        as_issued = _Forward(problem, costs, values, may_swap=False)
         as_issued.run(room)
         if as_issued.now_s <= forward.now_s:
             forward = as_issued
     missing.tell(forward.missing.least_bytes)
     return forward.calls
+
+
+class _Values(NamedTuple):
+    """What is known of the values that go to the host."""
+
+    sizes: Mapping[str, int]
+    last_read: Mapping[str, int]
+    """The last call of the forward that reads them."""
+
+
+def _values(problem: Problem) -> _Values:
+    forward = problem.calls[: problem.first_backward]
+    moved = {call.inputs[0] for call in forward if call.kind is CallKind.OFFLOAD}
+    last_read = {
+        value: at
+        for at, call in enumerate(forward)
+        if call.kind is not CallKind.WAIT and not moved.isdisjoint(call.inputs)
+        for value in call.inputs
+    }
+    talks = any(call.kind is CallKind.COMM_WAIT for call in forward)
+    return _Values(value_sizes(problem, None if talks else moved), last_read)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -109,20 +131,16 @@ class _Forward:
     smaller ones that have not, goes behind them.
     """
 
-    def __init__(self, problem: Problem, costs: StepCosts, *, may_swap: bool) -> None:
+    def __init__(
+        self, problem: Problem, costs: StepCosts, values: _Values, *, may_swap: bool
+    ) -> None:
         self.calls: list[StepCall] = []
         self.now_s = 0.0
         self.missing = _Missing()
         self.has_swapped = False
         self._costs, self._may_swap = costs, may_swap
         self._forward = problem.calls[: problem.first_backward]
-        self._sizes = value_sizes(problem)
-        self._last_read = {
-            value: at
-            for at, call in enumerate(self._forward)
-            if call.kind is not CallKind.WAIT
-            for value in call.inputs
-        }
+        self._values = values
         self._lane: list[_CopyOut] = []
         self._free_s = 0.0
         """When the last copy that has ended had."""
@@ -153,8 +171,8 @@ class _Forward:
             issued_s=self.now_s,
             end_s=max(before_s, self.now_s) + seconds,
             seconds=seconds,
-            size_bytes=self._sizes[value],
-            last_read=self._last_read[value],
+            size_bytes=self._values.sizes[value],
+            last_read=self._values.last_read[value],
         )
         self._lane.append(copy)
 

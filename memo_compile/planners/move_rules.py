@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.comm_windows import has_collectives
 from memo_compile.step.communication import value_sizes
+from memo_compile.step.lives import CallTables
 from memo_compile.step.movable import (
     Action,
     Layer,
@@ -63,9 +64,16 @@ class StepFacts:
     """Per layer, seconds of its forward, of all its tiles where it runs in tiles."""
     backward_s: tuple[float, ...]
     """Per layer, seconds of its backward likewise."""
+    tables: CallTables | None
+    """Of the calls of the step and of ``renamed``; None where it talks, and calls are made anew
+    in each program."""
+    layered: frozenset[str]
+    """The values of all layers' slots."""
     renamed: dict[tuple[int, tuple[str, ...]], StepCall] = field(default_factory=dict)
-    """Calls of the backward by index and by the names, after moves, of what they read and write
-    into. Kept because the decisions that policies try share most of them."""
+    """Calls of the backward by index and by the names, after moves, of their ``movable`` values.
+    Kept because the decisions that policies try share most of them."""
+    movable: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Call -> those of the ``layered`` values that it reads or writes into; of some calls."""
 
 
 _FACTS: "weakref.WeakKeyDictionary[MovableStep, StepFacts]" = weakref.WeakKeyDictionary()
@@ -97,7 +105,7 @@ def _collect(step: MovableStep) -> StepFacts:
         last_use.update(dict.fromkeys((*call.inputs, *call.outputs), at))
     index_of = {call.name: at for at, call in enumerate(calls)}
     call_s = tuple(map(step.costs.call_s, calls))
-    sizes = value_sizes(problem)
+    sizes, talks = value_sizes(problem), has_collectives(problem)
     forward_at = tuple(index_of[layer.forward] for layer in step.layers)
     backward_at = tuple(index_of[layer.backward] for layer in step.layers)
     return StepFacts(
@@ -119,7 +127,9 @@ def _collect(step: MovableStep) -> StepFacts:
             for position in problem.regions[call.region].overwrites
         },
         call_s=call_s,
-        talks=has_collectives(problem),
+        layered=frozenset(itertools.chain.from_iterable(layer.values for layer in step.layers)),
+        talks=talks,
+        tables=None if talks else CallTables(),
         halves_s=(
             sum(s for s, call in zip(call_s, calls, strict=True) if call.phase is Phase.FORWARD),
             sum(s for s, call in zip(call_s, calls, strict=True) if call.phase is Phase.BACKWARD),

@@ -338,18 +338,24 @@ class _Builder:
 
     def _reading(self, index: int, renamed: Mapping[str, str]) -> StepCall:
         """Call number ``index``, which reads, and writes into, values by their new names."""
-        call, known = self.problem.calls[index], self.facts.renamed
-        touched = (*call.inputs, *(target.value for target in call.into))
-        names = tuple([renamed.get(value, value) for value in touched])
-        if names == touched:
-            return call
+        movable = self._movable_of(index)
+        names = tuple([renamed.get(value, value) for value in movable])
+        if names == movable:
+            return self.problem.calls[index]
+        known = self.facts.renamed
         if (index, names) not in known:
-            into = tuple(
-                replace(target, value=name)
-                for target, name in zip(call.into, names[len(call.inputs) :], strict=True)
-            )
-            known[index, names] = replace(call, inputs=names[: len(call.inputs)], into=into)
+            changed = dict(zip(movable, names, strict=True))
+            known[index, names] = _renamed(self.problem.calls[index], changed)
         return known[index, names]
+
+    def _movable_of(self, index: int) -> tuple[str, ...]:
+        """What call number ``index`` reads, or writes into, that some layer may move."""
+        known = self.facts.movable
+        if index not in known:
+            call, layered = self.problem.calls[index], self.facts.layered
+            touched = (*call.inputs, *(target.value for target in call.into))
+            known[index] = tuple(dict.fromkeys(filter(layered.__contains__, touched)))
+        return known[index]
 
     def _recompute_call(self, recomputation: _Recomputation) -> StepCall:
         return self._added(
@@ -407,6 +413,13 @@ class _Builder:
             if value in self.reloaded:
                 found[index] = Into(buffer=index, value=_RELOADED + value, offset_bytes=0)
         return tuple(found.values())
+
+
+def _renamed(call: StepCall, names: Mapping[str, str]) -> StepCall:
+    into = tuple(
+        replace(target, value=names.get(target.value, target.value)) for target in call.into
+    )
+    return replace(call, inputs=tuple([names.get(own, own) for own in call.inputs]), into=into)
 
 
 def original_name(value: str) -> str:

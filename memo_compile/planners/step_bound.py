@@ -80,7 +80,7 @@ def _bound_s(
     compute_s = sum(facts.call_s)
     if budget_bytes is None or not step.problem.has_one_turn:  # in pipelines: of compute alone
         return compute_s
-    excess = np.array(call_bytes(step.problem)[0]) - budget_bytes
+    excess = call_bytes(step)[0] - budget_bytes
     lives, discounts = list(_lives(step, facts)), _discounts(step, regions)
     try:
         more = [

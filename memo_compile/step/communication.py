@@ -1,5 +1,7 @@
 """The collectives of a step program: what they leave in the arena, and how long they take."""
 
+from collections.abc import Set
+
 from memo_compile.step.problem import (
     COPY_REGION,
     CallKind,
@@ -11,16 +13,17 @@ from memo_compile.step.problem import (
 )
 
 
-def value_sizes(problem: Problem) -> dict[str, int]:
+def value_sizes(problem: Problem, wanted: Set[str] | None = None) -> dict[str, int]:
     """Value -> bytes of its arena buffer, for what calls make there, and what waits show.
 
     A wait shows the buffer that its collective has written. That stands under the wait's name too.
+    ``wanted`` are those values that are asked for, if no wait shows them.
     """
     sizes: dict[str, int] = {}
     made = {name: _arena_outputs(region) for name, region in problem.regions.items()}
     talking = []
     for call in problem.calls:
-        if call.region == COPY_REGION:
+        if call.region == COPY_REGION or (wanted and wanted.isdisjoint(call.outputs)):
             continue
         inside = call.into_buffers()
         for position, buffer, size_bytes in made[call.region]:

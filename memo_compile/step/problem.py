@@ -9,6 +9,7 @@ No torch here: a Problem is saved as JSON, planned, checked and replayed on any 
 """
 
 import enum
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -284,22 +285,23 @@ COPY_REGION = "memo.copy"
 
 def copy_regions(reload_sizes: Iterable[int]) -> dict[str, RegionProfile]:
     """The regions of copies and waits, by name; RELOADs have one for each size in bytes."""
-    regions = {
-        COPY_REGION: RegionProfile(
-            name=COPY_REGION, num_lines=1, buffers=(), input_ends=(1,), outputs=()
-        )
+    waits = RegionProfile(name=COPY_REGION, num_lines=1, buffers=(), input_ends=(1,), outputs=())
+    return {
+        COPY_REGION: waits,
+        **{reload_region(size): _reload_profile(size) for size in reload_sizes},
     }
-    for size_bytes in reload_sizes:
-        name = reload_region(size_bytes)
-        buffer = RegionBuffer(name="data", size_bytes=size_bytes, start=0, end=1)
-        regions[name] = RegionProfile(
-            name=name,
-            num_lines=1,
-            buffers=(buffer,),
-            input_ends=(),
-            outputs=(RegionOutput(storage=Storage.ARENA, index=0),),
-        )
-    return regions
+
+
+@functools.cache
+def _reload_profile(size_bytes: int) -> RegionProfile:
+    """One object for each size, so that what is known of it is found by its identity."""
+    return RegionProfile(
+        name=reload_region(size_bytes),
+        num_lines=1,
+        buffers=(RegionBuffer(name="data", size_bytes=size_bytes, start=0, end=1),),
+        input_ends=(),
+        outputs=(RegionOutput(storage=Storage.ARENA, index=0),),
+    )
 
 
 def reload_region(size_bytes: int) -> str:

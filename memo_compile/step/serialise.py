@@ -73,19 +73,30 @@ def _kind_name(kind: type) -> str:
 
 def plain(value: Any) -> Any:
     """``value`` as JSON has it: objects for dataclasses and mappings, lists for tuples."""
-    if dataclasses.is_dataclass(value):
-        return {
-            field.name: plain(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if not (field.metadata and getattr(value, field.name) == field.default)
-        }
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
-    return value
+    kind: Any = type(value)
+    return _plainer(kind)(value)
+
+
+@functools.cache
+def _plainer(kind: Any) -> Callable[[Any], Any]:
+    """``plain`` for values of ``kind``."""
+    if dataclasses.is_dataclass(kind):
+        fields = dataclasses.fields(kind)
+        names = [own.name for own in fields]
+        may_lack = [(own.name, own.default) for own in fields if own.metadata]
+
+        def of_dataclass(value: Any) -> dict[str, Any]:
+            left = [name for name, default in may_lack if getattr(value, name) == default]
+            return {name: plain(getattr(value, name)) for name in names if name not in left}
+
+        return of_dataclass
+    if issubclass(kind, enum.Enum):
+        return lambda value: value.value
+    if issubclass(kind, Mapping):
+        return lambda value: {key: plain(item) for key, item in value.items()}
+    if issubclass(kind, tuple | list):
+        return lambda value: [plain(item) for item in value]
+    return lambda value: value
 
 
 _SCALARS: dict[Any, tuple[Any, str]] = {

@@ -15,6 +15,7 @@ import numpy as np
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.communication import comm_bytes
 from memo_compile.step.copy_times import CopyLane
+from memo_compile.step.lives import CallTables, lives_of
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.ordinary import passing_bytes
 from memo_compile.step.plans import Span, Timeline
@@ -87,23 +88,23 @@ def _end_of(call: StepCall, ends: Mapping[str, float]) -> float:
     return end
 
 
-def peak_live_bytes(problem: Problem) -> int:
+def peak_live_bytes(problem: Problem, tables: CallTables | None = None) -> int:
     """The peak of a perfect placement: no placed step of this program has a smaller one.
 
     The largest of ``most_per_call``, and the constant; ``step.residency`` adds them likewise.
     """
     if not problem.calls:
         return step_constant_bytes(problem)
-    return step_constant_bytes(problem) + int(most_per_call(problem).max())
+    return step_constant_bytes(problem) + int(most_per_call(problem, tables).max())
 
 
-def most_per_call(problem: Problem) -> Any:
+def most_per_call(problem: Problem, tables: CallTables | None = None) -> Any:
     """Per call the most bytes alive in the arena, and with them the most of ordinary memory.
 
     An interlude counts with the call before it, beside what is alive on that call's last line.
+    ``tables`` are those of programs that share calls with this one.
     """
-    starts = call_starts(problem)
-    levels = _memory_levels(problem, starts)
+    starts, levels = _memory_levels(problem, tables)
     most: Any = sum(np.maximum.reduceat(level, np.array(starts[:-1])) for level in levels)
     for call, passing in passing_bytes(problem):
         most[call] = max(most[call], passing + sum(lvl[starts[call + 1] - 1] for lvl in levels))
@@ -112,16 +113,27 @@ def most_per_call(problem: Problem) -> Any:
 
 def memory_level(problem: Problem) -> Any:
     """Per line of the step the bytes alive in the arena and those of ordinary memory."""
-    return sum(_memory_levels(problem, call_starts(problem)))
+    return sum(_memory_levels(problem, None)[1])
 
 
-def _memory_levels(problem: Problem, starts: tuple[int, ...]) -> tuple[Any, Any]:
-    """Both, per line; ordinary memory at its most where an arena that stays leaves it no room."""
-    last_read = last_reads(problem, starts)
+def _memory_levels(
+    problem: Problem, tables: CallTables | None
+) -> tuple[tuple[int, ...], tuple[Any, Any]]:
+    """The first lines of calls, and per line the bytes of both memories.
+
+    Ordinary memory is at its most where an arena that stays leaves it no room.
+    """
+    last_read: Mapping[str, int]
+    if tables is not None:
+        starts, last_read, arena = lives_of(problem, tables)
+    else:  # to make tables for one program takes longer than to go through it
+        starts = call_starts(problem)
+        last_read = last_reads(problem, starts)
+        arena = _arena_level(problem, starts, last_read)
     ordinary = ordinary_level(problem, starts, last_read)
     if not problem.releases_pages:
         ordinary = np.full_like(ordinary, ordinary.max(initial=0))
-    return _arena_level(problem, starts, last_read), ordinary
+    return starts, (arena, ordinary)
 
 
 def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str, int]) -> Any:

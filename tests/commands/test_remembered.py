@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import os
 import subprocess
 import sys
 
@@ -51,6 +53,12 @@ def tiny_model(monkeypatch):
     monkeypatch.setenv("MEMO_LOWERING", "aten")
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_prepared(monkeypatch):
+    """For other budgets, as in a process that has run for long."""
+    monkeypatch.setattr(model_plans, "LAST_PREPARED_S", -1.0)
+
+
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     made = FileStore(folder=tmp_path / "steps")
@@ -95,6 +103,21 @@ def test_answers_are_the_same_with_and_without_memory(store, traces):
     assert [answer(**question) for question in questions] == without
     traces.clear()
     assert [answer(**question) for question in questions] == without
+    assert not traces
+
+
+@pytest.mark.full
+def test_what_smaller_budgets_need_is_prepared_while_the_first_answer_is_quick(
+    store, traces, monkeypatch
+):
+    smaller = {"policy": "greedy", "budget": "130MiB"}
+    alone = answer(**smaller, remembers=False)
+    monkeypatch.setattr(model_plans, "LAST_PREPARED_S", math.inf)
+    monkeypatch.setattr(model_plans, "PREPARING", math.inf)
+    answer(**smaller | {"budget": "135MiB"})
+    assert len([known for known in store.stored() if known.kind == "step"]) > 4
+    traces.clear()
+    assert answer(**smaller) == alone
     assert not traces
 
 
@@ -206,7 +229,7 @@ def test_a_region_that_is_not_remembered_is_made(store, traces):
     whole = answer(**RECOMPUTES)
     assert '"recompute"' in whole[0]
     path = records(store)[-1]
-    head, body = path.read_text().split("\n")
+    _, body = path.read_text().split("\n")
     record = json.loads(body)
     assert record["regions"]
     assert plain(restore(record, StepRecord, "step")) == record
@@ -221,7 +244,8 @@ def test_a_region_that_is_not_remembered_is_made(store, traces):
         traces.clear()
         assert answer(**RECOMPUTES) == whole
     assert traces
-    assert head in path.read_text()
+    again = json.loads(path.read_text().split("\n")[1])
+    assert all(region in again["regions"] for region in record["regions"])
 
 
 class TracedError(Exception):

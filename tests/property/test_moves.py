@@ -8,8 +8,10 @@ from hypothesis import given, settings
 
 from memo_compile.check.check_moves import check_moves, recomputations_of
 from memo_compile.planners.copy_windows import widened
+from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
+from memo_compile.planners.policy.model import least_bytes
 from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.step.movable import RecomputeKey
 from memo_compile.step.problem import CallKind, Problem, arena_buffers, call_starts, live_bytes
@@ -94,7 +96,7 @@ def test_every_program_computes_what_the_step_computes(drawn):
 @settings(max_examples=40, deadline=None)
 @given(drawn=moved_steps())
 def test_the_live_peak_is_that_of_the_buffers(drawn):
-    _, _, problem = drawn
+    step, moves, problem = drawn
     starts = call_starts(problem)
     curve = live_bytes(arena_buffers(problem))
     most = 0
@@ -108,6 +110,14 @@ def test_the_live_peak_is_that_of_the_buffers(drawn):
         most = max(most, best + more)
     falls = replace(problem, releases_pages=True)
     assert peak_live_bytes(falls) == step_constant_bytes(problem) + most
+    own = peak_live_bytes(problem)
+    for program in (
+        step.problem,
+        problem,
+        problem,
+    ):  # what is known of shared calls changes nothing
+        assert peak_live_bytes(program, facts_of(step).tables) == peak_live_bytes(program)
+    assert least_bytes(step, moves) <= own
     for releases_pages in (False, True):
         device = replace(problem, releases_pages=releases_pages)
         plan = place_step(device, solver="greedy")

@@ -21,7 +21,7 @@ from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
 from memo_compile.planners.policy.lynx_policies import lynx_moves
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
-from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model
+from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model, least_bytes
 from memo_compile.planners.policy.modes import ModeCost, layer_modes
 from memo_compile.planners.policy.named import NAMED, QUANTA, named_moves, steady_moves
 from memo_compile.planners.solver import SolveStatus
@@ -183,7 +183,7 @@ def simulated(
     timeline = simulate(problem, program.costs, spans=False)
     figures = Figures(
         timeline=timeline,
-        live_bytes=peak_live_bytes(problem),
+        live_bytes=peak_live_bytes(problem, facts_of(step).tables),
         host_bytes=problem.host_bytes,
         cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
         next_times=wide.next_times,
@@ -194,7 +194,7 @@ def simulated(
 def program_before(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> Program:
     """The program of ``moves`` before copies get more time."""
     problem = apply_moves(step, moves, recompute)
-    alive = most_per_call(problem) if moves.schedule.widen else None
+    alive = most_per_call(problem, facts_of(step).tables) if moves.schedule.widen else None
     return Program(
         problem=problem,
         costs=costs_with(step, moves, recompute),
@@ -338,9 +338,29 @@ class CandidateSource:
         found.update(dict.fromkeys(map(_widened, slow)))
         return [*self._valid(found), *known]
 
-    def greedy(self, *, near_floor: bool = True) -> list[Candidate]:
-        """What policy ``greedy`` chooses from; ``near_floor`` with plans of the fewest bytes."""
-        return self._valid(self._greedy() if near_floor else self._far_from_floor())
+    def greedy(self, *, near_floor: bool = True, most_bytes: int | None = None) -> list[Candidate]:
+        """What policy ``greedy`` chooses from; ``near_floor`` with plans of the fewest bytes.
+
+        Plans that surely need more than ``most_bytes`` are left out, and not simulated.
+        """
+        found = self._greedy() if near_floor else self._far_from_floor()
+        if most_bytes is not None:
+            found = tuple(own for own in found if least_bytes(self.step, own) <= most_bytes)
+        return self._valid(found)
+
+    def propose(self) -> None:
+        """Find all that ``greedy`` simulates, and ask for the regions of the named plans."""
+        self._greedy()
+        steady_moves(self.step, self.recompute)
+        for policy in NAMED:
+            named_moves(
+                self.step,
+                policy,
+                self.recompute,
+                alpha=None,
+                host_budget_bytes=self.host_budget_bytes,
+                exact=self.exact,
+            )
 
     def near_floor_least_s(self) -> float:
         """What plans near the floor take at least: their computation and recomputation."""

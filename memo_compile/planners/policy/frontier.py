@@ -202,10 +202,10 @@ def _search(
         if policy == "auto" and facts_of(source.step).talks:  # no choice is slower than Lynx's
             others += source.lynx("lynx-heu")
         fast_s = min(wanted_s, chooser.max_step_s)
+        _require_fast(source, chooser, others, fast_s)
         ordered, found = _far_from_floor(source, chooser, others, fast_s)
         if found is None:
             ordered = in_order([*others, *source.greedy()], chooser.host_budget_bytes)
-            chooser.require_fast(ordered, fast_s)
             found = chooser.pick(ordered)
         limit_s = saved[0].cost_s * (1 + GOOD_ENOUGH)
         if policy == "greedy" or (found is not None and found[0].cost_s <= limit_s):
@@ -222,6 +222,25 @@ def _search(
     if policy == "memo" and alpha is None and chooser.budget_bytes is not None:
         considered += sorted(source.named(policy, QUANTA), key=_preference)
     return considered, chooser.pick(considered)
+
+
+def _require_fast(
+    source: CandidateSource, chooser: "_Chooser", others: Sequence[Candidate], fast_s: float
+) -> None:
+    """Raises TooSlow where all plans that may fit take over ``fast_s``, if there are any.
+
+    Only plans that may fit are simulated, and those near the floor only where no other is fast.
+    """
+    if fast_s == math.inf:
+        return
+    least_s = 0.0
+    for near_floor in (False, True):
+        some = source.greedy(near_floor=near_floor, most_bytes=chooser.budget_bytes)
+        least_s = chooser.least_s(in_order([*others, *some], chooser.host_budget_bytes))
+        if 0 < least_s <= fast_s:
+            return
+    if least_s > fast_s:
+        raise TooSlow("no plan is fast enough", step_s=least_s, is_bound=True)
 
 
 def _far_from_floor(
@@ -306,12 +325,10 @@ class _Chooser:
                     return candidate, plan
         return None
 
-    def require_fast(self, ordered: Iterable[Candidate], wanted_s: float) -> None:
-        """Raises TooSlow where all plans that may fit take over ``wanted_s``; none is placed."""
-        may_fit = (plan for plan in ordered if self._host_fits(plan) and self._may_fit(plan))
-        least_s = min((plan.timeline.step_s for plan in may_fit), default=0.0)
-        if least_s > wanted_s:
-            raise TooSlow("no plan is fast enough", step_s=least_s, is_bound=True)
+    def least_s(self, candidates: Iterable[Candidate]) -> float:
+        """Seconds of the fastest of the plans that may fit; 0 where none may."""
+        may_fit = (plan for plan in candidates if self._host_fits(plan) and self._may_fit(plan))
+        return min((plan.timeline.step_s for plan in may_fit), default=0.0)
 
     def _host_fits(self, candidate: Candidate) -> bool:
         return self.host_budget_bytes is None or candidate.host_bytes <= self.host_budget_bytes

@@ -9,6 +9,7 @@ Points: one for every call, with the most bytes alive during it; then those of e
 recomputations right before the calls that are the first to read one of its slots.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 from memo_compile.planners.move_rules import StepFacts, facts_of
 from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule, StepCosts
-from memo_compile.step.problem import Problem, call_starts
+from memo_compile.step.problem import call_starts
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import memory_level, most_per_call
 
@@ -180,12 +181,12 @@ def build_model(
     num_calls = len(facts.call_s)
     freed_at = tuple(map(min, _behind(facts.forward_at, lag + 1, num_calls), facts.turn_at))
     reload_at = tuple(_reloaded_at(facts, lead))
-    during, border = call_bytes(step.problem)
+    during, border = call_bytes(step)
     reads = [_first_reads(facts, owner) for owner in step.layers]
     points = [(layer, at) for layer, some in enumerate(reads) for at in sorted({*some.values()})]
     point_calls = [at for _, at in points]
     point_of = {point: number for number, point in enumerate(points, start=len(during))}
-    base = np.array([*during, *(border[at] for at in point_calls)], dtype=np.int64)
+    base = np.concatenate([during, border[point_calls]])
     deltas = []
     for layer, some in enumerate(modes):
         delta = np.zeros((len(some), len(base)), dtype=np.int64)
@@ -278,10 +279,36 @@ def _absences(
             yield start, end, slot.size_bytes
 
 
-def call_bytes(problem: Problem) -> tuple[list[int], list[int]]:
-    """Per call the most device bytes during it, and the device bytes at the border before it."""
-    constant = step_constant_bytes(problem)
-    held = memory_level(problem) + constant
-    before = [start - 1 for start in call_starts(problem)[1:-1]]
-    during = most_per_call(problem) + constant
-    return during.tolist(), [constant, *held[before].tolist()]
+def least_bytes(step: MovableStep, moves: Moves) -> int:
+    """What the program of ``moves`` has alive at its peak at least, wherever its copies end.
+
+    What is moved counts as gone from its last use in the forward to its first read in the backward,
+    and what is recomputed to the end: a region may make it in fewer bytes.
+    """
+    facts, during = facts_of(step), call_bytes(step)[0]
+    gone = np.zeros(len(during) + 1, dtype=np.int64)
+    for layer, mode in zip(step.layers, moves.modes, strict=True):
+        for value, action in zip(layer.values, mode.actions, strict=True):
+            readers = facts.backward_readers.get(value)
+            if action is not Action.SAVE and readers:
+                size_bytes = facts.size_of.get(value, 0)
+                used, made = facts.last_use[value], facts.written_at[value]
+                gone[used + (made == used)] += size_bytes
+                gone[readers[0] if action is Action.OFFLOAD else -1] -= size_bytes
+    return int((during - np.cumsum(gone)[:-1]).max())
+
+
+_BYTES: "weakref.WeakKeyDictionary[MovableStep, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
+"""``call_bytes`` of each step, kept because policies make several models of one."""
+
+
+def call_bytes(step: MovableStep) -> tuple[Any, Any]:
+    """Per call (int64) the most device bytes during it, and those at the border before it."""
+    if step not in _BYTES:
+        problem = step.problem
+        constant = step_constant_bytes(problem)
+        held = memory_level(problem) + constant
+        before = [start - 1 for start in call_starts(problem)[1:-1]]
+        during = most_per_call(problem, facts_of(step).tables) + constant
+        _BYTES[step] = during, np.array([constant, *held[before]], dtype=np.int64)
+    return _BYTES[step]
