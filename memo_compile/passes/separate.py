@@ -46,15 +46,15 @@ class SeparateResults:
         users = results[: self.num_results]
         nodes = {at: result for at, result in enumerate(users) if isinstance(result, fx.Node)}
         taken: dict[fx.Node, list[fx.Node]] = {}  # by storage
-        for at, node in nodes.items():
-            if at not in own and is_tensor(node):
-                taken.setdefault(storage_of(node), []).append(node)
+        for at, other in nodes.items():
+            if at not in own and is_tensor(other):
+                taken.setdefault(storage_of(other), []).append(other)
         for at in self.own:
             node = nodes.get(at)
             if node is None or not is_tensor(node):
                 continue
             root = storage_of(node)
-            if is_given(root) or any(overlap(node, other) for other in taken.get(root, ())):
+            if is_given(root) or any(overlap(node, before) for before in taken.get(root, ())):
                 separated[at] = _clone(node)
             else:
                 taken.setdefault(root, []).append(node)
