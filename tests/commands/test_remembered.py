@@ -113,7 +113,7 @@ def test_what_smaller_budgets_need_is_prepared_while_the_first_answer_is_quick(
     alone = answer(**smaller, remembers=False)
     monkeypatch.setattr(model_plans, "LAST_PREPARED_S", math.inf)
     monkeypatch.setattr(model_plans, "PREPARING", math.inf)
-    answer(**smaller | {"budget": "135MiB"})
+    answer(**smaller | {"budget": "200MiB"})
     assert len([known for known in store.stored() if known.kind == "step"]) > 4
     traces.clear()
     assert answer(**smaller) == alone
