@@ -49,6 +49,7 @@ def pieces(
 
     ``joins`` is for little memory: a collective begins later where two pieces beside it would hand
     over more bytes than it does. As one piece they can run in tiles, which never hold all of them.
+    The order of collectives, also of those inside a piece, stays what it is on ranks without tiles.
     """
     found = _Pieces(nodes, waits, results).run()
     return _joined(found, results) if joins else found
@@ -191,7 +192,8 @@ def _joined(found: Sequence[CutPiece], results: Collection[fx.Node]) -> list[Cut
             later = (node for other in (*begun, *found[at + 1 :]) for node in other.nodes)
             kept = read_elsewhere | _storages_read(later)
             handed_over = _handed_over_bytes(joined[-1], piece, kept)
-            if handed_over > sum(map(_collective_bytes, begun)):
+            in_order = not any(map(is_collective, piece.nodes))  # as on ranks that do not join them
+            if in_order and handed_over > sum(map(_collective_bytes, begun)):
                 piece = replace(piece, nodes=(*joined.pop().nodes, *piece.nodes))
                 joined.append(piece)
                 continue

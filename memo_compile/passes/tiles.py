@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile.analysis.purity import is_constant, is_write
+from memo_compile.analysis.purity import is_collective, is_constant, is_wait, is_write
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, row_layout
@@ -72,6 +72,8 @@ def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
     graph, made = region.gm.graph, results_of(region.gm.graph)
     is_plain = all(isinstance(node, fx.Node) and node.op != "placeholder" for node in made)
     is_plain = is_plain and len(set(made)) == len(made)
+    talks = [node for node in graph.nodes if is_collective(node) and not is_wait(node)]
+    is_plain = is_plain and len(talks) < 2  # their order is that of ranks which have no tiles
     if tiles < 2 or not is_plain or any(is_write(node) for node in graph.nodes):
         return []
     limit = transient_bytes(region.gm) * (1 - MIN_SAVING)

@@ -134,6 +134,18 @@ def test_what_hands_over_more_than_is_sent_is_one_piece(graph, joins):
     ]
 
 
+def test_a_collective_begins_before_those_inside_the_next_piece(graph):
+    """Ranks whose steps have no tiles, or other sizes, begin them in this order."""
+    a, narrow = graph.input("a"), like(2)
+    wide = graph.op("wide", aten.exp.default, a)
+    dx = graph.op("dx", aten.sum.dim_IntList, wide, [0], value=narrow)
+    small = graph.reduced("c", dx, value=narrow)
+    inside = graph.op("inside", ranks.broadcast.default, wide, 0, "0")
+    there = graph.op("there", ranks.wait_tensor.default, inside)
+    expected = ["run wide dx", "issue c", "run inside there", "wait c_there"]
+    assert graph.cut(small, there, joins=True) == expected
+
+
 def test_an_input_that_is_there_begins_at_once(graph):
     a = graph.input("a")
     there = graph.reduced("c", a)
