@@ -27,7 +27,15 @@ from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, row_layout
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.tile_chains import Chain, chains, transient_bytes
-from memo_compile.analysis.views import base_of, is_item, is_tensor, is_view, results_of, storage_of
+from memo_compile.analysis.views import (
+    base_of,
+    is_item,
+    is_tensor,
+    is_view,
+    makers_of,
+    results_of,
+    storage_of,
+)
 from memo_compile.passes.extract import Extract, extract
 from memo_compile.passes.slice_rows import slice_rows
 from memo_compile.passes.tile_sums import take_sums_out
@@ -110,7 +118,10 @@ class _Splitter:
         sums = [node for node in self.nodes if node in self.chain.sums]
         if not all(map(is_tensor, [*after.inputs, *rows])):
             return None  # a tuple that the parts would have to share
-        if not all(map(self._fills_ranges, rows)) or not (rows or sums):
+        whole = [node for node in rows if not self._fills_ranges(node)]
+        if whole:
+            return self._with_whole(whole)
+        if not (rows or sums):
             return None
         ends = [*rows, *_inputs_of(sums)]
         part = extract(self.region.gm, ends, self._ends_tile)
@@ -159,6 +170,11 @@ class _Splitter:
             chain=self._tile_region(part.gm, part),
             chain_dims=dims,
         )
+
+    def _with_whole(self, made_before: Sequence[fx.Node]) -> TiledRegion | None:
+        """Likewise, but with some results and what they are made of no longer in tiles."""
+        nodes = self.chain.nodes - makers_of(made_before)
+        return _Splitter(self.region, replace(self.chain, nodes=nodes)).run() if nodes else None
 
     def _behind(self) -> set[fx.Node]:
         """What comes after the chain: depends on it, or is not needed by it and stands behind it.

@@ -230,6 +230,25 @@ def test_a_chain_behind_attention_reads_what_before_made():
     assert tiled.transient_bytes <= transient_bytes(whole.gm) / 2
 
 
+def test_a_result_that_tiles_cannot_fill_is_made_before_them():
+    """The gradient of attention's input; the rotated keys' lies in memory by tokens, then heads."""
+
+    def d_input(d_q, d_k, cos, query, key):
+        d_key = d_k * cos - torch.cat([d_k[..., 4:] * cos[:, 4:], d_k[..., :4]], 3)
+        rows = d_key.permute(0, 2, 1, 3).reshape(TOKENS, 16)
+        return d_key, d_q @ query + rows @ key
+
+    torch.manual_seed(0)
+    d_k = torch.randn(1, TOKENS, 2, 8).permute(0, 2, 1, 3)
+    shapes = [(TOKENS, 32), (TOKENS, 8), (32, INNER), (16, INNER)]
+    d_q, *others = (torch.randn(shape) * 0.2 for shape in shapes)
+    whole = region(d_input, d_q, d_k, *others)
+    tiled = check(whole, [d_q, d_k, *others])
+    assert not results_of(whole.gm.graph)[0].meta["val"].is_contiguous()
+    assert not any("cat" in target for target in targets(tiled.parts["part.tile"]))
+    assert tiled.transient_bytes < transient_bytes(whole.gm) / 4
+
+
 def test_several_sequences_split_along_the_flattened_tokens(head_inputs):
     x, weight, labels = head_inputs
     inputs = [x.view(2, -1, WIDTH), weight, labels.view(2, -1)]
