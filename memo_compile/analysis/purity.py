@@ -51,6 +51,11 @@ def in_flight(node: fx.Node) -> bool:
     return functional and not is_wait(node) and not is_write(node)
 
 
+def only_orders(node: fx.Node) -> bool:
+    """True for an operator that returns its first input, but not before the second is there."""
+    return (namespace(node), op_name(node)) == ("memo_shapes", "behind")
+
+
 def is_known(node: fx.Node) -> bool:
     """True for operators of torch itself; a custom operator's effects are unknown."""
     return node.target is operator.getitem or namespace(node) in ("aten", "prims")

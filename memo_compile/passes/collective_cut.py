@@ -20,7 +20,13 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from memo_compile.analysis.purity import is_collective, is_known, is_random, is_write
+from memo_compile.analysis.purity import (
+    is_collective,
+    is_known,
+    is_random,
+    is_write,
+    only_orders,
+)
 from memo_compile.analysis.purity import written_arguments as written_by
 from memo_compile.analysis.structure import argument
 from memo_compile.analysis.views import bytes_of, is_item, is_view, storage_of
@@ -77,7 +83,10 @@ class _Pieces:
     def run(self) -> list[CutPiece]:
         for issue in self.waits:
             self._wait_for(self._needed([issue]))
-            self._compute(node for node in self._needed([issue]) if node is not issue)
+            for node in self._needed([issue]):
+                if only_orders(node):  # what it returns is not read while its turn is computed
+                    self._end()
+                self._compute([node] if node is not issue else [])
             self._single(CallKind.ISSUE, issue)
             self.in_flight.append(self.waits[issue])
         self._wait_for(self.in_flight)

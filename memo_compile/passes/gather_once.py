@@ -7,9 +7,8 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.joint_units import saved_nodes, tag_saved, tangent_dependents
-from memo_compile.analysis.purity import is_wait
+from memo_compile.analysis.purity import is_wait, only_orders
 from memo_compile.analysis.splittable import split_collectives
-from memo_compile.analysis.structure import namespace, op_name
 from memo_compile.analysis.views import base_of, bytes_of
 
 
@@ -62,7 +61,7 @@ def _gathered(issue: fx.Node) -> tuple[Any, ...]:
 def _shard_of(issue: fx.Node) -> fx.Node:
     """What is gathered, before views of it and what only orders it."""
     source = base_of(issue.all_input_nodes[0])
-    while (namespace(source), op_name(source)) == ("memo_shapes", "behind"):
+    while only_orders(source):
         source = base_of(source.all_input_nodes[0])
     return source
 

@@ -8,6 +8,7 @@ from memo_runtime.collectives import Collective, CollectiveKind
 from torch import fx
 
 from memo_compile.analysis.splittable import collective_of, may_reuse_input, split_collectives
+from memo_compile.offline.shapes import parallel
 from memo_compile.passes.collective_cut import pieces
 from memo_compile.step.problem import CallKind
 
@@ -150,6 +151,15 @@ def test_an_input_that_is_there_begins_at_once(graph):
     a = graph.input("a")
     there = graph.reduced("c", a)
     assert graph.cut(there) == ["issue c", "wait c_there"]
+
+
+def test_what_a_gradient_only_delays_is_read_when_that_is_there(graph):
+    """Megatron gathers tokens again behind a gradient; until then memory need not hold them."""
+    a, shard = graph.input("a"), graph.input("shard")
+    grad = graph.op("grad", aten.mm.default, a, a)
+    again = graph.reduced("c", graph.op("late", parallel.behind._opoverload, shard, grad))
+    dw = graph.op("dw", aten.mm.default, grad, again)
+    assert graph.cut(dw) == ["run grad", "run late", "issue c", "wait c_there", "run dw"]
 
 
 def test_a_write_into_the_input_comes_after_the_wait(graph):
