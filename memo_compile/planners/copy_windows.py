@@ -8,13 +8,13 @@ elsewhere is to lose time for nothing. Rewrite, with P the most bytes alive, or 
 
 A wait is put off until its copy has ended, a reload is issued early enough for its copy to end in
 time, and neither where more than P would be alive. With a larger P more of them are: ``Widened``
-says with which one. The copies of a pipeline's stage, whose forwards and backwards alternate, stay
-where they are.
+says with which one. What has no place yet lets smaller copies pass. The copies of a pipeline's
+stage, whose forwards and backwards alternate, stay where they are.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from memo_compile.step.copy_times import CopyBack, issues_of
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.problem import CallKind, Problem, StepCall
 from memo_compile.step.residency import step_constant_bytes
-from memo_compile.step.simulate import most_per_call
+from memo_compile.step.simulate import most_per_call, simulate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -249,38 +249,125 @@ class _Forward:
 
 def _earlier_reloads(
     problem: Problem, costs: StepCosts, room: Any, missing: _Missing
-) -> Iterator[StepCall]:
-    """The backward; ``room`` (int64, one for each of its calls) are the bytes that are free.
+) -> Sequence[StepCall]:
+    """The backward; ``room`` (int64, one for each of its calls) are the bytes that are free."""
+    backward = _Backward(problem, costs, room, may_pass=True)
+    calls = backward.run()
+    if backward.has_passed:
+        in_order = _Backward(problem, costs, room, may_pass=False).run()
+        forward = problem.calls[: problem.first_backward]
+        passing_s, in_order_s = (
+            simulate(replace(problem, calls=(*forward, *some)), costs, spans=False).step_s
+            for some in (calls, in_order)
+        )
+        calls = calls if passing_s < in_order_s else in_order
+    missing.tell(backward.missing.least_bytes)
+    return calls
 
-    The place of a call is the number of calls before it that compute.
+
+class _CopyIn(NamedTuple):
+    """A reload."""
+
+    call: StepCall
+    at: int
+    """The place before which it stands."""
+    wanted: int
+    """The last place from which it ends in time."""
+    seconds: float
+    size_bytes: int
+
+
+class _Backward:
+    """A backward whose reloads are issued earlier. A place is the number of calls that compute.
+
+    Where bytes are missing for a reload, so that it cannot end in time, smaller ones that come next
+    and have theirs go before it with ``may_pass``: behind it they would end even later.
     """
-    calls = problem.calls[problem.first_backward :]
-    computes = [call.copy is None and not call.waits_for for call in calls]
-    places = list(itertools.accumulate(computes, initial=0))[:-1]
-    free = np.full(places[-1] + 1 if calls else 0, np.iinfo(np.int64).max)
-    np.minimum.at(free, places, room)
-    needed = {call.waits_for: at for call, at in zip(calls, places, strict=True) if call.waits_for}
-    reloads = [
-        (call, at) for call, at in zip(calls, places, strict=True) if call.kind is CallKind.RELOAD
-    ]
-    copies = [
-        CopyBack(0, at, needed[call.name], costs.h2d_s(call.copy.num_bytes))
-        for call, at in reloads
-        if call.copy is not None
-    ]
-    seconds = [costs.call_s(call) for call in itertools.compress(calls, computes)]
-    issued: dict[int, list[StepCall]] = {}
-    last = 0
-    for (call, at), wanted in zip(reloads, issues_of(seconds, copies), strict=True):
-        size_bytes = problem.regions[call.region].buffers[0].size_bytes
-        first = max(wanted, last)
-        full = np.flatnonzero(free[first:at] < size_bytes)
-        if len(full):
-            missing.tell(int(size_bytes - free[first + full[-1]]))
-        last = first + int(full[-1]) + 1 if len(full) else min(first, at)
-        free[last:at] -= size_bytes
-        issued.setdefault(last, []).append(call)
-    for call, at in zip(calls, places, strict=True):
-        yield from issued.pop(at, ())
-        if call.kind is not CallKind.RELOAD:
-            yield call
+
+    def __init__(self, problem: Problem, costs: StepCosts, room: Any, *, may_pass: bool) -> None:
+        self.missing = _Missing()
+        self.has_passed = False
+        self._may_pass = may_pass
+        self._calls = calls = problem.calls[problem.first_backward :]
+        computes = [call.copy is None and not call.waits_for for call in calls]
+        self._places = list(itertools.accumulate(computes, initial=0))[:-1]
+        self._free = np.full(self._places[-1] + 1 if calls else 0, np.iinfo(np.int64).max)
+        np.minimum.at(self._free, self._places, room)
+        seconds = [costs.call_s(call) for call in itertools.compress(calls, computes)]
+        self._begins_s = [0.0, *itertools.accumulate(seconds)]
+        self._left = self._reloads(problem, costs, seconds)
+        self._issued: dict[int, list[StepCall]] = {}
+        self._last = 0
+        """The place of the last reload that is issued."""
+
+    def _reloads(
+        self, problem: Problem, costs: StepCosts, seconds: Sequence[float]
+    ) -> list[_CopyIn]:
+        placed = list(zip(self._calls, self._places, strict=True))
+        needed = {call.waits_for: at for call, at in placed if call.waits_for}
+        found = [(call, at) for call, at in placed if call.kind is CallKind.RELOAD]
+        copies = [
+            CopyBack(0, at, needed[call.name], costs.h2d_s(call.copy.num_bytes))
+            for call, at in found
+            if call.copy is not None
+        ]
+        issues = issues_of(seconds, copies)
+        return [
+            _CopyIn(
+                call=call,
+                at=at,
+                wanted=wanted,
+                seconds=copy.seconds,
+                size_bytes=problem.regions[call.region].buffers[0].size_bytes,
+            )
+            for (call, at), copy, wanted in zip(found, copies, issues, strict=True)
+        ]
+
+    def run(self) -> Sequence[StepCall]:
+        """The whole backward."""
+        while self._left:
+            reload = self._left[0]
+            first = max(reload.wanted, self._last)
+            full = np.flatnonzero(self._free[first : reload.at] < reload.size_bytes)
+            if len(full):
+                behind = first + int(full[-1]) + 1
+                self.missing.tell(int(reload.size_bytes - self._free[behind - 1]))
+                if self._may_pass and self._passed(first, behind):
+                    continue
+                first = behind
+            self._issue(reload, min(first, reload.at))
+        calls: list[StepCall] = []
+        for call, at in zip(self._calls, self._places, strict=True):
+            calls += self._issued.pop(at, ())
+            if call.kind is not CallKind.RELOAD:
+                calls.append(call)
+        return calls
+
+    def _issue(self, reload: _CopyIn, place: int) -> None:
+        self._left.remove(reload)
+        self._last = place
+        self._free[place : reload.at] -= reload.size_bytes
+        self._issued.setdefault(place, []).append(reload.call)
+
+    def _passed(self, first: int, behind: int) -> bool:
+        """True where one of the next was issued at ``first``, and the first one waits.
+
+        That is issued at ``behind`` at the earliest; the lane is busy from there on. One that would
+        end in time behind it stays there, as do those after that.
+        """
+        large = self._left[0]
+        busy_until_s = self._begins_s[behind] + large.seconds
+        for reload in itertools.islice(self._left, 1, None):
+            in_time = self._begins_s[reload.wanted] >= busy_until_s
+            if in_time or reload.call.member != large.call.member:
+                return False  # the half of another member may be left out
+            busy_until_s += reload.seconds
+            if reload.size_bytes >= large.size_bytes:
+                continue
+            lacking = reload.size_bytes - int(self._free[first : reload.at].min())
+            if lacking <= 0:
+                self.has_passed = True
+                self._issue(reload, first)
+                return True
+            self.missing.tell(lacking)
+        return False
