@@ -15,6 +15,7 @@ further, from behind a call that reads the result to before the wait: the window
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,7 +65,20 @@ def late(problem: Problem, *, holds_inputs: bool = False) -> Problem:
     return in_begin_order(replace(problem, calls=tuple(_Late(problem, holds_inputs).run())))
 
 
+class Least(NamedTuple):
+    """Seconds that every plan of a step takes at least, however much memory there is."""
+
+    forward_s: float
+    """Until the first call of the backward."""
+    step_s: float
+
+
 def least_s(problem: Problem, costs: StepCosts) -> float:
+    """As of ``least_of``, of the whole step."""
+    return least_of(problem, costs).step_s
+
+
+def least_of(problem: Problem, costs: StepCosts) -> Least:
     """Seconds that every plan of ``problem`` takes at least, however much memory there is.
 
     No plan begins a collective earlier, needs its result later, or computes less; what a collective
@@ -74,7 +88,11 @@ def least_s(problem: Problem, costs: StepCosts) -> float:
     ready = {gather.calls[0].region for gather in gathers_of(problem).values()}
     region_s = costs.region_s if not ready else {**costs.region_s, **dict.fromkeys(ready, 0.0)}
     alone = replace(costs, comm_slowdown=1.0, region_s=region_s)
-    return simulate(earliest(late(problem, holds_inputs=True)), alone, spans=False).step_s
+    fastest = earliest(late(problem, holds_inputs=True))
+    forward = fastest.calls[: fastest.first_backward]
+    waited_s = simulate(replace(fastest, calls=forward), alone, spans=False).exposed_comm_s
+    computed_s = sum(alone.call_s(call) for call in forward if call.kind is CallKind.RUN)
+    return Least(computed_s + waited_s, simulate(fastest, alone, spans=False).step_s)
 
 
 def overlapped(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:

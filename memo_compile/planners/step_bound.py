@@ -7,11 +7,12 @@ placement or layers as wholes, so it is never above the time of a plan.
 
 Among ranks a second bound counts where it is larger: the computation with every wait for a
 collective as late as its first reader, as if memory were free. Recomputation and copies may hide in
-those waits, so that the two do not add up.
+those waits, so that the two do not add up, but for the forward's with the windows below.
 
 What is not on the device at p and read before a later point q of the backward must come back
 between the two, so that for points p, q, r, ... of the backward the seconds of such windows add up.
-Where few bytes are free they are more than those of a single point, and count.
+What is read first must come first: a window takes what its worst deadline does. Where few bytes are
+free windows take more than a single point, and count.
 
 Symbols, for each class of layers with n layers whose slot s is not in use at p:
 
@@ -26,8 +27,16 @@ Symbols, for each class of layers with n layers whose slot s is not in use at p:
     out, back     sum d2h[s] y[s] <= before + u,    sum h2d[s] y[s] <= after + v
     host          sum size[s] y[s] <= host budget
 
-``before`` and ``after`` hold R as well where p lies in the backward. For a window only the slots
-count that are first read in it, ``after`` is its computation, and ``out`` is left out.
+``before`` and ``after`` hold R as well where p lies in the backward.
+
+For a deadline d of a window that begins at p, with s of each layer by itself, first read by d or
+read by what recomputes such a slot, and w[s] = 1 where s is on the device at p as a whole:
+
+    minimise      v + R
+    at hand       w[s] + x[s] + y[s] >= 1 where s is read by d,
+                  w[t] + x[t] + y[t] >= x[s] for each t that recomputing s reads
+    bytes         sum size[s] w[s] <= free bytes at p
+    back          sum h2d[s] y[s] <= computation between p and d + v + R
 """
 
 import itertools
@@ -41,11 +50,13 @@ import numpy as np
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
-from memo_compile.planners.comm_windows import least_s
+from memo_compile.planners.comm_windows import at_once, late, least_of
 from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, recompute_seconds
 from memo_compile.planners.policy.model import call_bytes
 from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import LayerClass, MovableStep, RecomputeRegion
+from memo_compile.step.residency import step_constant_bytes
+from memo_compile.step.simulate import most_per_call
 
 MAX_POINTS = 16
 """Most linear programs that are solved for one bound; each takes milliseconds."""
@@ -65,8 +76,12 @@ def step_lower_bound_s(
     computation alone, with what it waits for other ranks. Infinite where no plan can be.
     """
     facts = facts_of(step)
-    alone_s = least_s(step.problem, step.costs) if facts.talks else 0.0
-    return max(alone_s, _bound_s(step, facts, budget_bytes, host_budget_bytes, regions))
+    if not facts.talks:
+        return _bound_s(step, facts, budget_bytes, host_budget_bytes, regions)
+    alone = least_of(step.problem, step.costs)
+    waits_s = max(0.0, alone.forward_s - facts.halves_s[0])
+    bound_s = _bound_s(step, facts, budget_bytes, host_budget_bytes, regions, waits_s)
+    return max(alone.step_s, bound_s)
 
 
 def _bound_s(
@@ -75,12 +90,13 @@ def _bound_s(
     budget_bytes: int | None,
     host_budget_bytes: int | None,
     regions: Collection[RecomputeRegion],
+    waits_s: float = 0.0,
 ) -> float:
-    """The bound of one device."""
+    """The bound of one device, whose forward waits for others so long."""
     compute_s = sum(facts.call_s)
     if budget_bytes is None or not step.problem.has_one_turn:  # in pipelines: of compute alone
         return compute_s
-    excess = call_bytes(step)[0] - budget_bytes
+    excess = _alive(step, facts) - budget_bytes
     lives, discounts = list(_lives(step, facts)), _discounts(step, regions)
     try:
         more = [
@@ -88,12 +104,22 @@ def _bound_s(
             for at in _points(excess, facts.first_backward)
         ]
         windows = sum(
-            _added_s(step, window, excess_bytes, None, discounts) * count
-            for (window, excess_bytes), count in _windows(step, facts, lives, excess).items()
+            _window_s(step, deadlines, discounts) * count
+            for deadlines, count in _windows(step, facts, lives, excess).items()
         )
     except ConfigError:  # no engine on this machine
         return compute_s
-    return compute_s + max(windows, *more, 0.0)
+    return compute_s + max(waits_s + windows, *more, 0.0)
+
+
+def _alive(step: MovableStep, facts: StepFacts) -> Any:
+    """Per call (int64) the device bytes with everything kept, collectives in the plans' order."""
+    if not facts.talks:
+        return call_bytes(step)[0]
+    problem = late(step.problem) if step.waits_late else at_once(step.problem)
+    alive = most_per_call(problem) + step_constant_bytes(problem)
+    bytes_of = dict(zip((call.name for call in problem.calls), alive, strict=True))
+    return np.array([bytes_of[call.name] for call in step.problem.calls])
 
 
 def _points(excess: Any, first_backward: int) -> list[int]:
@@ -140,6 +166,7 @@ class _Life(NamedTuple):
     """A saved value of one layer."""
 
     value: str
+    layer: int
     class_key: str
     slot: int
     made: int
@@ -159,13 +186,13 @@ class _Life(NamedTuple):
 
 
 def _lives(step: MovableStep, facts: StepFacts) -> Iterator[_Life]:
-    for layer in step.layers:
+    for number, layer in enumerate(step.layers):
         for slot, value in enumerate(layer.values):
             readers = facts.backward_readers.get(value, ())
             if readers and value in facts.last_use:
                 made = facts.written_at.get(value, 0)
                 last_use = facts.last_use[value]
-                yield _Life(value, layer.class_key, slot, made, last_use, readers[0])
+                yield _Life(value, number, layer.class_key, slot, made, last_use, readers[0])
 
 
 def _point(facts: StepFacts, lives: Sequence[_Life], at: int) -> _Point:
@@ -186,10 +213,30 @@ def _counted(lives: Iterable["_Life"]) -> tuple[tuple[str, tuple[tuple[int, int]
     return tuple((key, tuple(sorted(slots.items()))) for key, slots in found.items())
 
 
+class _Due(NamedTuple):
+    """Of one layer what a window must have at hand by some call."""
+
+    class_key: str
+    slots: tuple[int, ...]
+    """Those that are read by then."""
+    later: tuple[int, ...]
+    """Those that are read later, but that recomputing one of ``slots`` reads."""
+
+
+class _Deadline(NamedTuple):
+    """What a window has for all that is read in it by some call."""
+
+    due: tuple[_Due, ...]
+    free_bytes: int
+    """What of it, in whole tensors, may be on the device when the window begins."""
+    after_s: float
+    """Computation between then and that call."""
+
+
 def _windows(
     step: MovableStep, facts: StepFacts, lives: Sequence["_Life"], excess: Any
-) -> dict[tuple[_Point, int], int]:
-    """(window, bytes that must come back in it) -> how many there are; each begins in a layer.
+) -> dict[tuple[_Deadline, ...], int]:
+    """The deadlines of a window -> how many windows have these; each begins in a layer.
 
     It begins at the call of the layer's backward at which the fewest bytes are free for what is
     read later, and ends where the next one begins.
@@ -202,19 +249,111 @@ def _windows(
         first + int(free[first:end].argmin())
         for first, end in itertools.pairwise([*begins, len(facts.call_s)])
     ]
-    found: Counter[tuple[_Point, int]] = Counter()
+    of_layer: dict[int, list[_Life]] = {}
+    for life in moved:
+        of_layer.setdefault(life.layer, []).append(life)
+    found: Counter[tuple[_Deadline, ...]] = Counter()
     for at, end in itertools.pairwise(starts):
-        read = [life for life in moved if at < life.read <= end]
-        missing = sum(_size(step, life) for life in read) - int(free[at])
-        if missing > 0:
-            window = _Point(
-                num_off=_counted(read),
-                before_s=math.inf,
-                after_s=sum(facts.call_s[at + 1 : max(life.read for life in read)]),
-                in_backward=True,
+        away = [[life for life in own if at < life.read] for own in of_layer.values()]
+        away = [own for own in away if any(life.read <= end for life in own)]
+        reads = sorted({life.read for own in away for life in own if life.read <= end})
+        deadlines = tuple(
+            _Deadline(
+                due=tuple(_due_in(step, away, call)),
+                free_bytes=int(free[at]),
+                after_s=sum(facts.call_s[at + 1 : call]),
             )
-            found[window, missing] += 1
+            for call in reads
+        )
+        found[deadlines] += 1
     return found
+
+
+def _due_in(step: MovableStep, away: Iterable[Sequence["_Life"]], call: int) -> Iterator[_Due]:
+    for own in away:
+        slots = tuple(life.slot for life in own if life.read <= call)
+        if slots:
+            cls = step.classes[own[0].class_key]
+            read = frozenset().union(*(_sources(cls, slot) for slot in slots))
+            later = (life.slot for life in own if life.read > call)
+            yield _Due(own[0].class_key, slots, tuple(read.intersection(later)))
+
+
+def _sources(cls: LayerClass, slot: int) -> frozenset[int]:
+    """The other slots that recomputing ``slot`` reads; none where it cannot be recomputed."""
+    if not cls.slots[slot].can_recompute:
+        return frozenset()
+    read = {
+        cls.ops[source].slot for op in closure_of(cls, (slot,)) for source in cls.ops[op].inputs
+    }
+    return frozenset(other for other in read if other is not None and other != slot)
+
+
+def _window_s(
+    step: MovableStep, deadlines: Iterable[_Deadline], discounts: Mapping[tuple[str, int], float]
+) -> float:
+    """The seconds beyond computation that a window takes: of its worst deadline."""
+    added_s = 0.0
+    for deadline in sorted(deadlines, key=lambda own: -_copied_s(step, own)):
+        if _copied_s(step, deadline) <= added_s:  # nor are all that follow worse
+            break
+        added_s = max(added_s, _late_s(step, deadline, discounts))
+    return added_s
+
+
+def _copied_s(step: MovableStep, deadline: _Deadline) -> float:
+    """The seconds beyond computation of one way to keep it; no better plan needs more.
+
+    The largest tensors that fit are there before, all others are copied back. Infinite where some
+    of them may not be copied.
+    """
+    slots = [step.classes[own.class_key].slots[slot] for own in deadline.due for slot in own.slots]
+    left, copied = deadline.free_bytes, 0
+    for slot in sorted(slots, key=lambda slot: -slot.size_bytes):
+        if slot.size_bytes <= left:
+            left -= slot.size_bytes
+        elif slot.can_offload:
+            copied += slot.size_bytes
+        else:
+            return math.inf
+    return max(0.0, copied / step.costs.h2d_bytes_per_s - deadline.after_s)
+
+
+def _late_s(
+    step: MovableStep, deadline: _Deadline, discounts: Mapping[tuple[str, int], float]
+) -> float:
+    """The seconds beyond computation that the deadline's program finds, see the module's text."""
+    model = solver.make_model("window of a step")
+    stall = model.add_var(name="v")
+    kept: list[tuple[int, Any]] = []
+    copied: list[tuple[int, Any]] = []
+    runs: list[tuple[float, Any]] = []
+    for class_key, slots, later in deadline.due:
+        cls = step.classes[class_key]
+        x, y = _slot_variables(model, cls, dict.fromkeys((*slots, *later), 1))
+        there = {slot: model.add_var(var_type="B") for slot in (*slots, *later)}
+        at_hand = {slot: there[slot] + x.get(slot, 0) + y.get(slot, 0) for slot in there}
+        for slot in slots:
+            model.add_constr(at_hand[slot] >= 1)
+            if slot in x:
+                for source in _sources(cls, slot).intersection(later):
+                    model.add_constr(at_hand[source] >= x[slot])
+        kept += [(cls.slots[slot].size_bytes, own) for slot, own in there.items()]
+        copied += [(cls.slots[slot].size_bytes, own) for slot, own in y.items()]
+        runs += [
+            (seconds * discounts.get((class_key, op), 1.0), run)
+            for op, seconds, run in _require_operators(model, cls, 1, x)
+        ]
+    again = weighted(*zip(*runs, strict=True)) if runs else weighted([], [])
+    model.add_constr(weighted(*zip(*kept, strict=True)) <= float(deadline.free_bytes))
+    rate = step.costs.h2d_bytes_per_s
+    back = weighted([size / rate for size, _ in copied], [own for _, own in copied])
+    model.add_constr(back <= deadline.after_s + stall + again)
+    model.objective = stall + again
+    status = solver.solve(model)
+    if status is solver.SolveStatus.INFEASIBLE:
+        return math.inf
+    return max(0.0, float(model.objective_bound)) if status.has_solution else 0.0
 
 
 def _size(step: MovableStep, life: "_Life") -> int:

@@ -6,22 +6,34 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from memo_compile.planners.comm_windows import overlapped
 from memo_compile.planners.copy_windows import widened
+from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.step.movable import Action, Mode, Moves, Schedule
+from memo_compile.step.problem import Phase
 from memo_compile.step.simulate import peak_live_bytes, simulate
-from tests.steps.drawn_moves import moved_steps, regions_of
-from tests.steps.movable import KIB, costs_of, movable_step, recomputer
+from tests.steps.drawn_moves import moved_steps, regions_of, talking_steps
+from tests.steps.movable import (
+    KIB,
+    costs_of,
+    layer_call,
+    movable_step,
+    recomputer,
+    with_regions,
+)
+from tests.steps.parts import region
 
 
 @settings(max_examples=150, deadline=None)
-@given(drawn=moved_steps(), wide=st.booleans())
+@given(drawn=moved_steps() | talking_steps(), wide=st.booleans())
 def test_no_plan_is_faster_than_the_bound_at_its_own_peak(drawn, wide):
     step, moves, problem = drawn
     costs = costs_of(step, *regions_of(step, moves))
     if wide:
         problem = widened(problem, costs).problem
+        problem = overlapped(problem, costs, limit_bytes=peak_live_bytes(problem))
     bound_s = step_lower_bound_s(
         step, budget_bytes=peak_live_bytes(problem), host_budget_bytes=problem.host_bytes
     )
@@ -70,6 +82,20 @@ def test_where_nothing_is_free_each_layer_waits_for_its_copies():
     assert added_s >= 4 * step.costs.h2d_s(16 * KIB)
 
 
+def test_what_is_read_first_is_waited_for_though_all_copies_could_hide():
+    """Before a layer's backward comes a call of half a minute that reads a alone."""
+    step = _with_calls_that_read_a(movable_step(5, bytes_per_s=4 * KIB), seconds=30.0)
+    moves = Moves(
+        modes=(Mode(actions=(Action.OFFLOAD,) * 5),) * 5,
+        schedule=Schedule(offload_lag=0, reload_lead=0, at_once=True),
+    )
+    problem = apply_moves(step, moves, recomputer(step))
+    budget = peak_live_bytes(problem)
+    added_s = step_lower_bound_s(step, budget_bytes=budget) - sum(facts_of(step).call_s)
+    assert added_s >= 4 * step.costs.h2d_s(8 * KIB)
+    assert added_s < simulate(problem, step.costs).stall_s
+
+
 def test_copies_need_room_on_the_host():
     step = movable_step(4, bytes_per_s=1e9)
     budget = peak_live_bytes(step.problem) - 150 * KIB
@@ -85,6 +111,23 @@ def test_a_faster_recomputation_lowers_it():
     fast = [_in_half_the_time(region) for region in regions]
     assert step_lower_bound_s(step, budget_bytes=budget, regions=regions) == pytest.approx(slow)
     assert step_lower_bound_s(step, budget_bytes=budget, regions=fast) < slow
+
+
+def _with_calls_that_read_a(step, seconds):
+    profile = region("A", [], (1,), [], 1)
+    calls = []
+    for own in step.problem.calls:
+        if own.region == "Lb":
+            i = own.instance
+            calls.append(layer_call("A", i, Phase.BACKWARD, [f"a{i}"], []))
+        calls.append(own)
+    regions = {**step.problem.regions, "A": profile}
+    return replace(
+        step,
+        problem=replace(step.problem, calls=tuple(calls), regions=regions),
+        costs=with_regions(step.costs, {"A": seconds}),
+        layers=tuple(replace(layer, backward=f"A{layer.backward[2:]}") for layer in step.layers),
+    )
 
 
 def _with_room_for_forwards(step, size_bytes):
