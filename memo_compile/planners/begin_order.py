@@ -204,8 +204,13 @@ def ahead(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
         return problem
     better = _Ahead(problem, costs, gathers, limit_bytes).run()
     is_faster = simulate(better, costs, spans=False).step_s < before.step_s
-    most = max(limit_bytes, peak_live_bytes(problem))
-    return better if is_faster and peak_live_bytes(better) <= most else problem
+    return better if is_faster and has_room(better, problem, limit_bytes) else problem
+
+
+def has_room(better: Problem, problem: Problem, limit_bytes: int) -> bool:
+    """True where ``better`` has no more than ``limit_bytes`` alive, or no more than ``problem``."""
+    peak_bytes = peak_live_bytes(better)
+    return peak_bytes <= limit_bytes or peak_bytes <= peak_live_bytes(problem)
 
 
 def earliest(problem: Problem) -> Problem:

@@ -19,14 +19,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memo_compile.planners.begin_order import ahead, earliest, gathers_of, in_begin_order
+from memo_compile.planners.begin_order import (
+    ahead,
+    earliest,
+    gathers_of,
+    has_room,
+    in_begin_order,
+)
 from memo_compile.step.communication import comm_bytes, value_sizes
 from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.hand_over import storage_roots
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
 from memo_compile.step.residency import step_constant_bytes
-from memo_compile.step.simulate import STALL, most_per_call, peak_live_bytes, simulate
+from memo_compile.step.simulate import STALL, most_per_call, simulate
 
 MAX_WAITS = 8
 """Most waits that a recomputation is tried at: what is made further ahead is alive for longer."""
@@ -125,8 +131,7 @@ def held(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
         return problem
     better = replace(problem, calls=tuple(_Held(problem, costs, limit_bytes).run()))
     is_faster = simulate(better, costs, spans=False).step_s < before.step_s
-    most = max(limit_bytes, peak_live_bytes(problem))
-    return better if is_faster and peak_live_bytes(better) <= most else problem
+    return better if is_faster and has_room(better, problem, limit_bytes) else problem
 
 
 class _Late:
