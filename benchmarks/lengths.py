@@ -1,11 +1,13 @@
 """Seconds for each new sequence length: ``python -m benchmarks.lengths``.
 
-Unmodified models of transformers, small, each trained on one length after another; memo as Dynamo
-hands it lengths by default (``memo``: the first as numbers) and with ``dynamic=True``, and plain
-Inductor with ``dynamic=True``, each in a process of its own with empty caches. A new length costs
-what its first step takes beyond its second. Printed are the first compilation, the median and the
-largest of the new lengths, and the sum of all first steps. All is judged by processor time, that of
-compilers that it starts included, which other work on the machine does not lengthen.
+Unmodified models of transformers, small, each trained on one length after another; memo and plain
+Inductor, with ``dynamic=True`` and as Dynamo hands over lengths by default, each in a process of
+its own with empty caches. By default Dynamo asks for two compilations, of the first length as
+numbers and of the second as symbols. A new length costs what its first step takes beyond its
+second. Printed are the first compilation, the median and the largest of the new lengths, and the
+sum of all first steps. Memo is judged against Inductor that is called in the same way, and against
+the compilations that it was asked for; all by processor time, that of compilers that it starts
+included, which other work on the machine does not lengthen.
 
 Other parts of the promise (``--part``): ``steps``, what a step takes by code with symbols and by
 code for its length alone, in turns; ``budget``, all lengths under one budget: plans and physical
@@ -29,7 +31,9 @@ from benchmarks import harness
 
 MODULE = "benchmarks.lengths"
 MODELS = ("llama", "qwen3")
-ARMS = ("memo", "memo-dynamic", "inductor")
+RIVALS = {"memo-dynamic": "inductor-dynamic", "memo": "inductor"}
+"""Who is called in the same way."""
+ARMS = (*RIVALS, *RIVALS.values())
 TRAINER_ARMS = ("trainer-memo", "trainer-inductor")
 PARTS = {"new": ARMS, "trainer": TRAINER_ARMS, "steps": ("steps",), "budget": ("budget",)}
 """What is measured, and by which arms."""
@@ -38,7 +42,7 @@ MAX_NEW_LENGTH_S = 0.2
 MAX_TOTAL_RATIO = 0.5
 """All steps of all lengths, memo over Inductor."""
 MAX_COMPILATIONS = 1.5
-"""All steps of all lengths, over the first of them."""
+"""All steps of all lengths, over those at which Dynamo asks for a compilation."""
 MAX_TRAINER_RATIO = 1.5
 """A run of the Trainer, memo over Inductor."""
 MAX_STEP_RATIO = 1.1
@@ -125,10 +129,11 @@ def run_new_lengths(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     model = make_model(options)
-    if options.child in ("memo", "memo-dynamic"):
-        step = compiled(model, options, dynamic=True if options.child == "memo-dynamic" else None)
+    dynamic = True if options.child.endswith("-dynamic") else None
+    if options.child in RIVALS:
+        step = compiled(model, options, dynamic=dynamic)
     else:
-        step = torch.compile(model, dynamic=True)
+        step = torch.compile(model, dynamic=dynamic)
     firsts, firsts_cpu, extras, extras_cpu = [], [], [], []
     for length in order_of(options.lengths):
         ids = torch.randint(model.config.vocab_size, (2, length))
@@ -148,8 +153,9 @@ def run_new_lengths(options: argparse.Namespace) -> dict[str, Any]:
         "first_length_cpu_s": firsts_cpu[0],
         "settling_cpu_s": sum(firsts_cpu[1:NUM_SETTLING]),
         "total_cpu_s": sum(firsts_cpu),
+        "compilations_cpu_s": sum(firsts_cpu[: 1 if dynamic else 2]),
     }
-    if options.child != "inductor":
+    if options.child in RIVALS:
         require_planned()
     return result
 
@@ -357,16 +363,16 @@ def make_model(options: argparse.Namespace) -> Any:
 def judge(results: dict[str, dict[str, Any]], models: list[str]) -> list[str]:
     """What misses its bound, in words."""
     found = []
-    for model, arm in itertools.product(models, ARMS[:2]):
-        memo, inductor = results[f"{arm}-{model}"], results[f"inductor-{model}"]
+    for model, (arm, rival) in itertools.product(models, RIVALS.items()):
+        memo, inductor = results[f"{arm}-{model}"], results[f"{rival}-{model}"]
         if memo["new_length_cpu_s"] > MAX_NEW_LENGTH_S:
             found.append(f"{arm} {model}: a new length takes {memo['new_length_cpu_s']:.2f} s")
         ratio = memo["total_cpu_s"] / inductor["total_cpu_s"]
         if ratio > MAX_TOTAL_RATIO:
             found.append(f"{arm} {model}: all lengths take {ratio:.2f} x Inductor's")
-        ratio = memo["total_cpu_s"] / memo["first_length_cpu_s"]
+        ratio = memo["total_cpu_s"] / memo["compilations_cpu_s"]
         if ratio > MAX_COMPILATIONS:
-            found.append(f"{arm} {model}: all lengths take {ratio:.2f} x the first")
+            found.append(f"{arm} {model}: all lengths take {ratio:.2f} x the compilations")
     return found
 
 
@@ -450,7 +456,7 @@ def show_trainer(results: dict[str, dict[str, Any]], models: list[str]) -> None:
 def show(results: dict[str, dict[str, Any]], models: list[str]) -> None:
     """The table."""
     keys = ("first_length_s", "settling_s", "new_length_s", "new_length_cpu_s")
-    keys += ("worst_new_length_s", "total_s", "first_length_cpu_s", "settling_cpu_s", "total_cpu_s")
+    keys += ("worst_new_length_s", "total_s", "compilations_cpu_s", "total_cpu_s")
     rows = [
         [f"{model} {arm}", *(f"{results[f'{arm}-{model}'][key]:.2f} s" for key in keys)]
         for model in models
@@ -458,7 +464,7 @@ def show(results: dict[str, dict[str, Any]], models: list[str]) -> None:
     ]
     columns = ["model", "first", f"next {NUM_SETTLING - 1}", "new length", "processor", "worst"]
     title = "seconds beyond a step for a new sequence length"
-    columns += ["all lengths", "first", f"next {NUM_SETTLING - 1}", "all: processor"]
+    columns += ["all lengths", "compilations: processor", "all: processor"]
     harness.print_table(title, columns, rows)
 
 

@@ -12,6 +12,7 @@ other numbers (``cut_again``).
 Where torch cannot trace with symbols, or takes one for a constant, each length is traced by itself.
 """
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -26,6 +27,7 @@ from torch import fx
 from memo_compile import shim
 from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.analysis.views import is_tensor, results_of
+from memo_compile.backends.made_inputs import not_a_leaf
 from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep
 from memo_compile.errors import Infeasible, RuntimeMisuse, UnsupportedGraph, described
@@ -280,9 +282,10 @@ class _Traced:
                 last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
                 whole = torch.empty(start + last + 1, dtype=given.dtype, device=given.device)
                 return whole.as_strided(size, stride, start)
-            fake = torch.empty_strided(size, stride, dtype=given.dtype, device=given.device)
-            fake.requires_grad_(given.requires_grad)
-            return fake if given.is_leaf else fake.clone()
+            make = functools.partial(
+                torch.empty_strided, size, stride, dtype=given.dtype, device=given.device
+            )
+            return make().requires_grad_(given.requires_grad) if given.is_leaf else not_a_leaf(make)
 
     def _position(self, at: int) -> int:
         """Of an input among those that are no sizes."""

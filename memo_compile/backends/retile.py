@@ -17,6 +17,7 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.backends.all_lengths import shared_memory
+from memo_compile.backends.made_inputs import not_a_leaf
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.left_whole import say_dropped
 from memo_compile.driver.stages import PlanRequest
@@ -36,14 +37,6 @@ Plan = Callable[[fx.GraphModule, Sequence[Any], PlanRequest], PlannedGraph]
 """Compiles a graph, which stays as it is, in tiles in which a request fits.
 
 Raises Infeasible: in none."""
-
-
-class _Made(torch.autograd.Function):
-    """Memory that nobody has written, as differentiable code would return it."""
-
-    @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, given: "_Input") -> torch.Tensor:
-        return given.memory()
 
 
 class _Input(NamedTuple):
@@ -84,8 +77,7 @@ class _Input(NamedTuple):
     def stand_in(self) -> torch.Tensor:
         """What compiles like the tensor that is gone."""
         if self.has_history:
-            made: torch.Tensor = _Made.apply(torch.empty(0, requires_grad=True), self)
-            return made
+            return not_a_leaf(self.memory)
         return self.memory().requires_grad_(self.requires_grad)
 
 

@@ -43,8 +43,8 @@ REST = 0.1
 """Share of the budget that layers are taken to need beside parameters and logits."""
 
 SMALL = 0.25
-"""Where logits take up to this share of the room for logits and layers, tiling them makes no slow
-plan fast, so a whole graph that fits is taken at once."""
+"""Where logits take up to this share of the room for logits and layers, tiling them alone makes no
+slow plan fast: either the whole graph is, or all chains run in tiles."""
 
 FAST, FAST_IN_ALL = 1.02, 1.03
 """A plan is taken at once if its step takes at most this many times the seconds of the computation
@@ -253,7 +253,9 @@ def order_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tupl
     in_all = Tiles(TOKEN_TILES, 0, room, FAST_IN_ALL * more)
     if 2 * widest > room:
         return needed, in_all, everywhere, whole
-    if first is whole and (compiles or 2 * widest <= SMALL * room):
+    if first is whole and compiles:
         return whole, everywhere
+    if first is whole and 2 * widest <= SMALL * room:
+        return whole._replace(max_over_compute=FAST_IN_ALL), in_all, everywhere
     order = (first._replace(max_over_compute=FAST * more), needed, in_all, everywhere)
     return (*order, whole) if first is head else order

@@ -162,6 +162,38 @@ class Scaled(Words):
         return super().forward(ids) * self.scale
 
 
+MADE_INPUTS = {
+    "a part": lambda h, tokens: (h * 2)[:, :tokens],
+    "a later part": lambda h, tokens: (h * 2)[:, 1 : tokens + 1],
+    "turned": lambda h, tokens: (h * 2)[:, :tokens].transpose(0, 1),
+    "stretched": lambda h, tokens: (h * 2)[:, :1].expand(-1, tokens, -1),
+    "of its own": lambda h, tokens: h[:, :tokens] * 2,
+}
+"""How code outside of the graph makes its input."""
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at each input's
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("lies", in_ci(list(MADE_INPUTS), "a part", "stretched"))
+def test_an_input_that_code_outside_made_lies_as_it_does(lies, dynamic):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(8))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(0, 1).tanh().square().sum() + (x * weight).sin().sum()
+
+    compiled = torch.compile(model, backend="memo", dynamic=dynamic, options=ATEN)
+    for tokens in (9, 12, 15, 7, 20, 9):
+        hidden = torch.randn(2, 24, 8, requires_grad=True)
+        found = [
+            torch.autograd.grad(of(MADE_INPUTS[lies](hidden, tokens)), (hidden, weight))
+            for of in (model, compiled)
+        ]
+        for ours, eager in zip(*found, strict=True):
+            torch.testing.assert_close(eager, ours, rtol=1e-5, atol=1e-5)
+    assert_planned()
+
+
 def test_floats_that_stay_and_sizes_that_vary(counts):
     pair = Pair(Scaled())
     pair.compiled = torch.compile(pair.ours, backend="memo", options=ATEN, dynamic=True)
