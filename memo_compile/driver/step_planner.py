@@ -402,11 +402,12 @@ class StepPlanner:
 
     def _place_within(self, problem: Problem, budget_bytes: int | None) -> Plan:
         """The first placement within the budget; with all effort where none is, or none fits."""
-        if budget_bytes is not None and self._takes_the_first():
-            quick = self._place_candidate(problem, budget_bytes)
-            if quick.peak_bytes <= budget_bytes:
-                return quick
-        return self._place(problem)
+        if budget_bytes is None or not self._takes_the_first():
+            return self._place(problem)
+        quick = self._place_candidate(problem, budget_bytes)
+        if quick.peak_bytes <= budget_bytes:
+            return quick
+        return min(quick, self._place(problem), key=lambda plan: plan.peak_bytes)
 
     def _takes_the_first(self) -> bool:
         """True under a budget that somebody named: what it leaves free helps nobody.
