@@ -25,6 +25,8 @@ NUM_STEPS = 3
 MAX_FLOOR = 0.7
 MAX_OF_BUDGET = 1.0
 MAX_ERROR = 1e-4
+TIMEOUT_S = 3600.0
+"""For a model. The UNet takes five minutes of a core, three times that where others use it too."""
 
 
 def main() -> int:
@@ -50,7 +52,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             continue
         print(name, file=sys.stderr, flush=True)
         arm = harness.Arm(name=name, arguments=(f"--child={name}", *shared))
-        rows.append({"model": name, **harness.run_arm(MODULE, arm)})
+        rows.append({"model": name, **harness.run_arm(MODULE, arm, timeout_s=TIMEOUT_S)})
     show(rows)
     for name in left_out:
         print(f"left out, {', '.join(MODELS[name][0])} is not installed: {name}", file=sys.stderr)
