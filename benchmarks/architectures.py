@@ -7,7 +7,9 @@ under the budget halfway between, their physical peaks and their gradients again
 
 Activations are what a peak holds beside parameters, buffers, gradients and inputs. Passes when the
 floor's are at most 0.7 of those without a budget, when no step exceeds the budget, and when the
-gradients differ from eager's by at most 1e-4 of their norm.
+gradients differ from eager's by at most 1e-4 of their norm, or by little more than eager's own do
+where each weight is rounded otherwise: a ResNet that was not trained, with a batch norm over four
+images, makes 0.02 of such a difference of 1e-7 in the first step, and 1.4 in the third.
 """
 
 import argparse
@@ -25,6 +27,9 @@ NUM_STEPS = 3
 MAX_FLOOR = 0.7
 MAX_OF_BUDGET = 1.0
 MAX_ERROR = 1e-4
+MAX_OF_ROUNDING = 3.0
+TIMEOUT_S = 3600.0
+"""For a model. The UNet takes five minutes of a core, three times that where others use it too."""
 
 
 def main() -> int:
@@ -50,7 +55,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             continue
         print(name, file=sys.stderr, flush=True)
         arm = harness.Arm(name=name, arguments=(f"--child={name}", *shared))
-        rows.append({"model": name, **harness.run_arm(MODULE, arm)})
+        rows.append({"model": name, **harness.run_arm(MODULE, arm, timeout_s=TIMEOUT_S)})
     show(rows)
     for name in left_out:
         print(f"left out, {', '.join(MODELS[name][0])} is not installed: {name}", file=sys.stderr)
@@ -65,13 +70,17 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     most = harness.memo_plan().peak_bytes
     budget = (floor + most) // 2
     eager, planned = _Training(options, "eager"), _Training(options, budget)
-    peaks, errors = [], []
+    rounded = _Training(options, "eager")
+    rounded.round_otherwise()
+    peaks, errors, roundings = [], [], []
     for _ in range(NUM_STEPS):
         eager.step()
         peaks.append(planned.measured_step())
         errors.append(planned.error_against(eager))
-        eager.optimizer.step()
-        planned.optimizer.step()
+        rounded.step()
+        roundings.append(rounded.error_against(eager))
+        for training in (eager, planned, rounded):
+            training.optimizer.step()
     plan = harness.memo_plan()
     constant = eager.constant_bytes()
     return {
@@ -82,7 +91,8 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
         "budget_bytes": budget,
         "planned_bytes": plan.peak_bytes,
         "peaks_bytes": peaks,
-        "error": max(errors),
+        "errors": errors,
+        "errors_of_rounding": roundings,
         "floor_over_unbounded": (floor - constant) / (most - constant),
     }
 
@@ -162,6 +172,15 @@ class _Training:
         """Parameters, buffers, gradients and inputs."""
         return harness.held_bytes(self.model, None, self.inputs)
 
+    def round_otherwise(self) -> None:
+        """Each weight is about one float32 above or below what it was."""
+        import torch
+
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight *= 1 + 2**-23 * torch.randn(weight.shape, generator=generator)
+
     def error_against(self, other: "_Training") -> float:
         """The norm of the gradients' difference over the norm of ``other``'s."""
         import torch
@@ -238,8 +257,12 @@ def judge(rows: list[dict[str, Any]]) -> list[str]:
             )
         if peak > MAX_OF_BUDGET * budget:
             failures.append(f"{name}: {peak} B measured under a budget of {budget} B")
-        if row["error"] > MAX_ERROR:
-            failures.append(f"{name}: gradients differ from eager's by {row['error']:.1e}")
+        for error, rounding in zip(row["errors"], row["errors_of_rounding"], strict=True):
+            if error > max(MAX_ERROR, MAX_OF_ROUNDING * rounding):
+                failures.append(
+                    f"{name}: gradients differ from eager's by {error:.1e}, "
+                    f"those of weights rounded otherwise by {rounding:.1e}"
+                )
     return failures
 
 

@@ -19,6 +19,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
 
 
 class SizeSymbols:
@@ -223,6 +224,18 @@ class StaticFakes:
         with no_dispatch():
             meta = of.as_strided(size, stride, number(said.start))
             return FakeTensor(self.mode, meta, of.fake_device)
+
+    def derived(
+        self, view: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What the operator ``view`` shows of the fakes among ``args``, all of one device."""
+        (device,) = {of.fake_device for of in args if isinstance(of, FakeTensor)}
+
+        def fake(shown: torch.Tensor) -> FakeTensor:
+            return shown if isinstance(shown, FakeTensor) else FakeTensor(self.mode, shown, device)
+
+        with no_dispatch():  # on the meta tensors themselves, as in ``made``
+            return tree_map_only(torch.Tensor, fake, view(*args, **kwargs))
 
     @contextlib.contextmanager
     def tracing(self, metadata: Any) -> Iterator[None]:

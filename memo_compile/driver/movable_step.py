@@ -106,7 +106,7 @@ class _Builder:
         recompute it."""
 
     def build(self, token_granule: int) -> Movable:
-        keys: dict[tuple[str, tuple[int, ...], tuple[int, ...], bool], str] = {}
+        keys: dict[tuple[str, tuple[int, ...], tuple[int, ...], frozenset[int]], str] = {}
         classes: dict[str, LayerClass] = {}
         graphs: dict[str, ClassGraph] = {}
         layers = []
@@ -115,7 +115,7 @@ class _Builder:
             inputs, outputs = self._input_slots(call), self._output_slots(call)
             if backward is None or not (inputs or outputs):
                 continue
-            signature = (call.region, inputs, outputs, self._keeps_inputs(call))
+            signature = (call.region, inputs, outputs, self._changed(call))
             if signature not in keys:
                 keys[signature] = unique_name(call.region, classes, "#")
                 graph = graphs[keys[signature]] = self._graph(call, inputs, outputs)
@@ -195,6 +195,7 @@ class _Builder:
             slot_of_output={at: slot for slot, at in enumerate(outputs, start=len(inputs))},
             num_rows=num_rows,
             row_seeds=seeds,
+            changed_inputs=self._changed(call),
         )
 
     def _region(self, call: CutCall) -> RegionGraph:
@@ -213,7 +214,7 @@ class _Builder:
             )
         nodes = graph.at_slots(region.find_nodes(op="placeholder"), results_of(region))
         dims = graph.row_dims()
-        able = _can_recompute(ops) if self._keeps_inputs(call) else set()
+        able = _can_recompute(ops)
         slots = []
         values = graph.at_slots(call.inputs, call.outputs)
         first = self.index[self.backward_of[call.position]]
@@ -237,11 +238,14 @@ class _Builder:
             )
         return LayerClass(key=key, slots=tuple(slots), ops=ops)
 
-    def _keeps_inputs(self, call: CutCall) -> bool:
-        """True when the inputs of ``call`` hold in the backward what they held when it ran."""
-        at = self.first_at[call.position]
-        filled_later = any(self.filled.get(value, at) > at for value in call.inputs)
-        return self.written.isdisjoint(call.inputs) and not filled_later
+    def _changed(self, call: CutCall) -> frozenset[int]:
+        """Positions of inputs of ``call`` that hold something else when the backward runs."""
+        own = self.first_at[call.position]
+        return frozenset(
+            at
+            for at, value in enumerate(call.inputs)
+            if value in self.written or self.filled.get(value, own) > own
+        )
 
     def _seconds(self, call: CutCall, region: RegionGraph) -> dict[fx.Node, float]:
         """Roofline seconds of every node, scaled so that they add up to those of the calls."""

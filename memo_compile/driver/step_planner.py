@@ -39,7 +39,7 @@ from memo_compile.planners.comm_windows import (
     overlapped,
     window_recompute_s,
 )
-from memo_compile.planners.place_step import placed_step, require_budget
+from memo_compile.planners.place_step import beneath_ordinary, placed_step, require_budget
 from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.planners.policy import Choice
 from memo_compile.planners.policy.candidates import SearchMemory, costs_with
@@ -395,15 +395,19 @@ class StepPlanner:
         if budget_bytes is None or quick.peak_bytes <= budget_bytes:
             return quick
         better = self._place(problem, at_most_s=CANDIDATE_PLACEMENT_S)
-        return better if better.peak_bytes < quick.peak_bytes else quick
+        better = better if better.peak_bytes < quick.peak_bytes else quick
+        if better.peak_bytes <= budget_bytes:
+            return better
+        return beneath_ordinary(problem, better, place=self.known.place)
 
     def _place_within(self, problem: Problem, budget_bytes: int | None) -> Plan:
         """The first placement within the budget; with all effort where none is, or none fits."""
-        if budget_bytes is not None and self._takes_the_first():
-            quick = self._place_candidate(problem, budget_bytes)
-            if quick.peak_bytes <= budget_bytes:
-                return quick
-        return self._place(problem)
+        if budget_bytes is None or not self._takes_the_first():
+            return self._place(problem)
+        quick = self._place_candidate(problem, budget_bytes)
+        if quick.peak_bytes <= budget_bytes:
+            return quick
+        return min(quick, self._place(problem), key=lambda plan: plan.peak_bytes)
 
     def _takes_the_first(self) -> bool:
         """True under a budget that somebody named: what it leaves free helps nobody.

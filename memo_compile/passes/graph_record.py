@@ -269,8 +269,8 @@ def _derived(node: fx.Node, fakes: StaticFakes) -> Any:
         derived = source.meta["val"][at]  # type: ignore[union-attr]
     elif is_view(node):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda of: of.meta["val"])
-        with fakes.mode:
-            derived = node.target(*args, **kwargs)  # type: ignore[operator]
+        assert isinstance(node.target, torch._ops.OpOverload), "views are torch's operators"
+        derived = fakes.derived(node.target, args, kwargs)
     else:
         return value
     if spec_of(derived) != spec_of(value):

@@ -5,7 +5,7 @@ is not kept in memory can be recomputed from the slots that are, by a part of th
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -45,11 +45,19 @@ class ClassGraph:
     row_seeds: Mapping[fx.Node, RowDim]
     """Which inputs carry rows, and which operators mix rows but have a result for each
     (``rows.attention_rows``); without them no operator counts as row-wise."""
+    changed_inputs: frozenset[int] = frozenset()
+    """Positions of inputs that are overwritten before the backward: a batch norm's averages."""
 
     def at_slots(self, inputs: Sequence[T], outputs: Sequence[T]) -> list[T]:
         """What stands at each slot, in order, of what stands at the region's inputs and outputs."""
         found = [inputs[position] for position in self.slot_of_input]
         return found + [outputs[position] for position in self.slot_of_output]
+
+    def changed(self) -> set[fx.Node]:
+        """What does not hold in the backward what the region read: nothing is made of it again."""
+        placeholders = self.region.gm.graph.find_nodes(op="placeholder")
+        changed = {placeholders[at] for at in self.changed_inputs}
+        return changed | written_storages(self.region.gm.graph)
 
     def row_dims(self) -> dict[fx.Node, RowDim | None]:
         """Where the region's values have their rows (``rows.row_dims``); empty without seeds."""
@@ -70,7 +78,7 @@ def layer_ops(layer: ClassGraph, seconds_of: Callable[[fx.Node], float]) -> tupl
     inputs = {placeholders[at]: slot for at, slot in layer.slot_of_input.items()}
     slots = {outputs[at]: slot for at, slot in layer.slot_of_output.items()} | inputs
     row_wise = {node for node in layer.row_dims() if not _is_given(node, layer.row_seeds)}
-    written = written_storages(graph)
+    changed = layer.changed()
     ops: list[LayerOp] = []
     made_by: dict[fx.Node, int] = {}
     for node in (*inputs, *(node for node in graph.nodes if node.op == "call_function")):
@@ -87,7 +95,7 @@ def layer_ops(layer: ClassGraph, seconds_of: Callable[[fx.Node], float]) -> tupl
                 seconds=0.0 if is_free else seconds_of(node),
                 inputs=tuple(sorted(sources)),
                 slot=slots.get(node),
-                can_recompute=node not in inputs and _why_not_recomputed(node, written) is None,
+                can_recompute=node not in inputs and _why_not_recomputed(node, changed) is None,
                 row_wise=node in row_wise,
             )
         )
@@ -99,7 +107,7 @@ def _is_given(node: fx.Node, row_seeds: Mapping[fx.Node, RowDim]) -> bool:
     return node in row_seeds and node.op != "placeholder"
 
 
-def _why_not_recomputed(node: fx.Node, written: Iterable[fx.Node]) -> str | None:
+def _why_not_recomputed(node: fx.Node, changed: Collection[fx.Node]) -> str | None:
     """What forbids to run ``node`` a second time, in the backward; None when it may run."""
     if is_item(node):
         node = node.all_input_nodes[0]
@@ -108,8 +116,8 @@ def _why_not_recomputed(node: fx.Node, written: Iterable[fx.Node]) -> str | None
     if runs_once(node):
         return "it reads an input that the step overwrites"
     for read in (node, *node.all_input_nodes):
-        if storage_of(read) in written:
-            return f"{storage_of(read).name} is overwritten in the forward"
+        if storage_of(read) in changed:
+            return f"{storage_of(read).name} is overwritten before the backward"
     if is_repeatable(node):
         return None
     if is_collective(node):
@@ -148,7 +156,7 @@ def recompute_graph(
             )
     wanted = [made_at[slot] for slot in key.slots]
     kept = {node: slot for slot, node in made_at.items() if slot not in key.slots}
-    part = _part(region, wanted, kept, key.region)
+    part = _part(layer, wanted, kept, key.region)
     gm = part.gm if key.rows is None else _first_rows(layer, part, wanted, key)
     placeholders = region.gm.graph.find_nodes(op="placeholder")
     positions = {node: at for at, node in enumerate(placeholders)}
@@ -176,14 +184,14 @@ def recompute_graph(
 
 
 def _part(
-    region: RegionGraph, wanted: Sequence[fx.Node], kept: Mapping[fx.Node, int], name: str
+    layer: ClassGraph, wanted: Sequence[fx.Node], kept: Mapping[fx.Node, int], name: str
 ) -> Extract:
     """What ``wanted`` needs, ending at placeholders and at ``kept``."""
-    written = written_storages(region.gm.graph)
-    part = extract(region.gm, wanted, lambda node: node.op == "placeholder" or node in kept)
+    changed = layer.changed()
+    part = extract(layer.region.gm, wanted, lambda node: node.op == "placeholder" or node in kept)
     for node in reversed(list(part.made)[len(part.inputs) :]):
         checked = node.op == "call_function" and not is_item(node)  # items: their operator is
-        reason = _why_not_recomputed(node, written) if checked else None
+        reason = _why_not_recomputed(node, changed) if checked else None
         if reason is not None:
             raise UnsupportedGraph(
                 f"{name}: {node.name} ({node.target}) may not be recomputed: {reason}; "

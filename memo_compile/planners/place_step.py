@@ -6,6 +6,7 @@ from typing import Protocol
 
 from memo_compile.check.check_plan import require_valid
 from memo_compile.errors import Infeasible
+from memo_compile.planners.beneath_ordinary import offsets_from_above, with_walls
 from memo_compile.planners.placement import Block, Buffer, Placement, PlacementProblem, place
 from memo_compile.step.ordinary import outside_peak
 from memo_compile.step.plans import Decision, Plan
@@ -48,6 +49,8 @@ def place_step(
         InvalidPlan: the checker found a fault in what the planner made.
     """
     plan = placed_step(problem, name=name, solver=solver, time_limit_s=time_limit_s)
+    if budget_bytes is not None and plan.peak_bytes > budget_bytes:
+        plan = beneath_ordinary(problem, plan, time_limit_s=time_limit_s)
     plan = replace(plan, decisions=decisions, budget_bytes=budget_bytes)
     require_budget(plan)
     return require_valid(problem, plan)
@@ -65,12 +68,11 @@ def placed_step(
     buffers = arena_buffers(problem)
     rectangles = _rectangles(problem, buffers)
     placed = place(rectangles, solver=solver, time_limit_s=time_limit_s)
-    arena_bytes = placed.height_bytes
-    resident = residency(problem, placed.offsets, arena_bytes)
+    resident = residency(problem, placed.offsets, placed.height_bytes)
     return Plan(
         name=name,
         offsets=placed.offsets,
-        arena_bytes=arena_bytes,
+        arena_bytes=placed.height_bytes,
         peak_bytes=resident.peak_bytes,
         resident_bytes=resident.resident_bytes,
         dropped=resident.dropped,
@@ -81,6 +83,35 @@ def placed_step(
         layer_classes=problem.layer_classes,
         solver=placed.solver,
         num_regions=len(problem.regions),
+    )
+
+
+def beneath_ordinary(
+    problem: Problem, plan: Plan, *, time_limit_s: float = 5.0, place: Placer = place
+) -> Plan:
+    """``plan``, or with offsets of which the sum of arena and ordinary memory is less.
+
+    ``plan`` has the lowest arena that was found. Where pages are given back, and ordinary memory is
+    at its most in calls that hold little of the arena, another placement has the lower peak.
+    """
+    if not problem.releases_pages:
+        return plan
+    buffers = arena_buffers(problem)
+    rectangles = with_walls(_rectangles(problem, buffers), problem)
+    placed = place(rectangles, solver="greedy", time_limit_s=time_limit_s)
+    offsets = offsets_from_above(buffers, placed)
+    arena_bytes = max((offsets[own.id] + own.size_bytes for own in buffers), default=0)
+    resident = residency(problem, offsets, arena_bytes)
+    if resident.peak_bytes >= plan.peak_bytes:
+        return plan
+    return replace(
+        plan,
+        offsets=offsets,
+        arena_bytes=arena_bytes,
+        peak_bytes=resident.peak_bytes,
+        resident_bytes=resident.resident_bytes,
+        dropped=resident.dropped,
+        solver=placed.solver,
     )
 
 

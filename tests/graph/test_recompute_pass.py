@@ -269,8 +269,8 @@ def custom():
 REFUSALS = {
     dropout: r"native_dropout.* may not be recomputed: it draws random numbers",
     collective: r"all_reduce.* may not be recomputed: it communicates with other ranks",
-    write_by_keyword: r"may not be recomputed: .* is overwritten in the forward",
-    write: r"may not be recomputed: x_1 is overwritten in the forward",
+    write_by_keyword: r"may not be recomputed: .* is overwritten before the backward",
+    write: r"may not be recomputed: x_1 is overwritten before the backward",
 }
 
 
@@ -306,7 +306,7 @@ def test_a_buffer_that_a_kernel_fills_is_no_constant():
     region = copied(REGIONS["llama"]())
     OwnOutputs(external_outputs=region.external_outputs)(region.gm)
     slot = attention_slots(REGIONS["llama"]())[0]
-    with pytest.raises(UnsupportedGraph, match="is overwritten in the forward"):
+    with pytest.raises(UnsupportedGraph, match="is overwritten before the backward"):
         recomputed(region, key(slot))
     assert not next(op for op in ops_of(region) if op.slot == slot).can_recompute
 

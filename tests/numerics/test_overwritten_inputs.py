@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import memo_compile
 from memo_compile.driver import pipeline
 from memo_compile.driver.donation import wrongly_taken
 from tests.numerics.closeness import assert_equals_eager
@@ -162,6 +163,14 @@ def _assert_trains_as_eager(model: nn.Module, **options: object) -> None:
 )
 def test_the_backward_has_the_old_value(name, options):
     _assert_trains_as_eager(Blocks(*CASES[name], shares=False), **options)
+
+
+def test_what_a_batch_norm_makes_is_made_again():
+    """All but its running averages, which the step overwrites."""
+    blocks = Blocks(lambda block, h: torch.tanh(block.norm(h)), (1,), shares=False)
+    _assert_trains_as_eager(blocks, policy="full-recompute")
+    (plan,) = memo_compile.report().plans
+    assert plan.recomputed_bytes > 0
 
 
 @pytest.mark.parametrize("name", ["scaled_after", "copied_into", "written_twice"])

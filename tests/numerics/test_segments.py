@@ -78,8 +78,10 @@ def constant_bytes(plan: Plan) -> int:
 
 SHARES = {0.0: "poison,copies-early", 0.5: "poison,copies-late"}
 """Of the way from the floor to the unbounded peak, and the schedule of that run's copies."""
-POLICIES = {"resnet": ("full-offload",), "unet": ("full-recompute", "full-offload")}
-"""A segment with a batch norm, which the step overwrites, is not computed a second time."""
+POLICIES = ("full-recompute", "full-offload")
+KEPT_AT_FLOOR = ("resnet",)
+"""Its peak is the first convolution's work space in the backward, where all that is saved is dead:
+what keeps everything fits there, once it lies beneath that."""
 
 
 @pytest.mark.parametrize("name", in_ci(MODELS, "unet"))
@@ -96,8 +98,9 @@ def test_steps_under_a_budget_equal_eager(name, subtests):
             ours, plan = step.run({**OPTIONS, "memory_budget": budget, "debug": schedule})
             reference(name).assert_close(ours)
             assert plan.peak_bytes <= budget
-            assert plan.offloaded_bytes + plan.recomputed_bytes > 0
-    for policy in POLICIES[name]:
+            moved_bytes = plan.offloaded_bytes + plan.recomputed_bytes
+            assert (moved_bytes == 0) == (name in KEPT_AT_FLOOR)
+    for policy in POLICIES:
         with subtests.test(policy):
             ours, plan = step.run({**OPTIONS, "memory_budget": PLENTY, "policy": policy})
             reference(name).assert_close(ours)

@@ -1,15 +1,17 @@
 """Random steps: every plan passes the independent checker, reaches no lower than it may."""
 
+import sys
 from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from memo_compile.check.check_plan import check
-from memo_compile.planners.place_step import place_step
+from memo_compile.planners.place_step import beneath_ordinary, place_step
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import (
     FixedBytes,
+    OutsideBuffer,
     Phase,
     Problem,
     RegionBuffer,
@@ -46,12 +48,15 @@ def regions(draw, name: str, num_inputs: int) -> RegionProfile:
             drawn.append(RegionOutput(storage=kind, index=index))
         else:
             drawn.append(RegionOutput(storage=Storage.EXTERNAL, size_bytes=512))
+    workspace_bytes = 512 * draw(st.sampled_from([0, 0, 1, 20]))
+    workspace = OutsideBuffer(kind="work space", size_bytes=workspace_bytes, start=1, end=3)
     return RegionProfile(
         name=name,
         num_lines=LINES,
         buffers=tuple(buffers),
         input_ends=tuple(draw(st.integers(0, LINES)) for _ in range(num_inputs)),
         outputs=tuple(drawn),
+        outside=(workspace,) if workspace_bytes else (),
     )
 
 
@@ -78,8 +83,10 @@ def steps(draw) -> Problem:
 @settings(max_examples=150, deadline=None)
 @given(problem=steps(), releases_pages=st.booleans())
 def test_every_plan_is_valid(problem, releases_pages):
-    plan = place_step(replace(problem, releases_pages=releases_pages), solver="greedy")
+    problem = replace(problem, releases_pages=releases_pages)
+    plan = place_step(problem, solver="greedy")
     assert check(problem, plan).ok
+    assert check(problem, beneath_ordinary(problem, replace(plan, peak_bytes=sys.maxsize))).ok
     assert (
         plan.lower_bound_bytes
         <= plan.arena_bytes
@@ -99,6 +106,42 @@ def test_giving_pages_back_never_raises_the_peak(problem):
     slack = 1 + HEAP_SLACK
     assert given_back.peak_bytes <= kept.peak_bytes * slack
     assert given_back.arena_bytes == kept.arena_bytes
+
+
+def test_a_work_space_finds_room_over_what_is_alive_beside_it():
+    """Each call makes a value; the last one reads r2's, and takes 10240 bytes for itself.
+
+    In the lowest arena (4096 bytes) r2 lies over r1, which is dead by then; under r1 it is lower.
+    """
+    sizes, reads = (512, 2048, 2048, 1536), ((), (0,), (1,), (2,))
+    workspace = OutsideBuffer(kind="work space", size_bytes=10240, start=0, end=1)
+    regions = {
+        f"r{at}": RegionProfile(
+            name=f"r{at}",
+            num_lines=1,
+            buffers=(RegionBuffer(name="b", size_bytes=size, start=0, end=1),),
+            input_ends=(1,) * len(reads[at]),
+            outputs=(RegionOutput(storage=Storage.ARENA, index=0),),
+            outside=(workspace,) if at == 3 else (),
+        )
+        for at, size in enumerate(sizes)
+    }
+    calls = tuple(
+        StepCall(
+            name=f"r{at}@{at}",
+            region=f"r{at}",
+            phase=Phase.FORWARD if at < 2 else Phase.BACKWARD,
+            inputs=tuple(f"v{source}" for source in reads[at]),
+            outputs=(f"v{at}",),
+        )
+        for at in range(len(sizes))
+    )
+    fixed = FixedBytes(parameters=0, gradients=0, new_gradients=0, inputs=0)
+    problem = Problem(regions=regions, calls=calls, inputs=(), fixed=fixed, releases_pages=True)
+    lowest = place_step(problem)
+    assert (lowest.arena_bytes, lowest.peak_bytes) == (4096, int(14336 * (1 + HEAP_SLACK)))
+    most = int((10240 + 2048 + 1536) * (1 + HEAP_SLACK))
+    assert place_step(problem, budget_bytes=most).peak_bytes == most
 
 
 @settings(max_examples=60, deadline=None)
