@@ -13,6 +13,7 @@ further, from behind a call that reads the result to before the wait: the window
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from memo_compile.step.movable import StepCosts
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import STALL, most_per_call, peak_live_bytes, simulate
+from memo_compile.step.tilings import WholeStep
 
 MAX_WAITS = 8
 """Most waits that a recomputation is tried at: what is made further ahead is alive for longer."""
@@ -75,6 +77,29 @@ def least_s(problem: Problem, costs: StepCosts) -> float:
     region_s = costs.region_s if not ready else {**costs.region_s, **dict.fromkeys(ready, 0.0)}
     alone = replace(costs, comm_slowdown=1.0, region_s=region_s)
     return simulate(earliest(late(problem, holds_inputs=True)), alone, spans=False).step_s
+
+
+def least_wait_s(problem: Problem, costs: StepCosts) -> float:
+    """Seconds that every plan of ``problem`` waits for other ranks."""
+    return least_s(problem, costs) - compute_s(problem, costs) if has_collectives(problem) else 0.0
+
+
+def compute_s(problem: Problem, costs: StepCosts) -> float:
+    """Seconds of all that ``problem`` computes."""
+    return math.fsum(map(costs.call_s, problem.calls))
+
+
+def whole_compute_s(
+    problem: Problem, whole: WholeStep, costs: StepCosts, region_s: Mapping[str, float]
+) -> float:
+    """Seconds of ``problem`` before any region ran in tiles, or of itself if those are fewer.
+
+    ``region_s`` are seconds of the regions that it has no more. What every plan waits for other
+    ranks counts as well.
+    """
+    untiled = replace(costs, region_s={**costs.region_s, **region_s})
+    whole_s = math.fsum(map(untiled.call_s, whole.calls))
+    return min(compute_s(problem, costs), whole_s) + least_wait_s(problem, costs)
 
 
 def overlapped(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
