@@ -313,7 +313,7 @@ def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
     step = movable_step(4, bytes_per_s=kib_per_s * KIB)
     most = peak_live_bytes(step.problem)
 
-    def steps() -> list[float | None]:
+    def steps(*, spares: bool = False) -> list[float | None]:
         found: list[float | None] = []
         for percent in range(50, 100, 8):
             try:
@@ -324,6 +324,7 @@ def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
                     policy="greedy",
                     recompute=recomputer(step),
                     place=Live,
+                    spares=spares,
                 )
                 found.append(choice.timeline.step_s)
             except Infeasible:
@@ -331,6 +332,7 @@ def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
         return found
 
     sparing = steps()
+    assert steps(spares=True) == sparing
     monkeypatch.setattr(CandidateSource, "near_floor_least_s", lambda _: 0.0)
     assert steps() == sparing
     assert len(set(sparing)) > 2

@@ -362,18 +362,35 @@ class CandidateSource:
                 exact=self.exact,
             )
 
+    def bounded(self, *, near_floor: bool, most_bytes: int | None) -> list[tuple[float, Moves]]:
+        """What ``greedy`` chooses from, before it is simulated.
+
+        With the seconds that each takes at least, the fewest first. Plans that surely need more
+        than ``most_bytes`` are left out.
+        """
+        found = [
+            (self._least_s(own), own)
+            for own in (self._greedy() if near_floor else self._far_from_floor())
+            if most_bytes is None or least_bytes(self.step, own) <= most_bytes
+        ]
+        return sorted(found, key=lambda own: own[0])
+
+    def simulated(self, moves: Moves) -> list[Candidate]:
+        """The plans of ``moves``: with more time for copies where they stall."""
+        return self._valid([moves])
+
     def near_floor_least_s(self) -> float:
-        """What plans near the floor take at least: their computation and recomputation."""
-        compute_s = sum(facts_of(self.step).call_s)
+        """What plans near the floor take at least."""
+        return min(map(self._least_s, self._near_floor()), default=math.inf)
+
+    def _least_s(self, moves: Moves) -> float:
+        """What the plans of ``moves`` take at least: their computation and recomputation."""
         again = (
-            sum(
-                self.recompute(key).seconds
-                for layer, mode in zip(self.step.layers, moves.modes, strict=True)
-                for key in recompute_keys(self.step.class_of(layer), mode)
-            )
-            for moves in self._near_floor()
+            self.recompute(key).seconds
+            for layer, mode in zip(self.step.layers, moves.modes, strict=True)
+            for key in recompute_keys(self.step.class_of(layer), mode)
         )
-        return compute_s + min(again, default=math.inf)
+        return sum(facts_of(self.step).call_s) + sum(again)
 
     def steady(self) -> list[Candidate]:
         """Plans that do not depend on measured seconds."""
