@@ -186,7 +186,7 @@ class LongStep:
     tile_above: Threshold
     drop_above: Threshold
     text: str
-    """The StepRecord, without recompute regions."""
+    """The StepRecord, without thresholds and recompute regions."""
     region_work: Mapping[str, LongWork]
     whole_work: Mapping[str, LongWork]
     """Of what runs in tiles, as it was before."""

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import fx
 
@@ -75,11 +76,13 @@ def long_step_of(
     record, base = record_of(known, captured, offline_facts(known), options), long // PARTS
     graphs = known.class_graphs(options.host_store)
     regions = known.lowered.cut.regions
+    undivided = Threshold(bound_bytes=0, sizes=())  # a bound is no function of the length
+    bare = replace(record, tile_above=undivided, drop_above=undivided)
     return LongStep(
         long=long,
         tile_above=record.tile_above,
         drop_above=record.drop_above,
-        text=json.dumps(plain(record), separators=(",", ":")),
+        text=json.dumps(plain(bare), separators=(",", ":")),
         region_work={
             name: _work(regions[name].gm, base) if regions[name].kind is CallKind.RUN else ()
             for name in known.lowered.regions
