@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from memo_compile.driver.knowledge import StepKnowledge
     from memo_compile.offline.plan_offline import OfflineModel
 
-LAST_PREPARED_S = 12.5
+LAST_PREPARED_S = 12.0
 """Processor seconds of this process after which nothing is prepared for other budgets: that takes
-over two for each tiling, and a first answer may take 15."""
+two to three for each tiling, and a first answer may take 15."""
 
 PREPARING = 0.15
 """After this share of the processor seconds that the answer took nothing more is begun: who asks

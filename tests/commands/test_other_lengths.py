@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from memo_compile.config import resolve
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
@@ -91,12 +92,31 @@ def store(tmp_path, monkeypatch):
 )
 def test_one_trace_tells_all_lengths(store, monkeypatch, traces, shape, more):
     """In seconds and bytes as if each was traced, in another process too."""
-    told(shape, 2048, **more)
+    told(shape, 5120, **more)
     assert len(traces) == 1
     traces.clear()
     found = told(shape, 3072, **more)
     assert not traces
     assert found == traced_at(monkeypatch, shape, 3072, **more)
+
+
+def test_any_bound_divides_sizes_at_the_long_length_as_at_the_asked_one():
+    asked = subject.Subject(
+        model=GPT.name,
+        seq=2048,
+        batch=1,
+        dtype="bfloat16",
+        degrees=ONE,
+        hardware=find_hardware("h200"),
+    )
+    options = resolve({"memory_budget": "206MiB", "token_tiles": 4}, None)
+    options = dataclasses.replace(options, tile_above_bytes=4_012_345)
+    with asked:
+        steps = asked._plans_of(shortened=False).long
+        assert steps is not None
+        with steps.recording(options, 2048) as (record, _):
+            assert record.tile_above.tells_like(4_012_345)
+            assert record.tiled
 
 
 KEEPS = {"policy": "save"}
