@@ -13,16 +13,14 @@ from memo_compile.planners import solver
 from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import (
-    MAX_LAST,
     ONCE,
     CandidateSource,
-    last_layer_kept,
     simulated,
 )
 from memo_compile.planners.policy.cheapest_first import MAX_KEYS, greedy_sequence, refilled
 from memo_compile.planners.policy.frontier import is_steady
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
-from memo_compile.planners.policy.model import StepModel, build_model
+from memo_compile.planners.policy.model import MAX_LAST, StepModel, build_model, last_layer_kept
 from memo_compile.planners.policy.modes import (
     LAUNCH_S,
     MAX_APART,

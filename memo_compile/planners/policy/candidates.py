@@ -21,7 +21,14 @@ from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
 from memo_compile.planners.policy.lynx_policies import lynx_moves
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
-from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model, least_bytes
+from memo_compile.planners.policy.model import (
+    COPY_WEIGHT,
+    StepModel,
+    build_model,
+    ever_smaller,
+    last_layer_kept,
+    least_bytes,
+)
 from memo_compile.planners.policy.modes import ModeCost, layer_modes
 from memo_compile.planners.policy.named import NAMED, QUANTA, named_moves, steady_moves
 from memo_compile.planners.solver import SolveStatus
@@ -49,9 +56,6 @@ COPY_PRICES = (0.2, 1.0)
 NEAR_FLOOR = 3
 """The last plans of each such sequence are simulated, of those that have a smaller peak than all
 before; with more bytes others are faster."""
-
-MAX_LAST = 3
-"""Each is simulated with at most so many other modes of the last layer."""
 
 FULL, NEAR_FULL = 0.9, 16
 """Where they fill this share of the host, so many are: from there on they only recompute more, and
@@ -236,44 +240,6 @@ def _widened(candidate: Candidate) -> Moves:
     """The same decisions with more time for the copies, within the same peak."""
     moves = candidate.moves
     return replace(moves, policy="widened", schedule=replace(moves.schedule, widen=1.0))
-
-
-def _ever_smaller(
-    model: StepModel, sequence: Iterable[tuple[int, ...]]
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(peak, choices) of those that have a smaller peak than all before them, which are faster."""
-    least: float = math.inf
-    for chosen in sequence:
-        peak = model.peak_bytes(chosen)
-        if peak < least:
-            least = peak
-            yield peak, chosen
-
-
-def last_layer_kept(
-    model: StepModel, chosen: tuple[int, ...], below_bytes: int
-) -> Iterator[tuple[int, ...]]:
-    """``chosen`` with faster modes of the last layer, as long as the peak is below so many bytes.
-
-    Its backward comes first, when all other layers' values are away; so it alone can be faster.
-    """
-    last = next(
-        (
-            at
-            for at in reversed(range(len(chosen)))
-            if model.class_keys.count(model.class_keys[at]) > 1
-        ),
-        None,
-    )
-    if last is None:
-        return
-    others = [(*chosen[:last], mode, *chosen[last + 1 :]) for mode in range(len(model.modes[last]))]
-    found = sorted((model.cost_s(other), model.peak_bytes(other), other) for other in others)
-    cost_s, num_found = model.cost_s(chosen), 0
-    for other_s, peak, other in found:
-        if other_s < cost_s and peak < below_bytes and num_found < MAX_LAST:
-            num_found, below_bytes = num_found + 1, peak
-            yield other
 
 
 @dataclass(slots=True, kw_only=True)
@@ -560,7 +526,7 @@ class CandidateSource:
         if most is not None and model.host_bytes(sequence[-1]) > FULL * most:
             yield from sequence[-NEAR_FULL:]
             return
-        smaller = list(_ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
+        smaller = list(ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
         for (above, _), (_, chosen) in itertools.pairwise([smaller[0], *smaller]):
             yield chosen
             for other in last_layer_kept(model, chosen, above):
