@@ -147,18 +147,20 @@ def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[For
     from memo_compile.offline.forecast import forecast, longest
     from memo_compile.offline.subject import ModelLengths
 
-    lengths = ModelLengths() if max_seq else None
     console = Console(stderr=True, highlight=False)
     found: int | None = None
     try:
-        if max_seq:
+        if not max_seq:
+            with StepBar(console, 1) as bar:
+                return forecast(question, bar), None
+        with ModelLengths() as lengths:
             with StepBar(console, LENGTHS) as bar:
                 found = longest(question, _told(console, bar), lengths)
             if found == 0:
                 raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
             question = dataclasses.replace(question, seq=found)
-        with StepBar(console, 1) as bar:
-            return forecast(question, bar, lengths), found
+            with StepBar(console, 1) as bar:
+                return forecast(question, bar, lengths), found
     except Infeasible as error:
         if as_json:
             more = {} if found is None else {"max_seq": found}

@@ -1,13 +1,8 @@
-"""What an operator costs: floating point operations, bytes of memory traffic, seconds by roofline.
-
-Legend: an operator takes ``max(flops / F, bytes / B)`` seconds, where ``F`` and ``B`` are what a
-device reaches in practice: its nominal rates times MATMUL_EFFICIENCY and MEMORY_EFFICIENCY.
-"""
+"""What an operator of a graph costs: floating point operations, and bytes of memory traffic."""
 
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from memo_compile.analysis.structure import argument, op_name
 from memo_compile.analysis.views import is_view, storage_of
 from memo_compile.costs.hardware import HardwareProfile
-
-MATMUL_EFFICIENCY = 0.6
-"""Share of the nominal FLOPs per second that products reach. Large ones reach 0.6 to 0.75 under a
-GPU's power limit; 0.6 is between a training step's 0.4 to 0.5 and a benchmark's 0.75."""
-
-MEMORY_EFFICIENCY = 0.8
-"""Share of the nominal bandwidth that kernels reach which stream to and from HBM or DDR."""
+from memo_compile.costs.work import NOTHING, NodeCost, roofline_s, work_seconds
 
 _LIKE_FLASH_ATTENTION = re.compile("flash_attention_for_cpu|fused_attention_overrideable")
 """Found in the names of attention kernels that torch's registry lacks; their first arguments, and
@@ -45,19 +34,6 @@ _FUSED = frozenset(
 """Beside torch's pointwise operators, what Inductor fuses with its neighbours into one kernel."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeCost:
-    """Work of one operator or of several."""
-
-    flops: int
-    """FLOPs of products, convolutions and attention; a multiplication and an addition are two."""
-    bytes: int
-    """Bytes that are read from and written to the device's memory."""
-
-
-NOTHING = NodeCost(flops=0, bytes=0)
-
-
 def node_cost(node: fx.Node) -> NodeCost:
     """The cost of ``node`` on the shapes of its fake values; views and items of a tuple cost 0.
 
@@ -77,12 +53,6 @@ def graph_cost(gm: fx.GraphModule) -> NodeCost:
     )
 
 
-def roofline_s(cost: NodeCost, profile: HardwareProfile) -> float:
-    """Seconds of ``cost`` on a device: limited by arithmetic or by memory, whichever is slower."""
-    compute_s = cost.flops / (profile.peak_flops_per_s * MATMUL_EFFICIENCY)
-    return max(compute_s, cost.bytes / (profile.hbm_bytes_per_s * MEMORY_EFFICIENCY))
-
-
 def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:
     """Roofline seconds of one node."""
     return roofline_s(node_cost(node), profile)
@@ -90,7 +60,7 @@ def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:
 
 def graph_seconds(gm: fx.GraphModule, profile: HardwareProfile) -> float:
     """Roofline seconds of a graph, one operator after the other."""
-    return math.fsum(node_seconds(node, profile) for node in gm.graph.nodes)
+    return work_seconds(map(node_cost, gm.graph.nodes), profile)
 
 
 def _flops(node: fx.Node) -> int:
@@ -149,15 +119,21 @@ def _grouped_product_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any)
 
 def _read_bytes(node: fx.Node) -> int:
     """Bytes of the inputs that lie in memory, each storage element once."""
-    written = _bytes(node.meta.get("val"))
-    total = 0
-    for position, source in enumerate(node.all_input_nodes):
-        if not is_in_memory(storage_of(source)):
-            continue
-        size = _bytes(source.meta.get("val"))
-        is_table = position == 0 and op_name(node) in _LOOK_UPS
-        total += min(size, written) if is_table else size
-    return total
+    table = looked_up_bytes(node)
+    others = node.all_input_nodes if table is None else node.all_input_nodes[1:]
+    in_memory = (source for source in others if is_in_memory(storage_of(source)))
+    total = sum(_bytes(source.meta.get("val")) for source in in_memory)
+    return total if table is None else total + min(table)
+
+
+def looked_up_bytes(node: fx.Node) -> tuple[int, int] | None:
+    """Of a look-up the bytes of its table and of what it returns, the fewer of which it reads."""
+    if op_name(node) not in _LOOK_UPS or not node.all_input_nodes:
+        return None
+    table = node.all_input_nodes[0]
+    if not is_in_memory(storage_of(table)):
+        return None
+    return _bytes(table.meta.get("val")), _bytes(node.meta.get("val"))
 
 
 def _written_bytes(node: fx.Node) -> int:

@@ -65,6 +65,7 @@ def decide(
         Infeasible: nothing fits; the message names the floor (of lowered regions) and its parts.
             All candidates near the budget were lowered by then, so that the named floor will fit.
     """
+    spares = memory is not None  # what is kept for other budgets is no picture of this one
     memory = memory or SearchMemory()
     searched, num_refused = SearchedMoves(memory=memory), len(library.refused)
     for number in itertools.count(1):
@@ -85,6 +86,7 @@ def decide(
                 searched=None if only_lowered else searched,
                 max_step_s=config.max_step_s,
                 wanted_s=wanted_s,
+                spares=spares,
             )
         except NothingFits as error:
             if library.lower(error.problem) or only_lowered:

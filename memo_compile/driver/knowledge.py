@@ -31,7 +31,8 @@ from memo_compile.driver.shared_costs import first_told, region_key
 from memo_compile.driver.stages import LoweredStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
 from memo_compile.errors import MemoError, UnsupportedGraph, described
-from memo_compile.planners.comm_windows import has_collectives, least_s
+from memo_compile.passes.recompute import ClassGraph
+from memo_compile.planners.comm_windows import has_collectives, least_wait_s, whole_compute_s
 from memo_compile.planners.placement import Placement, PlacementProblem, place
 from memo_compile.reporting import state
 from memo_compile.step.group import grouped, grouped_layers
@@ -254,30 +255,32 @@ class StepKnowledge:
 
         What every plan waits for other ranks counts as well.
         """
-        compute_s = self.compute_s()
         if self._measures():
-            return compute_s + self._least_wait_s()
-        halves = self.lowered.cut.forward, self.lowered.cut.backward
-        region_s = dict(self._seconds_of_regions())
-        for half in halves:
-            for name, region in half.whole_regions.items():
-                region_s[name] = graph_seconds(region.gm, self.profile())
-        calls = (call for half in halves for call in half.whole_calls)
-        whole_s = math.fsum(region_s[call.region] for call in calls)
-        return min(compute_s, whole_s) + self._least_wait_s()
+            return self.compute_s() + least_wait_s(self.lowered.problem, self._plain_costs())
+        region_s = {
+            name: graph_seconds(region.gm, self.profile())
+            for name, region in self.whole_regions().items()
+        }
+        return whole_compute_s(self.lowered.problem, self.whole, self._plain_costs(), region_s)
 
-    def _least_wait_s(self) -> float:
-        problem = self.lowered.problem
-        if not has_collectives(problem):
-            return 0.0
-        costs = StepCosts(
+    def whole_regions(self) -> Mapping[str, RegionGraph]:
+        """What runs in tiles, as it was before."""
+        halves = self.lowered.cut.forward, self.lowered.cut.backward
+        return {name: region for half in halves for name, region in half.whole_regions.items()}
+
+    def class_graphs(self, host_store: str) -> Mapping[str, ClassGraph]:
+        """The forward of each layer class."""
+        return self._layers_of_step(host_store).graphs
+
+    def _plain_costs(self) -> StepCosts:
+        """Of computation and communication: nothing is copied."""
+        return StepCosts(
             region_s=self._seconds_of_regions(),
-            d2h_bytes_per_s=1.0,  # nothing is copied
+            d2h_bytes_per_s=1.0,
             h2d_bytes_per_s=1.0,
             comm_bytes_per_s=self._comm_bytes_per_s(),
             collective_s=self.collectives.seconds() or None,
         )
-        return least_s(problem, costs) - self.compute_s()
 
     def known_costs(self, host_store: str) -> StepCosts | None:
         """``costs`` with those of recompute regions; None where no decision needed them."""

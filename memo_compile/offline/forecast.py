@@ -13,8 +13,8 @@ from memo_compile.errors import Infeasible, InputError
 from memo_compile.gpus import GPUS, missing_for_target, target_of, version_of
 from memo_compile.lowering.cublas import libraries_bytes
 from memo_compile.offline.length_search import LengthSearch, Need
-from memo_compile.offline.model_plans import Say, nobody_watches
 from memo_compile.offline.offline_step import OfflineStep
+from memo_compile.offline.remembered_keys import Say, nobody_watches
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, Subject, is_shape
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts

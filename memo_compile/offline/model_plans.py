@@ -7,28 +7,36 @@ loaded before something must be traced.
 """
 
 import contextlib
-import dataclasses
 import functools
-import itertools
-import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from memo_compile.config import MemoConfig, torch_settings
+from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.step_planner import propose_known, require_fast
 from memo_compile.driver.tile_order import Sizes, Tiles, first_of, order_of, orders_below
-from memo_compile.errors import ConfigError, InputError, MemoError
-from memo_compile.file_store import FileStore, code_digest, digest_of
-from memo_compile.gpus import target_of, version_of
+from memo_compile.errors import ConfigError, MemoError
+from memo_compile.file_store import digest_of
+from memo_compile.offline.long_length import NotAtLengthError
+from memo_compile.offline.long_steps import LongSteps
 from memo_compile.offline.offline_step import (
     OfflineFacts,
     OfflineStep,
     offline_config,
     planned_offline,
+)
+from memo_compile.offline.remembered_keys import (
+    Memory,
+    Say,
+    code_version,
+    ignored_if_wrong,
+    in_tiles,
+    log,
+    nobody_watches,
+    step_key,
 )
 from memo_compile.offline.remembered_places import RememberedPlaces
 from memo_compile.offline.remembered_searches import RememberedSearches
@@ -36,6 +44,7 @@ from memo_compile.offline.remembered_step import (
     NotRemembered,
     RememberedRegions,
     RememberedStep,
+    RowsBetween,
     StepRecord,
     Threshold,
 )
@@ -46,40 +55,19 @@ if TYPE_CHECKING:
     from memo_compile.driver.knowledge import StepKnowledge
     from memo_compile.offline.plan_offline import OfflineModel
 
-log = logging.getLogger("memo")
-
-CHOSEN_LATER = frozenset(
-    (
-        "memory_budget host_budget policy alpha placement_solver placement_time_limit_s strict "
-        "max_plans cache tile_above_bytes drop_above_bytes max_over_compute max_step_s "
-        "enough_s"
-    ).split()
-)
-"""Options that no record depends on. Of the budget only counts whether there is one."""
-
-
-LAST_PREPARED_S = 12.5
+LAST_PREPARED_S = 12.0
 """Processor seconds of this process after which nothing is prepared for other budgets: that takes
-over two for each tiling, and a first answer may take 15."""
+two to three for each tiling, and a first answer may take 15."""
 
 PREPARING = 0.15
 """After this share of the processor seconds that the answer took nothing more is begun: who asks
 waits for it."""
 
-Say = Callable[[str, int], None]
-"""Told what is done next, where that may take seconds, and how many steps follow it at least."""
-
-
-def nobody_watches(_what: str, _following: int) -> None:
-    """A ``Say`` that tells nobody."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Where steps are remembered, and what stands for the model and its inputs."""
-
-    store: FileStore
-    content: Mapping[str, Any]
+_Recording = Callable[
+    [StepRecord | None, MemoConfig],
+    AbstractContextManager[tuple[StepRecord, RememberedRegions]],
+]
+"""A step as a record, from an earlier one or the model, and what makes its regions."""
 
 
 @dataclass(kw_only=True)
@@ -92,10 +80,17 @@ class ModelPlans:
     """Another device than the one that the fake tensors lie on."""
     memory: Memory | None = None
     say: Say = nobody_watches
+    long: LongSteps | None = None
+    """Tells of this and of other lengths, where one trace can."""
+    length: int = 0
+    """Tokens of a sequence on one device, for ``long``."""
     for_budgets: bool = True
     """False where the next questions are about other lengths: nothing is made for other budgets."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _records: dict[str, list[StepRecord]] = field(default_factory=dict)
+    """Traced at this length."""
+    _told: dict[str, list[StepRecord]] = field(default_factory=dict)
+    """Told by ``long``."""
     _known: dict[str, "StepKnowledge"] = field(default_factory=dict)
     _sizes: dict[str, Sizes] = field(default_factory=dict)
     _prepares: bool = False
@@ -162,8 +157,12 @@ class ModelPlans:
     def _budget_bytes(self, config: MemoConfig) -> int | None:
         return config.budget_bytes(self.hardware.memory_bytes)
 
+    @property
+    def _is_traced(self) -> bool:
+        return "traced" in vars(self) or (self.long is not None and self.long.is_traced)
+
     def _ends_planning(self, error: Exception) -> bool:
-        if "traced" not in vars(self):
+        if not self._is_traced:
             return isinstance(error, ConfigError)
         from memo_compile.driver.tries import ends_planning  # loads Inductor, as tracing has
 
@@ -171,7 +170,7 @@ class ModelPlans:
 
     def _prepare(self, config: MemoConfig) -> None:
         """Remember what smaller budgets need, as long as that belongs to a quick first answer."""
-        if self.memory is None or not self.for_budgets or "traced" not in vars(self):
+        if self.memory is None or not self.for_budgets or not self._is_traced:
             return
         failed: set[Tiles] = set()
         self._prepares = True
@@ -181,10 +180,11 @@ class ModelPlans:
                 return
             self.say("remembering what smaller budgets need", 0)
             options = tiles.options(config)
+            recording = self._recording_told if self.long is not None else self._recording
             try:
-                with self._recording(None, options) as (record, maker):
+                with recording(None, options) as (record, maker):
                     self._step_of(record, options, "prepared", maker)
-            except MemoError as error:
+            except (MemoError, NotAtLengthError) as error:
                 log.info("memo: in %s: not remembered: %s", tiles, error)
                 failed.add(tiles)
 
@@ -195,28 +195,47 @@ class ModelPlans:
             return None
         bounds = {
             size
-            for record in itertools.chain.from_iterable(self._records.values())
+            for records in (*self._records.values(), *self._told.values())
+            for record in records
             for size in (*record.tile_above.sizes, *record.drop_above.sizes)
         }
         order = orders_below(self._sizes_for(config), config, budget_bytes, bounds)
-        is_left = lambda own: own not in failed and self._record(own.options(config)) is None  # noqa: E731
-        return next(filter(is_left, order), None)
+        return next((own for own in order if own not in failed and self._lacks(own, config)), None)
+
+    def _lacks(self, tiles: Tiles, config: MemoConfig) -> bool:
+        options = tiles.options(config)
+        return self._record(options) is None and self._told_record(options) is None
 
     def _planned(self, options: MemoConfig, name: str) -> tuple[Any, Any, OfflineStep]:
         """The step in the tiles of ``options``: what is known of it, its plan, the answer."""
         record = self._record(options)
+        if record is None and self.long is not None:
+            try:
+                told = self._told_record(options)
+                return self._planned_from(told, options, name, self._recording_told)
+            except NotAtLengthError as error:
+                log.info("memo: the model is traced at its own length: %s", error)
+        return self._planned_from(record, options, name, self._recording)
+
+    def _planned_from(
+        self, record: StepRecord | None, options: MemoConfig, name: str, recording: _Recording
+    ) -> tuple[Any, Any, OfflineStep]:
+        """As ``_planned``, from ``record`` if its regions are enough."""
         if record is not None:
-            maker = RememberedRegions({region.key: region for region in record.regions})
+            regions = {region.key: region for region in record.regions}
+            maker = RememberedRegions(regions, RowsBetween(known=dict(regions)))
             try:
                 return self._plan_of(record, options, name, maker)
             except NotRemembered as error:
                 log.info("memo: the model is traced: %s", error)
-        from memo_compile.offline.plan_offline import raise_bare
-
         try:
-            with self._recording(record, options) as (record, maker):
+            with recording(record, options) as (record, maker):
                 return self._plan_of(record, options, name, maker)
+        except NotAtLengthError:
+            raise
         except Exception as error:
+            from memo_compile.offline.plan_offline import raise_bare
+
             raise_bare(error)
 
     def _step_of(
@@ -242,7 +261,7 @@ class ModelPlans:
     def _plan_of(
         self, record: StepRecord, options: MemoConfig, name: str, maker: RememberedRegions
     ) -> tuple[RememberedStep, Any, OfflineStep]:
-        self.say(f"planning, {_in_tiles(options)}", 0)
+        self.say(f"planning, {in_tiles(options)}", 0)
         known = self._step_of(record, options, name, maker)
         facts = OfflineFacts(
             costs=record.costs,
@@ -269,7 +288,7 @@ class ModelPlans:
         tiles = repr((options.token_tiles, options.tile_above_bytes, options.drops_above()))
         if tiles not in self._known:
             _ = self.traced
-            self.say(f"lowering, {_in_tiles(options)}", 1)
+            self.say(f"lowering, {in_tiles(options)}", 1)
             self._known[tiles] = self.traced.lowered(options)
         traced = self._known[tiles]
         if record is None:
@@ -281,13 +300,35 @@ class ModelPlans:
             record_step.region_maker(traced),
         )
         try:
-            yield record, maker
+            with self._completing(options):
+                yield record, maker
         finally:
-            if self._last is not None and (self._has_read or self._prepares):
-                self._complete(self._last, options)
             if maker.num_made or record not in self._records.get(self._key(options), []):
                 whole = replace(record, regions=tuple(maker.known.values()))
                 self._remember(options, whole)
+
+    @contextlib.contextmanager
+    def _recording_told(
+        self, _: StepRecord | None, options: MemoConfig
+    ) -> Iterator[tuple[StepRecord, RememberedRegions]]:
+        """As ``_recording``, at the length that tells of this one. Raises NotAtLengthError."""
+        assert self.long is not None, "there is such a length"
+        with self.long.recording(options, self.length) as (record, maker):
+            try:
+                with self._completing(options):
+                    yield record, maker
+            finally:
+                _keep(replace(record, regions=tuple(maker.known.values())), self._told_of(options))
+
+    @contextlib.contextmanager
+    def _completing(self, options: MemoConfig) -> Iterator[None]:
+        """At the end the step is ``_complete``, unless that would put off a first answer."""
+        try:
+            yield
+        finally:
+            has_read = self._has_read or (self.long is not None and self.long.has_read)
+            if self._last is not None and (has_read or self._prepares):
+                self._complete(self._last, options)
 
     def _complete(self, step: RememberedStep, options: MemoConfig) -> None:
         """What plans of ``step`` under other budgets recompute with is lowered."""
@@ -296,7 +337,7 @@ class ModelPlans:
         try:
             propose_known(step, options)
             step.lower_found()
-        except MemoError as error:
+        except (MemoError, NotAtLengthError) as error:
             log.info("memo: what other budgets need is not remembered: %s", error)
         self.searches.write()
 
@@ -304,21 +345,8 @@ class ModelPlans:
         return digest_of(self._step_key(options))
 
     def _step_key(self, options: MemoConfig) -> dict[str, Any]:
-        """What a record depends on, but for the two bounds that its thresholds are about."""
-        chosen = {
-            option.name: plain(getattr(options, option.name))
-            for option in dataclasses.fields(options)
-            if option.name not in CHOSEN_LATER
-        }
-        return {
-            "kind": "step",
-            "content": {} if self.memory is None else dict(self.memory.content),
-            "has_budget": options.memory_budget is not None,
-            "drops": options.drops_above() is not None,
-            "options": chosen,
-            "hardware": plain(self.hardware),
-            "target": [plain(target_of(self.hardware.name)), version_of("triton")],
-        }
+        content = {} if self.memory is None else self.memory.content
+        return step_key(content, options, self.hardware)
 
     def _record(self, options: MemoConfig) -> StepRecord | None:
         """What is remembered of the step in the tiles of ``options``."""
@@ -327,7 +355,7 @@ class ModelPlans:
             if _suits(record.tile_above, record.drop_above, options):
                 return record
         for body in () if self.memory is None else self.memory.store.read(self._step_key(options)):
-            with _ignored_if_wrong():
+            with ignored_if_wrong():
                 above, drops = (
                     restore(body[name], Threshold, name) for name in ("tile_above", "drop_above")
                 )
@@ -337,16 +365,22 @@ class ModelPlans:
                     return mine[-1]
         return None
 
+    def _told_record(self, options: MemoConfig) -> StepRecord | None:
+        """What is remembered of the step at the length that tells of this one."""
+        mine = self._told_of(options)
+        for record in mine:
+            if _suits(record.tile_above, record.drop_above, options):
+                return record
+        found = None if self.long is None else self.long.record(options, self.length)
+        if found is not None:
+            mine.append(found)
+        return found
+
+    def _told_of(self, options: MemoConfig) -> list[StepRecord]:
+        return self._told.setdefault(self._key(options), [])
+
     def _remember(self, options: MemoConfig, record: StepRecord) -> None:
-        mine = self._records.setdefault(self._key(options), [])
-        same = (record.tile_above.sizes, record.drop_above.sizes, record.tile_above.bound_bytes)
-        mine[:] = [
-            known
-            for known in mine
-            if (known.tile_above.sizes, known.drop_above.sizes, known.tile_above.bound_bytes)
-            != same
-        ]
-        mine.append(record)
+        _keep(record, self._records.setdefault(self._key(options), []))
         if self.memory is not None:
             variant = digest_of(plain((record.tile_above, record.drop_above)))[:16]
             self.memory.store.write(self._step_key(options), plain(record), variant)
@@ -358,11 +392,16 @@ class ModelPlans:
         return self._sizes[state]
 
     def _remembered_sizes(self, config: MemoConfig, state: str) -> Sizes:
+        if self.long is not None:
+            try:
+                return self.long.sizes(config, state, self.length)
+            except NotAtLengthError as error:
+                log.info("memo: the model is traced at its own length: %s", error)
         key = {"kind": "sizes", "state": state}
         if self.memory is not None:
             key["content"] = dict(self.memory.content)  # type: ignore[assignment]
             for body in self.memory.store.read(key):
-                with _ignored_if_wrong():
+                with ignored_if_wrong():
                     products, constant = body
                     first, second = map(int, products)
                     return Sizes((first, second), int(constant))
@@ -372,11 +411,6 @@ class ModelPlans:
         return found
 
 
-def _in_tiles(options: MemoConfig) -> str:
-    number = options.token_tiles or 1
-    return "whole" if number == 1 else f"in {number} tiles"
-
-
 def _suits(above: Threshold, drops: Threshold, options: MemoConfig) -> bool:
     """True where the bounds of ``options`` make the same tiles, and save the same."""
     return above.tells_like(options.tile_above_bytes) and drops.tells_like(
@@ -384,15 +418,12 @@ def _suits(above: Threshold, drops: Threshold, options: MemoConfig) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _ignored_if_wrong() -> Any:
-    """What is remembered and is no such data is as good as not remembered."""
-    try:
-        yield
-    except (InputError, ValueError, TypeError, KeyError) as error:
-        log.warning("memo: what was remembered of a step is not used: %s", error)
-
-
-def code_version() -> str:
-    """What stands for all that a record depends on beside the question: memo, torch, Python."""
-    return digest_of([code_digest(), torch_settings()])
+def _keep(record: StepRecord, known: list[StepRecord]) -> None:
+    """``record`` in place of one that it is the same as but for more regions."""
+    same = (record.tile_above.sizes, record.drop_above.sizes, record.tile_above.bound_bytes)
+    known[:] = [
+        own
+        for own in known
+        if (own.tile_above.sizes, own.drop_above.sizes, own.tile_above.bound_bytes) != same
+    ]
+    known.append(record)

@@ -21,6 +21,7 @@ from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.costs.roofline import node_cost
+from memo_compile.costs.work import NodeCost
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.pipeline import cut_step, fastest, first_request, lower_step
@@ -300,12 +301,7 @@ def _without_kernels(hardware: HardwareProfile | None) -> contextlib.AbstractCon
 def offline_facts(known: StepKnowledge) -> OfflineFacts:
     """What an answer says beside the plan."""
     step, host_store = known.lowered.cut, known.config.host_store
-    forward_flops = sum(
-        node_cost(node).flops
-        for call in step.forward.calls
-        for node in step.regions[call.region].gm.graph.nodes
-        if GRADIENT not in node.meta
-    )
+    forward_flops = sum(cost.flops for cost in forward_costs(known))
     return OfflineFacts(
         costs=known.costs(host_store),
         model_flops=FORWARD_AND_BACKWARD * forward_flops,
@@ -313,6 +309,15 @@ def offline_facts(known: StepKnowledge) -> OfflineFacts:
         tiled=[*step.forward.tilings, *step.backward.tilings],
         lowering_s=known.lowered.lowering_s,
     )
+
+
+def forward_costs(known: StepKnowledge) -> Iterator[NodeCost]:
+    """What the operators of the forward cost, in all calls, but for gradients that it makes."""
+    step = known.lowered.cut
+    for call in step.forward.calls:
+        for node in step.regions[call.region].gm.graph.nodes:
+            if GRADIENT not in node.meta:
+                yield node_cost(node)
 
 
 def _captured(

@@ -4,11 +4,13 @@
 that was asked for. A region that was not raises ``NotRemembered``: the step is traced then.
 """
 
+import contextlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memo_compile.check.check_moves import Recomputation, recomputations_of
 from memo_compile.costs.hardware import HardwareProfile
@@ -19,6 +21,7 @@ from memo_compile.offline.remembered_places import RememberedPlaces
 from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.planners.policy.candidates import SearchMemory
+from memo_compile.planners.policy.modes import EIGHTHS
 from memo_compile.step.movable import (
     Layer,
     LayerClass,
@@ -30,6 +33,7 @@ from memo_compile.step.movable import (
     StepCosts,
 )
 from memo_compile.step.problem import Problem, RegionProfile
+from memo_compile.step.serialise import plain, restore
 from memo_compile.step.tilings import WholeStep
 
 if TYPE_CHECKING:
@@ -49,9 +53,10 @@ class Threshold:
 
     def tells_like(self, bound_bytes: int) -> bool:
         """True where ``bound_bytes`` divides the sizes in the same way."""
-        return self._above(bound_bytes) == self._above(self.bound_bytes)
+        return self.above(bound_bytes) == self.above(self.bound_bytes)
 
-    def _above(self, bound_bytes: int) -> list[bool]:
+    def above(self, bound_bytes: int) -> list[bool]:
+        """Which of the sizes are above that bound; 0 is below all."""
         return [size > bound_bytes or not bound_bytes for size in self.sizes]
 
 
@@ -158,6 +163,66 @@ class RememberedRegions:
                 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsBetween:
+    """A ``RegionMaker`` that knows regions for some rows from the same ones for others.
+
+    All that an estimate has is a multiple of the rows, or no function of them.
+    """
+
+    known: Mapping[RecomputeKey, RegionRecord]
+
+    def estimated(self, key: RecomputeKey) -> Estimated:
+        """The region of ``key``. Raises NotRemembered, and UnsupportedGraph where others do."""
+        others = [
+            record
+            for own, record in self.known.items()
+            if own.rows and key.rows and replace(own, rows=key.rows) == key
+        ]
+        for record in others:
+            if record.unsupported is not None:
+                raise UnsupportedGraph(record.unsupported)
+        if len(others) < 2 or key.rows is None:
+            raise NotRemembered(f"{key.region} is not remembered")
+        first, second = others[:2]
+        assert first.estimate is not None, "it is supported"
+        assert second.estimate is not None, "it is supported"
+        assert first.key.rows, "it has rows"
+        assert second.key.rows, "it has rows"
+        between = _Line(first.key.rows, second.key.rows, key.rows)
+        profile = restore(
+            between.of(plain(first.estimate), plain(second.estimate)), RegionProfile, "profile"
+        )
+        return Estimated(replace(profile, name=key.region), first.inputs)
+
+    def lowered(self, keys: Sequence[RecomputeKey]) -> Mapping[RecomputeKey, Lowered | str]:
+        """Raises NotRemembered."""
+        raise NotRemembered(f"{keys[0].region} is not remembered as lowered")
+
+
+class _Line(NamedTuple):
+    """A straight line through what is known at two numbers of rows, at a third."""
+
+    first: int
+    second: int
+    wanted: int
+
+    def of(self, first: Any, second: Any) -> Any:
+        """Raises NotRemembered: they do not differ in integers alone."""
+        if first == second or isinstance(first, str):  # names
+            return first
+        if isinstance(first, dict) and first.keys() == second.keys():
+            return {name: self.of(own, second[name]) for name, own in first.items()}
+        if isinstance(first, list) and len(first) == len(second):
+            return [self.of(own, other) for own, other in zip(first, second, strict=True)]
+        if type(first) is not int or type(second) is not int:
+            raise NotRemembered("regions for other rows differ")
+        more, rest = divmod((second - first) * (self.wanted - self.first), self.second - self.first)
+        if rest:
+            raise NotRemembered("regions for other rows are no multiples of them")
+        return first + more
+
+
 def _is_lowered(record: RegionRecord) -> bool:
     return record.profile is not None or record.refused is not None
 
@@ -253,6 +318,18 @@ class RememberedStep:
         wanted = {key for name, mode in taken for key in recompute_keys(self._classes[name], mode)}
         known = self.maker.known.items()
         self.maker.lowered([key for key, own in known if key in wanted and own.estimate])
+        self._estimate_rows()
+
+    def _estimate_rows(self) -> None:
+        """What is known for one number of rows is made for another, which tells all others."""
+        counts = Counter(replace(key, rows=1) for key in self.maker.known if key.rows)
+        for key in [*self.maker.known]:
+            if key.rows and counts[replace(key, rows=1)] == 1:
+                num_rows = self._classes[key.class_key].slots[key.slots[0]].num_rows
+                others = (num_rows // EIGHTHS * number for number in (1, 2))
+                other = next(rows for rows in others if rows != key.rows)
+                with contextlib.suppress(UnsupportedGraph):
+                    self.maker.estimated(replace(key, rows=other))
 
     def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
         """Offsets for the buffers of ``problem``, those that were found before."""

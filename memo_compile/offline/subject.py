@@ -15,24 +15,20 @@ from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
 from memo_compile.file_store import FileStore
-from memo_compile.offline.model_plans import (
-    Memory,
-    ModelPlans,
-    Say,
-    code_version,
-    log,
-    nobody_watches,
-)
+from memo_compile.gpus import target_of
+from memo_compile.offline.long_length import GRANULE, LEAST_PER_WIDTH, LONG, MAX_BATCH
+from memo_compile.offline.long_steps import LongSteps
+from memo_compile.offline.model_plans import ModelPlans
 from memo_compile.offline.offline_step import NotUniform, OfflineStep
+from memo_compile.offline.remembered_keys import Memory, Say, code_version, log, nobody_watches
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.step.serialise import plain, restore
 
 if TYPE_CHECKING:
     import torch
 
-    from memo_compile.offline.more_layers import MoreLayers
     from memo_compile.offline.other_length import TracedLengths
-    from memo_compile.offline.plan_offline import OfflineModel
+    from memo_compile.offline.plan_offline import OfflineModel, TracedModel
     from memo_compile.offline.shapes.load import Loaded
 
 
@@ -52,12 +48,24 @@ class ModelFacts:
 
 @dataclass(slots=True)
 class ModelLengths:
-    """What questions about one model have in common that differ in the length of the sequence."""
+    """What questions about one model have in common that differ in the length of the sequence.
+
+    A context, at whose end what was traced is gone.
+    """
 
     facts: ModelFacts | None = None
     """Of the length that was asked for first."""
     traced: "dict[bool, TracedLengths]" = field(default_factory=dict)
     """Of the shortened model, and of the whole one."""
+    long: dict[bool, LongSteps] = field(default_factory=dict)
+    """Likewise."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for steps in self.long.values():
+            steps.close()
 
 
 @dataclass(kw_only=True)
@@ -88,15 +96,36 @@ class Subject:
     @functools.cached_property
     def loaded(self) -> "Loaded":
         """The model as fakes. Raises InputError."""
+        return self._loaded_at(self.seq)
+
+    @functools.cached_property
+    def _loaded_long(self) -> "Loaded":
+        """The same where all lengths are told from."""
+        return self._loaded_at(LONG * self.degrees.tp * self.degrees.cp)
+
+    def _loaded_at(self, seq: int | None) -> "Loaded":
         from memo_compile.offline.shapes.load import load
 
         return load(
             self.model,
-            seq=self.seq,
+            seq=seq,
             batch=self.batch,
             dtype=self.torch_dtype,
             degrees=self.degrees,
         )
+
+    @functools.cached_property
+    def _is_told(self) -> bool:
+        """True where the step is told from the one of a long sequence (``long_length``).
+
+        Not for a GPU whose operators are chosen by their sizes.
+        """
+        length = self._length
+        if length is None or not is_shape(self.model) or self.batch > MAX_BATCH:
+            return False
+        if length % GRANULE or target_of(self.hardware.name) is not None:
+            return False
+        return length >= LEAST_PER_WIDTH * find_model(self.model).hidden
 
     @property
     def torch_dtype(self) -> "torch.dtype":
@@ -109,14 +138,14 @@ class Subject:
     @functools.cached_property
     def facts(self) -> ModelFacts:
         """What an answer says of the model. Raises InputError: it cannot be used."""
-        memory = self._memory
+        memory = self._lasting
         if memory is None:
             return self._facts()
         key = {"kind": "facts", "content": dict(memory.content)}
         for body in memory.store.read(key):
             try:
                 known: ModelFacts = restore(body, ModelFacts, "facts")
-                return known
+                return self._with_tokens(known)
             except InputError as error:
                 log.warning("memo: what was remembered of a model is not used: %s", error)
         found = self._facts()
@@ -124,9 +153,9 @@ class Subject:
         return found
 
     def _facts(self) -> ModelFacts:
-        if self.lengths is not None and self.lengths.facts is not None and self.seq is not None:
-            return replace(self.lengths.facts, num_tokens=self.seq * self.batch)
-        loaded = self.loaded
+        if self.lengths is not None and self.lengths.facts is not None:
+            return self._with_tokens(self.lengths.facts)
+        loaded = self._any_loaded
         found = ModelFacts(
             name=loaded.name,
             num_tokens=loaded.num_tokens,
@@ -134,16 +163,37 @@ class Subject:
             is_shortened=loaded.shorter is not None,
             notes=tuple(loaded.notes),
         )
+        found = self._with_tokens(found)
         if self.lengths is not None:
             self.lengths.facts = found
         return found
 
+    def _with_tokens(self, facts: ModelFacts) -> ModelFacts:
+        """``facts`` of this length, which may be known from another one of a named shape."""
+        if self.seq is None or not is_shape(self.model):
+            return facts
+        return replace(facts, num_tokens=self.seq * self.batch)
+
+    @property
+    def _any_loaded(self) -> "Loaded":
+        """The model with inputs of some length."""
+        return self._loaded_long if self._is_told else self.loaded
+
     @functools.cached_property
     def _memory(self) -> Memory | None:
+        """For this length."""
         content = None if self.store is None else self._content()
         if self.store is None or content is None:
             return None
         return Memory(store=self.store, content=content)
+
+    @property
+    def _lasting(self) -> Memory | None:
+        """For all lengths that are told from one; else for this one."""
+        memory = self._memory
+        if memory is None or not self._is_told:
+            return memory
+        return replace(memory, content={**memory.content, "seq": "all"})
 
     def _content(self) -> Mapping[str, Any] | None:
         """What stands for the model and its inputs; None where its code may change unseen."""
@@ -165,7 +215,7 @@ class Subject:
 
     def constant_bytes(self, state_bytes_per_parameter: float) -> int:
         """Parameters, their gradients and optimizer state; 0 where the model is a function."""
-        memory = self._memory
+        memory = self._lasting
         if memory is None:
             return self._constant_bytes(state_bytes_per_parameter)
         key = {"kind": "constant", "content": dict(memory.content)}
@@ -182,7 +232,7 @@ class Subject:
 
         from memo_compile.driver.facts import GraphFacts
 
-        model = self.loaded.model
+        model = self._any_loaded.model
         if not isinstance(model, torch.nn.Module):
             return 0
         return GraphFacts(list(model.parameters())).constant_bytes(state_bytes_per_parameter)
@@ -213,26 +263,43 @@ class Subject:
 
     def _plans_of(self, *, shortened: bool) -> ModelPlans:
         if shortened not in self._plans:
-            memory = self._memory
-            if memory is not None:
-                content = {**memory.content, "shortened": shortened}
-                memory = replace(memory, content=content)
             self._plans[shortened] = self._stack.enter_context(
                 ModelPlans(
                     trace=self._trace_of(shortened=shortened),
                     hardware=self.hardware,
-                    memory=memory,
+                    memory=_of_part(self._memory, shortened=shortened),
                     say=self.say,
+                    long=self._long_steps(shortened=shortened),
+                    length=self._length or 0,
                     for_budgets=self.lengths is None,
                 )
             )
         return self._plans[shortened]
 
+    def _long_steps(self, *, shortened: bool) -> LongSteps | None:
+        """What tells of this length, shared with other lengths; None: it is traced."""
+        if not self._is_told:
+            return None
+        if self.lengths is not None and shortened in self.lengths.long:
+            return self.lengths.long[shortened]
+        made = LongSteps(
+            trace=lambda: self._tracing(self._loaded_long, shortened=shortened),
+            long=LONG,
+            hardware=self.hardware,
+            memory=_of_part(self._lasting, shortened=shortened),
+            say=self.say,
+        )
+        if self.lengths is not None:
+            self.lengths.long[shortened] = made
+        else:
+            self._stack.callback(made.close)
+        return made
+
     def _trace_of(self, *, shortened: bool) -> "Callable[[], AbstractContextManager[OfflineModel]]":
         @contextlib.contextmanager
         def trace() -> "Iterator[OfflineModel]":
             from memo_compile.offline.other_length import TracedLengths
-            from memo_compile.offline.plan_offline import not_tracing, tracing
+            from memo_compile.offline.plan_offline import not_tracing
 
             known, length = None, self._length
             if self.lengths is not None and length is not None:
@@ -241,8 +308,7 @@ class Subject:
                     with not_tracing(other, hardware=self.hardware) as made:
                         yield made
                     return
-            model, args, kwargs, more = self._traced(shortened=shortened)
-            with tracing(model, args, kwargs, hardware=self.hardware, more=more) as traced:
+            with self._tracing(self.loaded, shortened=shortened) as traced:
                 yield traced
                 if known is not None and length is not None:
                     known.add(traced.at_length(length))
@@ -255,13 +321,23 @@ class Subject:
         tokens, rest = divmod(self.seq or 0, self.degrees.tp * self.degrees.cp)
         return tokens if tokens and not rest else None
 
-    def _traced(self, *, shortened: bool) -> "tuple[Any, Any, Any, MoreLayers | None]":
-        """What is traced, its arguments, and the layers that it lacks."""
-        loaded = self.loaded
+    def _tracing(
+        self, loaded: "Loaded", *, shortened: bool
+    ) -> "AbstractContextManager[TracedModel]":
+        """``loaded`` is traced, or what stands for it with fewer layers."""
+        from memo_compile.offline.plan_offline import tracing
+
         if not shortened:
-            return loaded.model, loaded.args, loaded.kwargs, None
+            return tracing(loaded.model, loaded.args, loaded.kwargs, hardware=self.hardware)
         assert loaded.shorter is not None, "a shortened model has fewer layers"
-        return loaded.shorter.model, loaded.shorter.args, {}, loaded.shorter.more
+        model, args, more = loaded.shorter.model, loaded.shorter.args, loaded.shorter.more
+        return tracing(model, args, {}, hardware=self.hardware, more=more)
+
+
+def _of_part(memory: Memory | None, *, shortened: bool) -> Memory | None:
+    if memory is None:
+        return None
+    return replace(memory, content={**memory.content, "shortened": shortened})
 
 
 def is_shape(model: str) -> bool:

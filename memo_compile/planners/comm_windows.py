@@ -13,6 +13,7 @@ further, from behind a call that reads the result to before the wait: the window
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from memo_compile.step.movable import StepCosts
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import STALL, most_per_call, simulate
+from memo_compile.step.tilings import WholeStep
 
 MAX_WAITS = 8
 """Most waits that a recomputation is tried at: what is made further ahead is alive for longer."""
@@ -99,6 +101,29 @@ def least_of(problem: Problem, costs: StepCosts) -> Least:
     waited_s = simulate(replace(fastest, calls=forward), alone, spans=False).exposed_comm_s
     computed_s = sum(alone.call_s(call) for call in forward if call.kind is CallKind.RUN)
     return Least(computed_s + waited_s, simulate(fastest, alone, spans=False).step_s)
+
+
+def least_wait_s(problem: Problem, costs: StepCosts) -> float:
+    """Seconds that every plan of ``problem`` waits for other ranks."""
+    return least_s(problem, costs) - compute_s(problem, costs) if has_collectives(problem) else 0.0
+
+
+def compute_s(problem: Problem, costs: StepCosts) -> float:
+    """Seconds of all that ``problem`` computes."""
+    return math.fsum(map(costs.call_s, problem.calls))
+
+
+def whole_compute_s(
+    problem: Problem, whole: WholeStep, costs: StepCosts, region_s: Mapping[str, float]
+) -> float:
+    """Seconds of ``problem`` before any region ran in tiles, or of itself if those are fewer.
+
+    ``region_s`` are seconds of the regions that it has no more. What every plan waits for other
+    ranks counts as well.
+    """
+    untiled = replace(costs, region_s={**costs.region_s, **region_s})
+    whole_s = math.fsum(map(untiled.call_s, whole.calls))
+    return min(compute_s(problem, costs), whole_s) + least_wait_s(problem, costs)
 
 
 def overlapped(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:

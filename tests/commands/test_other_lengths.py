@@ -1,14 +1,18 @@
 """A length at which a named shape was not traced: the same plan as if it had been."""
 
 import dataclasses
+import re
 
 import pytest
 
+from memo_compile.config import resolve
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
+from memo_compile.file_store import FileStore
 from memo_compile.gpus import target_of
-from memo_compile.offline import plan_offline
+from memo_compile.offline import forecast as forecasting
+from memo_compile.offline import plan_offline, subject
 from memo_compile.offline.forecast import Question, forecast
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, is_shape
@@ -49,6 +53,70 @@ def answer(shape, seq, lengths=None, degrees=ONE, **more):
     plan = dataclasses.replace(found.step.plan, planning_s=0.0, lowering_s=0.0)
     facts = (found.name, found.peak_bytes, found.tokens_per_s, found.mfu, found.notes)
     return to_json(found.step.problem), to_json(plan), to_json(found.step.costs), facts
+
+
+def numbered(text):
+    """``text`` with classes of layers by number: their names are digests of sizes."""
+    known: dict[str, str] = {}
+    return re.sub(
+        r"\b[0-9a-f]{16}\b", lambda found: known.setdefault(found[0], f"class{len(known)}"), text
+    )
+
+
+def traced_at(monkeypatch, *asked, **more):
+    """The answer where no length is told from another."""
+    with monkeypatch.context() as patched:
+        patched.setattr(subject, "LEAST_PER_WIDTH", 10**9)
+        problem, plan, costs, facts = answer(*asked, **more)
+    return numbered(problem), numbered(plan), costs, facts
+
+
+def told(*asked, **more):
+    """The answer where lengths are told from one."""
+    problem, plan, costs, facts = answer(*asked, **more)
+    return numbered(problem), numbered(plan), costs, facts
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    made = FileStore(folder=tmp_path / "steps")
+    monkeypatch.setattr(forecasting, "user_store", lambda: made)
+
+
+@pytest.mark.parametrize(
+    ("shape", "before", "more"),
+    [
+        (GPT, 5120, {"policy": "greedy", "budget": "206MiB"}),
+        pytest.param(LLAMA, 2048, {"policy": "greedy", "budget": "160MiB"}, marks=pytest.mark.full),
+    ],
+)
+def test_one_trace_tells_all_lengths(store, monkeypatch, traces, shape, before, more):
+    """In seconds and bytes as if each was traced, in another process too."""
+    told(shape, before, **more)
+    assert len(traces) == 1
+    traces.clear()
+    found = told(shape, 3072, **more)
+    assert not traces
+    assert found == traced_at(monkeypatch, shape, 3072, **more)
+
+
+def test_any_bound_divides_sizes_at_the_long_length_as_at_the_asked_one():
+    asked = subject.Subject(
+        model=GPT.name,
+        seq=2048,
+        batch=1,
+        dtype="bfloat16",
+        degrees=ONE,
+        hardware=find_hardware("h200"),
+    )
+    options = resolve({"memory_budget": "206MiB", "token_tiles": 4}, None)
+    options = dataclasses.replace(options, tile_above_bytes=4_012_345)
+    with asked:
+        steps = asked._plans_of(shortened=False).long
+        assert steps is not None
+        with steps.recording(options, 2048) as (record, _):
+            assert record.tile_above.tells_like(4_012_345)
+            assert record.tiled
 
 
 KEEPS = {"policy": "save"}

@@ -19,9 +19,10 @@ from memo_compile.file_store import FileStore
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline import model_plans, plan_offline, remembered_places
 from memo_compile.offline.forecast import Question, forecast
+from memo_compile.offline.long_length import LongStep
 from memo_compile.offline.offline_step import offline_config
 from memo_compile.offline.remembered_places import RememberedPlaces
-from memo_compile.offline.remembered_step import StepRecord, Threshold
+from memo_compile.offline.remembered_step import Threshold
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.shapes.load import load
 from memo_compile.passes.runner import graph_text
@@ -216,7 +217,7 @@ def test_what_is_no_step_is_ignored_though_its_digest_is_right(kept, caplog, mon
 
     def other(self, key):
         for body in read(self, key):
-            yield {**body, "layers": 7} if "layers" in body else body
+            yield {**body, "long": "7"} if "long" in body else body
 
     with monkeypatch.context() as patched:
         patched.setattr(FileStore, "read", other)
@@ -231,7 +232,7 @@ def test_a_region_that_is_not_remembered_is_made(store, traces):
     _, body = path.read_text().split("\n")
     record = json.loads(body)
     assert record["regions"]
-    assert plain(restore(record, StepRecord, "step")) == record
+    assert plain(restore(record, LongStep, "step")) == record
 
     def forgetful(self, key):
         for found in read(self, key):

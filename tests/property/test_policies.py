@@ -3,6 +3,7 @@
 A floor that one process names is kept by another, which measures other seconds.
 """
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -43,21 +44,25 @@ def test_smaller_budgets_never_give_larger_peaks(
     before = floor_bytes = None
     for share in sorted(shares, reverse=True):
         budget_bytes = int(top * share)
+        chosen = functools.partial(
+            choose,
+            step,
+            budget_bytes=budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            policy="auto",
+            recompute=recompute,
+            place=place,
+            exact=exact,
+            solver=solver,
+        )
         try:
-            choice = choose(
-                step,
-                budget_bytes=budget_bytes,
-                host_budget_bytes=host_budget_bytes,
-                policy="auto",
-                recompute=recompute,
-                place=place,
-                exact=exact,
-                solver=solver,
-            )
+            choice = chosen()
         except Infeasible as error:
             floor_bytes = error.floor_bytes
             break
         assert choice.plan.peak_bytes <= budget_bytes
+        if not solver:  # which would be asked twice
+            assert chosen(spares=True).moves == choice.moves
         assert host_budget_bytes is None or choice.problem.host_bytes <= host_budget_bytes
         assert not exact or all(mode.recompute_rows is None for mode in choice.moves.modes)
         if before is not None:

@@ -10,15 +10,12 @@ from torch.nn import functional
 
 from memo_compile.analysis.structure import op_name
 from memo_compile.costs.hardware import HARDWARE
-from memo_compile.costs.roofline import (
+from memo_compile.costs.roofline import graph_cost, graph_seconds, node_cost, node_seconds
+from memo_compile.costs.work import (
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
     NOTHING,
     NodeCost,
-    graph_cost,
-    graph_seconds,
-    node_cost,
-    node_seconds,
     roofline_s,
 )
 from tests import models

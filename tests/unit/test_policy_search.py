@@ -13,16 +13,14 @@ from memo_compile.planners import solver
 from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import (
-    MAX_LAST,
     ONCE,
     CandidateSource,
-    last_layer_kept,
     simulated,
 )
 from memo_compile.planners.policy.cheapest_first import MAX_KEYS, greedy_sequence, refilled
 from memo_compile.planners.policy.frontier import is_steady
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
-from memo_compile.planners.policy.model import StepModel, build_model
+from memo_compile.planners.policy.model import MAX_LAST, StepModel, build_model, last_layer_kept
 from memo_compile.planners.policy.modes import (
     LAUNCH_S,
     MAX_APART,
@@ -313,7 +311,7 @@ def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
     step = movable_step(4, bytes_per_s=kib_per_s * KIB)
     most = peak_live_bytes(step.problem)
 
-    def steps() -> list[float | None]:
+    def steps(*, spares: bool = False) -> list[float | None]:
         found: list[float | None] = []
         for percent in range(50, 100, 8):
             try:
@@ -324,6 +322,7 @@ def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
                     policy="greedy",
                     recompute=recomputer(step),
                     place=Live,
+                    spares=spares,
                 )
                 found.append(choice.timeline.step_s)
             except Infeasible:
@@ -331,6 +330,7 @@ def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
         return found
 
     sparing = steps()
+    assert steps(spares=True) == sparing
     monkeypatch.setattr(CandidateSource, "near_floor_least_s", lambda _: 0.0)
     assert steps() == sparing
     assert len(set(sparing)) > 2

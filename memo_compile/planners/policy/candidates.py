@@ -21,7 +21,14 @@ from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
 from memo_compile.planners.policy.lynx_policies import lynx_moves
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
-from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel, build_model, least_bytes
+from memo_compile.planners.policy.model import (
+    COPY_WEIGHT,
+    StepModel,
+    build_model,
+    ever_smaller,
+    last_layer_kept,
+    least_bytes,
+)
 from memo_compile.planners.policy.modes import ModeCost, layer_modes
 from memo_compile.planners.policy.named import NAMED, QUANTA, named_moves, steady_moves
 from memo_compile.planners.solver import SolveStatus
@@ -49,9 +56,6 @@ COPY_PRICES = (0.2, 1.0)
 NEAR_FLOOR = 3
 """The last plans of each such sequence are simulated, of those that have a smaller peak than all
 before; with more bytes others are faster."""
-
-MAX_LAST = 3
-"""Each is simulated with at most so many other modes of the last layer."""
 
 FULL, NEAR_FULL = 0.9, 16
 """Where they fill this share of the host, so many are: from there on they only recompute more, and
@@ -238,44 +242,6 @@ def _widened(candidate: Candidate) -> Moves:
     return replace(moves, policy="widened", schedule=replace(moves.schedule, widen=1.0))
 
 
-def _ever_smaller(
-    model: StepModel, sequence: Iterable[tuple[int, ...]]
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(peak, choices) of those that have a smaller peak than all before them, which are faster."""
-    least: float = math.inf
-    for chosen in sequence:
-        peak = model.peak_bytes(chosen)
-        if peak < least:
-            least = peak
-            yield peak, chosen
-
-
-def last_layer_kept(
-    model: StepModel, chosen: tuple[int, ...], below_bytes: int
-) -> Iterator[tuple[int, ...]]:
-    """``chosen`` with faster modes of the last layer, as long as the peak is below so many bytes.
-
-    Its backward comes first, when all other layers' values are away; so it alone can be faster.
-    """
-    last = next(
-        (
-            at
-            for at in reversed(range(len(chosen)))
-            if model.class_keys.count(model.class_keys[at]) > 1
-        ),
-        None,
-    )
-    if last is None:
-        return
-    others = [(*chosen[:last], mode, *chosen[last + 1 :]) for mode in range(len(model.modes[last]))]
-    found = sorted((model.cost_s(other), model.peak_bytes(other), other) for other in others)
-    cost_s, num_found = model.cost_s(chosen), 0
-    for other_s, peak, other in found:
-        if other_s < cost_s and peak < below_bytes and num_found < MAX_LAST:
-            num_found, below_bytes = num_found + 1, peak
-            yield other
-
-
 @dataclass(slots=True, kw_only=True)
 class SearchMemory:
     """What was found for one step, one bound on the host and one ``exact``: for every budget."""
@@ -362,18 +328,35 @@ class CandidateSource:
                 exact=self.exact,
             )
 
+    def bounded(self, *, near_floor: bool, most_bytes: int | None) -> list[tuple[float, Moves]]:
+        """What ``greedy`` chooses from, before it is simulated.
+
+        With the seconds that each takes at least, the fewest first. Plans that surely need more
+        than ``most_bytes`` are left out.
+        """
+        found = [
+            (self._least_s(own), own)
+            for own in (self._greedy() if near_floor else self._far_from_floor())
+            if most_bytes is None or least_bytes(self.step, own) <= most_bytes
+        ]
+        return sorted(found, key=lambda own: own[0])
+
+    def simulated(self, moves: Moves) -> list[Candidate]:
+        """The plans of ``moves``: with more time for copies where they stall."""
+        return self._valid([moves])
+
     def near_floor_least_s(self) -> float:
-        """What plans near the floor take at least: their computation and recomputation."""
-        compute_s = sum(facts_of(self.step).call_s)
+        """What plans near the floor take at least."""
+        return min(map(self._least_s, self._near_floor()), default=math.inf)
+
+    def _least_s(self, moves: Moves) -> float:
+        """What the plans of ``moves`` take at least: their computation and recomputation."""
         again = (
-            sum(
-                self.recompute(key).seconds
-                for layer, mode in zip(self.step.layers, moves.modes, strict=True)
-                for key in recompute_keys(self.step.class_of(layer), mode)
-            )
-            for moves in self._near_floor()
+            self.recompute(key).seconds
+            for layer, mode in zip(self.step.layers, moves.modes, strict=True)
+            for key in recompute_keys(self.step.class_of(layer), mode)
         )
-        return compute_s + min(again, default=math.inf)
+        return sum(facts_of(self.step).call_s) + sum(again)
 
     def steady(self) -> list[Candidate]:
         """Plans that do not depend on measured seconds."""
@@ -543,7 +526,7 @@ class CandidateSource:
         if most is not None and model.host_bytes(sequence[-1]) > FULL * most:
             yield from sequence[-NEAR_FULL:]
             return
-        smaller = list(_ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
+        smaller = list(ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
         for (above, _), (_, chosen) in itertools.pairwise([smaller[0], *smaller]):
             yield chosen
             for other in last_layer_kept(model, chosen, above):

@@ -11,8 +11,9 @@ alive may have the smaller peak: so some more plans follow those that none beats
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from memo_compile.errors import ConfigError, Infeasible, TooSlow
 from memo_compile.planners.move_rules import RecomputeOf, facts_of
@@ -46,6 +47,9 @@ plan beats, the program of the whole step is not solved: that takes most of the 
 saves a third of a percent. The proof above holds: at a smaller budget greedy's plan is the same,
 and just as near, or it does not fit."""
 
+
+ROUNDING = 1e-9
+"""Sums of the same seconds in other orders differ by less than this share."""
 
 SAME = 0.01
 """A choice stands if its lowered step is slower than estimated by at most this share."""
@@ -111,6 +115,7 @@ def choose(
     searched: SearchedMoves | None = None,
     max_step_s: float = math.inf,
     wanted_s: float = math.inf,
+    spares: bool = False,
 ) -> Choice:
     """The fastest plan of ``policy`` whose placed peak is at most ``budget_bytes``.
 
@@ -121,7 +126,8 @@ def choose(
     same choice unless the time limit of ``CandidateSource`` ends a search. What ``searched`` holds
     is not searched again, and what is found is added to it. Plans of ``max_step_s`` or more are not
     placed. If greedy has no plan of at most ``wanted_s`` that may fit, no plan is placed: the
-    choice waits until it is known how fast other tiles are.
+    choice waits until it is known how fast other tiles are. With ``spares`` plans are not simulated
+    which surely come behind the chosen one, or do not fit; the frontier lacks them.
 
     Raises:
         TooSlow: all plans are slower.
@@ -138,7 +144,7 @@ def choose(
         searched=searched or SearchedMoves(),
     )
     chooser = _Chooser(budget_bytes, host_budget_bytes, place, max_step_s)
-    considered, found = _search(source, chooser, policy, alpha, wanted_s)
+    considered, found = _search(source, chooser, policy, alpha, wanted_s, spares=spares)
     if found is None and chooser.least_left_s is not None:
         raise TooSlow("all other plans of these tiles are slower", step_s=chooser.least_left_s)
     if found is None:
@@ -191,6 +197,8 @@ def _search(
     policy: str,
     alpha: float | None,
     wanted_s: float,
+    *,
+    spares: bool,
 ) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
     """The candidates of ``policy``, and the chosen one with its placement."""
     if policy in ("auto", "greedy"):
@@ -202,11 +210,11 @@ def _search(
         if policy == "auto" and facts_of(source.step).talks:  # no choice is slower than Lynx's
             others += source.lynx("lynx-heu")
         fast_s = min(wanted_s, chooser.max_step_s)
-        _require_fast(source, chooser, others, fast_s)
-        ordered, found = _far_from_floor(source, chooser, others, fast_s)
+        if not (spares and _is_fast(source, chooser, others, fast_s)):
+            _require_fast(source, chooser, others, fast_s)
+        ordered, found = _far_from_floor(source, chooser, others, fast_s, spares=spares)
         if found is None:
-            ordered = in_order([*others, *source.greedy()], chooser.host_budget_bytes)
-            found = chooser.pick(ordered)
+            ordered, found = _near_and_far(source, chooser, others, spares=spares)
         limit_s = saved[0].cost_s * (1 + GOOD_ENOUGH)
         if policy == "greedy" or (found is not None and found[0].cost_s <= limit_s):
             return ordered, found
@@ -243,19 +251,85 @@ def _require_fast(
         raise TooSlow("no plan is fast enough", step_s=least_s, is_bound=True)
 
 
-def _far_from_floor(
+def _is_fast(
     source: CandidateSource, chooser: "_Chooser", others: Sequence[Candidate], fast_s: float
+) -> bool:
+    """True where a plan far from the floor that may fit takes ``fast_s``; as few are simulated."""
+    for known in _by_least_s(source, chooser, others, near_floor=False):
+        if any(plan.timeline.step_s <= fast_s for plan in known.safe if chooser.may_fit(plan)):
+            return True
+        if known.next_s > fast_s:
+            break
+    return False
+
+
+def _far_from_floor(
+    source: CandidateSource,
+    chooser: "_Chooser",
+    others: Sequence[Candidate],
+    fast_s: float,
+    *,
+    spares: bool,
 ) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
     """The choice without plans near the floor, where it would be the same with them.
 
     It is where one that none beats fits and is as fast as the fastest of those could be: what is
     slower comes after it. Plans near the floor take longest to simulate.
     """
-    considered = [*others, *source.greedy(near_floor=False)]
-    best = unbeaten(considered, chooser.host_budget_bytes)
     least_s = source.near_floor_least_s()
-    fast = [plan for plan in best if plan.cost_s < least_s and plan.timeline.step_s <= fast_s]
-    return considered, chooser.pick(fast)
+
+    def picked(best: Iterable[Candidate]) -> tuple[Candidate, Plan] | None:
+        fast = (plan for plan in best if plan.cost_s < least_s and plan.timeline.step_s <= fast_s)
+        return chooser.pick(fast)
+
+    if not spares:
+        considered = [*others, *source.greedy(near_floor=False)]
+        return considered, picked(unbeaten(considered, chooser.host_budget_bytes))
+    for known in _by_least_s(source, chooser, others, near_floor=False):
+        found = picked(known.safe)
+        if found is not None or known.next_s >= least_s:
+            break
+    return known.plans, found
+
+
+def _near_and_far(
+    source: CandidateSource, chooser: "_Chooser", others: Sequence[Candidate], *, spares: bool
+) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
+    """The choice among all of greedy's plans."""
+    if spares:
+        for known in _by_least_s(source, chooser, others, near_floor=True):
+            found = chooser.pick(known.safe)
+            if found is not None:
+                return known.plans, found
+    ordered = in_order([*others, *source.greedy()], chooser.host_budget_bytes)
+    return ordered, chooser.pick(ordered)
+
+
+class _Simulated(NamedTuple):
+    """The plans that were simulated so far."""
+
+    plans: list[Candidate]
+    safe: list[Candidate]
+    """Those that none beats, of the others neither, fastest first; the others come after them."""
+    next_s: float
+    """Seconds that the others take at least."""
+
+
+def _by_least_s(
+    source: CandidateSource, chooser: "_Chooser", others: Sequence[Candidate], *, near_floor: bool
+) -> Iterator[_Simulated]:
+    """Plans that may fit are simulated one by one, in the order of bounds.
+
+    Those that surely do not fit beat none that does.
+    """
+    plans = [*others]
+    left = source.bounded(near_floor=near_floor, most_bytes=chooser.budget_bytes)
+    for number in range(len(left) + 1):
+        next_s = left[number][0] * (1 - ROUNDING) if number < len(left) else math.inf
+        best = unbeaten(plans, chooser.host_budget_bytes)
+        yield _Simulated(plans, [plan for plan in best if plan.cost_s < next_s], next_s)
+        if number < len(left):
+            plans += source.simulated(left[number][1])
 
 
 def _preference(candidate: Candidate) -> tuple[float, int, int]:
@@ -315,7 +389,7 @@ class _Chooser:
     def pick(self, ordered: Iterable[Candidate]) -> tuple[Candidate, Plan] | None:
         """The first candidate that fits, with its placement."""
         for candidate in ordered:
-            if self._host_fits(candidate) and self._may_fit(candidate):
+            if self._host_fits(candidate) and self.may_fit(candidate):
                 step_s = candidate.timeline.step_s
                 if step_s >= self.max_step_s:
                     self.least_left_s = min(step_s, self.least_left_s or step_s)
@@ -327,13 +401,14 @@ class _Chooser:
 
     def least_s(self, candidates: Iterable[Candidate]) -> float:
         """Seconds of the fastest of the plans that may fit; 0 where none may."""
-        may_fit = (plan for plan in candidates if self._host_fits(plan) and self._may_fit(plan))
+        may_fit = (plan for plan in candidates if self._host_fits(plan) and self.may_fit(plan))
         return min((plan.timeline.step_s for plan in may_fit), default=0.0)
 
     def _host_fits(self, candidate: Candidate) -> bool:
         return self.host_budget_bytes is None or candidate.host_bytes <= self.host_budget_bytes
 
-    def _may_fit(self, candidate: Candidate) -> bool:
+    def may_fit(self, candidate: Candidate) -> bool:
+        """False where more bytes are alive than the budget has."""
         return self.budget_bytes is None or candidate.live_bytes <= self.budget_bytes
 
     def _placed_already(self, candidate: Candidate) -> Plan | None:
@@ -373,7 +448,7 @@ class _Chooser:
         within = [candidate for candidate in considered if self._host_fits(candidate)]
         beyond = [candidate for candidate in considered if not self._host_fits(candidate)]
         lowest = self._floor(step, within)
-        enough = [candidate for candidate in beyond if self._may_fit(candidate)]
+        enough = [candidate for candidate in beyond if self.may_fit(candidate)]
         budget = format_bytes(self.budget_bytes)
         if enough:
             assert self.host_budget_bytes is not None

@@ -9,6 +9,7 @@ Points: one for every call, with the most bytes alive during it; then those of e
 recomputations right before the calls that are the first to read one of its slots.
 """
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from memo_compile.step.simulate import memory_level, most_per_call
 COPY_WEIGHT = 1e-4
 """A second of hidden copying costs this many seconds of the step, so that of two equally fast plans
 the one that moves less is taken: copies take bandwidth from the kernels."""
+
+MAX_LAST = 3
+"""Most other modes of the last layer that a plan near the floor is tried with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +281,44 @@ def _absences(
             start, end = max(start, window[0]), min(end, window[1])
         if start < end:
             yield start, end, slot.size_bytes
+
+
+def ever_smaller(
+    model: StepModel, sequence: Iterable[tuple[int, ...]]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(peak, choices) of those that have a smaller peak than all before them, which are faster."""
+    least: float = math.inf
+    for chosen in sequence:
+        peak = model.peak_bytes(chosen)
+        if peak < least:
+            least = peak
+            yield peak, chosen
+
+
+def last_layer_kept(
+    model: StepModel, chosen: tuple[int, ...], below_bytes: int
+) -> Iterator[tuple[int, ...]]:
+    """``chosen`` with faster modes of the last layer, as long as the peak is below so many bytes.
+
+    Its backward comes first, when all other layers' values are away; so it alone can be faster.
+    """
+    last = next(
+        (
+            at
+            for at in reversed(range(len(chosen)))
+            if model.class_keys.count(model.class_keys[at]) > 1
+        ),
+        None,
+    )
+    if last is None:
+        return
+    others = [(*chosen[:last], mode, *chosen[last + 1 :]) for mode in range(len(model.modes[last]))]
+    found = sorted((model.cost_s(other), model.peak_bytes(other), other) for other in others)
+    cost_s, num_found = model.cost_s(chosen), 0
+    for other_s, peak, other in found:
+        if other_s < cost_s and peak < below_bytes and num_found < MAX_LAST:
+            num_found, below_bytes = num_found + 1, peak
+            yield other
 
 
 def least_bytes(step: MovableStep, moves: Moves) -> int:
