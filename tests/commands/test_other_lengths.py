@@ -148,10 +148,10 @@ def test_a_length_that_was_not_traced_has_the_plan_of_one_that_was(lengths, trac
 @pytest.mark.parametrize(
     ("shape", "degrees", "traced", "others", "more"),
     [
-        (LLAMA, ONE, (1024, 1536), (512, 1537), {"policy": "full-recompute"}),
-        (LLAMA, TWO, (2048, 1024), (512, 4096), {"policy": "save"}),
-        (GPT, ONE, (512, 4096), (768, 1000, 8192), BUDGETED),
-        (GPT, ONE, (1000, 999), (777, 1024, 4097), {"budget": "200MiB", "batch": 3}),
+        (LLAMA, ONE, (1000, 1536), (512, 1537), {"policy": "full-recompute"}),
+        (LLAMA, TWO, (2000, 1024), (512, 4032), {"policy": "save"}),
+        (GPT, ONE, (512, 4032), (768, 1000, 8128), BUDGETED),
+        (GPT, ONE, (1000, 999), (777, 1023, 4097), {"budget": "200MiB", "batch": 3}),
         (LLAMA, ONE, (4096, 8192), (65536,), BUDGETED),
     ],
 )
