@@ -129,9 +129,6 @@ def first_of(
                 if is_bug(error) and (failed is None or isinstance(failed, Infeasible)):
                     say_dropped(f"the graph is not planned in {tiles}", error)
                 failed = error if failed is None else _more_telling(failed, error)
-        if tries.fastest:
-            tiles = tries.fastest._replace(max_over_compute=math.inf)
-            return attempt(tiles.options(config))
         assert failed is not None, "there are tilings to try"
         raise failed
     finally:
@@ -144,12 +141,17 @@ class _Tries:
     """Which tiles come next, by what is known of those before.
 
     First all come in order. Tiles whose bound shows that no plan is fast are not planned then, but
-    at last, the smallest bound first, and only while one of them may be the fastest.
+    at last, the smallest bound first, and only while one of them may be the fastest. Then the
+    fastest comes again, and is taken.
     """
 
     def __init__(self, order: Iterable[Tiles]) -> None:
-        self.fastest: Tiles | None = None
-        """The tiles whose plan is the fastest of all that were planned and found slow."""
+        self._slow: list[Tiles] = []
+        """What was found slow, by its plan or by its bound."""
+        self._fastest: Tiles | None = None
+        """The one of them whose plan is the fastest of all that were made."""
+        self._is_last = False
+        """True once no plan is fast: then the fastest is taken."""
         self.limit_s = math.inf
         """Seconds of that plan."""
         self.enough_s = 0.0
@@ -161,21 +163,34 @@ class _Tries:
         """The tiles to try now; None when there are no more."""
         while self._left:
             tiles = self._left.pop(0)
-            if tiles.number > 1 or not (self.fastest or self._bounds):
+            if tiles.number > 1 or not (self._fastest or self._bounds):
                 waits = self._bounds and tiles.max_over_compute == math.inf
                 return tiles._replace(max_over_compute=ONLY_BOUND) if waits else tiles
         self._bounds.sort()
-        if not self._bounds or self._bounds[0][0] >= self.limit_s:
-            return None
+        if self._is_last or not self._bounds or self._bounds[0][0] >= self.limit_s:
+            return self._at_any_speed()
         _, tiles = self._bounds.pop(0)
         self.enough_s = self._bounds[0][0] if self._bounds else math.inf
         return tiles._replace(max_over_compute=NOT_FAST)
 
+    def _at_any_speed(self) -> Tiles | None:
+        """The fastest of all; where that is refused, what was found slow, in order."""
+        if self._fastest is None:
+            return None
+        if not self._is_last:
+            self._is_last, self.limit_s, self.enough_s = True, math.inf, 0.0
+            self._slow.remove(self._fastest)
+            self._slow.insert(0, self._fastest)
+        return self._slow.pop(0) if self._slow else None
+
     def tell(self, tiles: Tiles, error: TooSlow) -> None:
         """Remember what was found of ``tiles``."""
+        tiles = tiles._replace(max_over_compute=math.inf)
+        if tiles not in self._slow:
+            self._slow.append(tiles)
         if not error.is_bound:
             if error.step_s < self.limit_s:
-                self.limit_s, self.fastest = error.step_s, tiles
+                self.limit_s, self._fastest = error.step_s, tiles
         elif error.step_s < self.limit_s:
             self._bounds.append((error.step_s, tiles))
 
