@@ -139,6 +139,8 @@ class _Splitter:
         if not all(map(_is_aligned, inputs)):
             return None
         part.finish(ends)
+        if all(made.op != "call_function" for made in part.made.values()):
+            return None  # nothing but sums of what is there before
         after.finish(late)
         dims = {made: self.dims.get(node) for node, made in part.made.items()}
         tile_gm = self._tile_graph(part, dims, len(rows), sums)
@@ -291,13 +293,14 @@ class _Splitter:
         graph.erase_node(end)
         found = dict(zip(sources, ends[num_outputs:], strict=True))
         first = next(node for node in graph.nodes if node.op != "placeholder")
+        with graph.inserting_before(first):
+            so_far = [graph.placeholder(f"acc_{at}") for at in range(len(sums))]
         totals = []
-        for at, node in enumerate(sums):
-            with graph.inserting_before(first):
-                acc = graph.placeholder(f"acc_{at}")
+        for node, acc in zip(sums, so_far, strict=True):
             acc.meta["val"] = node.meta["val"]
             last = max(found[source] for source in node.all_input_nodes)
-            with graph.inserting_before(last.next):  # so that what it sums dies as early as it can
+            behind = first if last.op == "placeholder" else last.next
+            with graph.inserting_before(behind):  # so that what it sums dies as early as it can
                 totals.append(self._total(graph, node, acc, found))
         graph.output((*ends[:num_outputs], *totals))
         gm.recompile()

@@ -230,6 +230,22 @@ def test_a_chain_behind_attention_reads_what_before_made():
     assert tiled.transient_bytes <= transient_bytes(whole.gm) / 2
 
 
+def test_a_sum_of_a_result_that_tiles_cannot_fill():
+    """What is summed is given to the tile, before which its sums so far are given as well."""
+
+    def both(turned, x, w):
+        made = (turned * 2).sin()
+        wide = (x @ w).sin() * (made @ w)
+        return made, made.sum(0), wide @ w.t(), wide.sum(0)
+
+    torch.manual_seed(0)
+    shapes = [(16, TOKENS), (TOKENS, 16), (16, INNER)]
+    turned, *others = (torch.randn(shape) * 0.2 for shape in shapes)
+    inputs = [turned.t(), *others]
+    tiled = check(region(both, *inputs), inputs)
+    assert len(tiled.tiling.sums) == 2
+
+
 def test_a_result_that_tiles_cannot_fill_is_made_before_them():
     """The gradient of attention's input; the rotated keys' lies in memory by tokens, then heads."""
 
