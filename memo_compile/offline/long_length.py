@@ -32,8 +32,9 @@ from memo_compile.step.problem import LEFT_OUT, align
 from memo_compile.step.serialise import restore
 
 LONG = 2**42
-"""Tokens of a sequence on one device. Its logits have under 2^63 bytes in torch's integers, and a
-sixteenth of it is many times a weight's bytes."""
+"""Tokens of a sequence on one device. A sixteenth of it is many times a weight's bytes. Logits of a
+few sequences have under 2^63 bytes, which torch's integers hold; a model that has more of them is
+traced at its own length."""
 
 PARTS = 16
 """Most tiles: a number may be a multiple of such a part of the tokens."""
