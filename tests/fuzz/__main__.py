@@ -95,7 +95,7 @@ def main() -> int:
         tally = Tally(lowering, options.seed, options.out / lowering, options.shrink_seconds)
         began = time.monotonic()
         with contextlib.suppress(KeyboardInterrupt):  # what it has seen is written down
-            _fuzz(tally, seconds=options.seconds / len(lowerings), models=options.models)
+            _fuzz(tally, options, seconds=options.seconds / len(lowerings))
         payload = tally.as_dict(time.monotonic() - began)
         rows.append(tally.row())
         save = not options.no_save
@@ -109,6 +109,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600.0, help="of all lowerings together")
     parser.add_argument("--models", type=int, default=sys.maxsize, help="at most so many")
     parser.add_argument("--lowering", choices=("aten", "inductor", "both"), default="aten")
+    parser.add_argument("--device", default="cpu", help="where the models are trained: cpu, cuda")
     parser.add_argument("--seed", type=int, default=0, help="of the first model")
     parser.add_argument("--out", type=Path, default=Path("fuzz-failures"), help="for what fails")
     parser.add_argument(
@@ -119,7 +120,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _fuzz(tally: Tally, *, seconds: float, models: int) -> None:
+def _fuzz(tally: Tally, options: argparse.Namespace, *, seconds: float) -> None:
     timeout_s = TIMEOUT_S[tally.lowering]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True, highlight=False)
@@ -127,8 +128,8 @@ def _fuzz(tally: Tally, *, seconds: float, models: int) -> None:
     with Worker(timeout_s=timeout_s) as worker, Progress(*columns, console=console) as progress:
         task = progress.add_task(tally.lowering, total=seconds)
         seed = tally.seed
-        while time.monotonic() < until and tally.num_models < models:
-            case = draw_case(seed, tally.lowering)
+        while time.monotonic() < until and tally.num_models < options.models:
+            case = dataclasses.replace(draw_case(seed, tally.lowering), device=options.device)
             outcome = worker.run(case)
             tally.add(outcome)
             _log(tally.folder, seed, outcome)

@@ -125,6 +125,8 @@ class Case:
     options: Mapping[str, Any]
     """memo's, less the budget."""
     budgets: tuple[float, ...]
+    device: str = "cpu"
+    """Where it is trained; with the same seed the model is the same everywhere."""
 
     def pieces(self) -> tuple[Piece, ...]:
         return tuple(piece for group in self.groups for piece in group.pieces)

@@ -106,10 +106,11 @@ def _inputs(
     run: Mapping[str, Any],
     tokens: int,
 ) -> tuple[Any, ...]:
-    """Made in ``dtype``, then as precise as the model is."""
-    precise = next(parameter.dtype for parameter in model.parameters())
+    """Made in ``dtype``, then as precise as the model is, and where it is."""
+    precise, device = next((each.dtype, each.device) for each in model.parameters())
     made = namespace["inputs_of"](seed, dtype, tokens)
     made = [value.to(precise) if value.is_floating_point() else value for value in made]
+    made = [value.to(device) for value in made]
     made[1].requires_grad_(run["input_gradient"])
     return tuple(made)
 

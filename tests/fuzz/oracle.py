@@ -147,7 +147,7 @@ class _Arms:
         self._namespace = namespace
         self._dtype = getattr(torch, case.dtype)
         torch.manual_seed(case.seed)
-        self._model: nn.Module = namespace["Model"]().to(self._dtype)
+        self._model: nn.Module = namespace["Model"]().to(case.device, self._dtype)
         self.eager = self._train(self._model, None)
         self._starts = self.eager.starts
         if case.dtype == "float64":

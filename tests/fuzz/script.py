@@ -15,6 +15,7 @@ import copy
 RUN = {run!r}
 OPTIONS = {options!r}
 DTYPE = "{dtype}"
+DEVICE = "{device}"
 
 
 {limits}
@@ -23,7 +24,7 @@ def main():
     """Train eagerly, in float64, with plain Inductor and with memo; print what differs."""
     dtype = getattr(torch, DTYPE)
     torch.manual_seed({seed})
-    model = Model().to(dtype)
+    model = Model().to(DEVICE, dtype)
 
     def run(precise, starts, **how):
         copied = copy.deepcopy(model).to(precise)
@@ -63,6 +64,7 @@ def script(case: Case, finding: Finding, judged: str) -> str:
         run=dict(case.run),
         options=dict(finding.options),
         dtype=case.dtype,
+        device=case.device,
         judged=judged,
         seed=case.seed,
         limits=_NO_SIZE_LIMITS if has_no_size_limits(case) else "",

@@ -1,5 +1,6 @@
 """A case's model as Python source: what runs is what a failing case prints."""
 
+import re
 import textwrap
 from collections.abc import Mapping
 
@@ -36,6 +37,9 @@ def inputs_of(seed, dtype, T=T):
     return ids, vectors, keep, labels, soft
 """
 
+_MADE = "arange|linspace|ones|zeros"
+"""What models make without saying where."""
+
 
 def model_source(case: Case) -> str:
     """Source that defines ``Model``, ``inputs_of(seed, dtype)`` and ``loss_of(outputs, ...)``.
@@ -54,7 +58,22 @@ def model_source(case: Case) -> str:
     sizes_at = ["B, T = ids.shape"] if case.run["lengths"] else []
     blocks = [_block(f"Block{number}", group, sizes_at) for number, group in enumerate(case.groups)]
     parts = [header.strip(), *blocks, _model(case, sizes_at), _loss_of(case)]
-    return "\n\n".join(parts) + "\n"
+    return _placed("\n\n".join(parts), case.device) + "\n"
+
+
+def _placed(source: str, device: str) -> str:
+    """``source`` with what models make on ``device``."""
+    if device == "cpu":
+        return source
+    makers = [
+        _function(
+            f"made_{name}(*sizes, **more)",
+            [f'return torch.{name}(*sizes, device="{device}", **more)'],
+        )
+        for name in _MADE.split("|")
+    ]
+    placed = re.sub(rf"\btorch\.({_MADE})\(", r"made_\1(", source)
+    return placed.replace("\n\nclass ", "\n\n" + "\n\n".join(makers) + "\n\nclass ", 1)
 
 
 def _block(name: str, group: Group, sizes_at: list[str]) -> str:
