@@ -157,6 +157,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each length")
     parser.add_argument("--max-lengths", type=int, default=None)
+    parser.add_argument("--tokens", type=int, default=None, help="the first length of each arm")
     parser.add_argument("--memory-budget", default=None, help=f"memo's; {MEMO_BUDGET}% by default")
     parser.add_argument("--time-limit", type=float, default=None, help="of each part, in seconds")
     options = parser.parse_args(argv)
@@ -200,6 +201,8 @@ def run_arms(
         flags = [f"--child={name}", f"--models={model}", f"--steps={steps}"]
         flags += [f"--time-limit={share_s:.0f}", f"--max-lengths={most}"]
         flags += ["--dry-run"] * options.dry_run
+        if options.tokens:
+            flags.append(f"--tokens={options.tokens}")
         if options.memory_budget:
             flags.append(f"--memory-budget={options.memory_budget}")
         # Kernels that one run has compiled are there for the next part, and for the next run.
@@ -224,7 +227,7 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     deadline = time.monotonic() + limit_s
     trainer = Trainer(options.child, SHAPES[options.models], options)
     rows: list[dict[str, Any]] = []
-    tokens, growth = trainer.shape.tokens, list(GROWTH)
+    tokens, growth = options.tokens or trainer.shape.tokens, list(GROWTH)
     ended = "as many lengths as were asked for"
     while len(rows) < options.max_lengths:
         begin = time.monotonic()

@@ -88,6 +88,8 @@ class AllLengths:
             for traced in self._traces:
                 if not traced.symbols.admits(*numbers):
                     continue
+                if traced.needless_masks != capture.needless_masks:
+                    continue
                 if not traced.takes(inputs, numbers):
                     return None
                 if (run := traced.compiled(capture, numbers)) is not None:
@@ -212,6 +214,8 @@ class _Traced:
     ) -> None:
         """Raises Exception: torch's own; UnsupportedGraph: the trace would serve no other sizes."""
         self._positions, self._capture, self._numbers = positions, capture, numbers
+        self.needless_masks = capture.needless_masks
+        """A window is as wide as some lengths, which then need no mask."""
         self.symbols, self._known = _symbols_of(gm, positions, numbers)
         self._layouts: dict[int, tuple[list[Any], list[Any], Any]] = {}
         """Sizes, strides and beginning of the inputs in which there are symbols."""
@@ -232,7 +236,8 @@ class _Traced:
         self._halves_at_first: tuple[fx.GraphModule, fx.GraphModule] | None = None
         fakes = self._fakes(gm, inputs)
         with self.symbols.tracing(), capture.settings(self._partition):
-            self._run = shim.compile_fx(shim.copied(gm), fakes, inner_compile=self._inner)
+            graph = capture.without_masks(gm)
+            self._run = shim.compile_fx(graph, fakes, inner_compile=self._inner)
         del self._capture
         if self._joint is None or self._metadata is None:
             raise UnsupportedGraph("it was not captured whole")

@@ -8,7 +8,7 @@ stages of whoever captures.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Never
@@ -19,6 +19,7 @@ from torch import fx
 from memo_compile import shim, shim_cache
 from memo_compile.analysis.joint_units import JointUnits, saved_nodes, tag_saved, tag_units
 from memo_compile.analysis.masks import large_masks
+from memo_compile.analysis.position_masks import Allowed
 from memo_compile.analysis.views import results_of
 from memo_compile.backends.all_lengths import LENGTHS, AtLength
 from memo_compile.backends.capture_memory import CaptureMemory, Recalled, memory_of
@@ -37,6 +38,7 @@ from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import FetchLeased, LeaseSaved, leased_names
 from memo_compile.passes.loss_gradient import GradientOfLoss
+from memo_compile.passes.needless_masks import NeedlessMasks, needless_masks
 from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_inputs import OwnInputs, with_history
@@ -84,6 +86,8 @@ class StepCapture:
     """What runs the step, once ``finish`` has made it."""
     steps: Piece | None = None
     """The steps of ``assembly``, by themselves, in a group, or with those of other graphs."""
+    needless_masks: Mapping[str, Allowed] = field(default_factory=dict)
+    """What masks of positions say, by the names of the calls of attention that read them."""
     chosen: Chosen | None = None
     """What is saved of graphs with these nodes' names."""
     _finished: bool = False
@@ -119,6 +123,8 @@ class StepCapture:
         Raises UnsupportedGraph: a step that trains was not captured whole.
         """
         self._made_outside, self._num_examples = with_history(examples), len(examples)
+        if not self.config.exact:
+            self.needless_masks = needless_masks(gm)
         lengths: AtLength | None = gm.meta.get(LENGTHS)
         compiled = None if lengths is None else lengths.compiled(self, examples)
         if compiled is None:
@@ -140,7 +146,7 @@ class StepCapture:
 
     def _by_torch(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """``gm`` through AOTAutograd, or as that and memo remember it."""
-        gm = shim.copied(gm)
+        gm = self.without_masks(gm)
         gm.meta.pop(LENGTHS, None)
         memory = None
         if self.is_run:
@@ -154,6 +160,18 @@ class StepCapture:
             if self._units is None and memory.recalled is not None:
                 self._resume(memory.recalled)
         return compiled
+
+    def without_masks(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """A copy of a Dynamo graph, at numbers or with symbols, without ``needless_masks``."""
+        gm = shim.copied(gm)
+        if not self.needless_masks:
+            return gm
+        state.add_note(
+            f"{len(self.needless_masks)} calls of attention run without the masks that the graph "
+            "makes for them of positions alone: is_causal says the same"
+        )
+        masks = NeedlessMasks(allowed=self.needless_masks)
+        return self.runner.run(gm, [masks], stage="dynamo-masks")
 
     def _recall(self, name: str) -> tuple[Half, Half] | None:
         """What will run the halves that are remembered under ``name``, after ``_resume``."""

@@ -5,6 +5,7 @@ Here its rules are applied to a device that is not here.
 """
 
 import enum
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -157,6 +158,7 @@ def _fits_efficient(
 def attention_of(gpu: GpuFacts) -> Callable[..., torch.Tensor]:
     """``scaled_dot_product_attention`` as torch runs it on ``gpu``, for a step that trains."""
 
+    @functools.wraps(functional.scaled_dot_product_attention, assigned=())
     def attention(
         query: torch.Tensor,
         key: torch.Tensor,

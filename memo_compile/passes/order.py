@@ -10,6 +10,7 @@ from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.lease import FetchLeased, LeaseSaved
 from memo_compile.passes.loss_gradient import GradientOfLoss
+from memo_compile.passes.needless_masks import NeedlessMasks
 from memo_compile.passes.numbers import PutNumbers
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_inputs import OwnInputs
@@ -21,6 +22,7 @@ from memo_compile.passes.spread_seeds import SpreadSeeds
 
 PASSES: tuple[type[GraphPass], ...] = (
     PutNumbers,  # Dynamo's graph, where it has sizes as symbols
+    NeedlessMasks,  # Dynamo's graph
     MergeCommonSubexpressions,  # joint graph
     HoistInvariants,  # joint graph
     GradientOfLoss,  # joint graph

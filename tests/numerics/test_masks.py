@@ -10,10 +10,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import memo_compile
-from memo_compile.analysis import masks
+from memo_compile.analysis import masks, position_masks
+from memo_compile.analysis.position_masks import Allowed
+from memo_compile.passes.needless_masks import NeedlessMasks, needless_masks
 from memo_compile.reporting import state
 from tests import models
-from tests.numerics.training import memo_compiled
+from tests.numerics.training import gradients_of, in_ci, memo_compiled
 
 TOKENS = 48
 
@@ -31,16 +33,23 @@ def mask_notes() -> list[str]:
     return [note for note in memo_compile.report().notes if "reads a mask" in note]
 
 
-def gradients(model, inputs, loss):
-    planned = memo_compiled(model, lowering="aten")
+def left_out() -> int:
+    """How many calls of attention run without the mask that the graph made for them."""
+    notes = [note for note in memo_compile.report().notes if "calls of attention run" in note]
+    return sum(int(note.split()[0]) for note in notes)
+
+
+def gradients(model, inputs, loss, **options):
+    planned = memo_compiled(model, lowering="aten", **options)
+    model.zero_grad()
     loss(planned, **inputs).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_a_mask_of_positions_is_named_and_attention_without_it_is_the_same():
+def test_a_mask_of_positions_that_stays_is_named_and_attention_without_it_is_the_same():
     model, inputs, loss = models.llama(num_layers=1, seq=TOKENS)
     twin = copy.deepcopy(model)
-    with_mask = gradients(model, inputs, loss)
+    with_mask = gradients(model, inputs, loss, passes="-needless-masks")
     (note,) = mask_notes()
     assert f"a mask of {TOKENS} x {TOKENS} numbers" in note
     assert "positions alone" in note
@@ -82,3 +91,135 @@ def test_a_bias_that_the_model_means_is_not_named(given):
     planned = memo_compiled(Biased(), lowering="aten")
     planned(torch.randn(1, TOKENS, 16), *bias).backward()
     assert mask_notes() == []
+
+
+@pytest.mark.parametrize("dynamic", in_ci([None, True], None))
+def test_lengths_within_a_window_need_no_mask_and_longer_ones_do(dynamic):
+    from transformers import MistralConfig
+
+    torch.manual_seed(0)
+    window = 12
+    sizes = models._sizes(1, sliding_window=window)
+    model, _, loss = models._decoder(MistralConfig(**sizes), 8)
+    planned = torch.compile(
+        model, backend="memo", dynamic=dynamic, options={"lowering": "aten", "strict": True}
+    )
+    twin = copy.deepcopy(model)
+    for tokens in (8, 20, 12, 13):
+        inputs = models.causal_inputs(tokens)
+        for each, of in ((planned, model), (twin, twin)):
+            of.zero_grad()
+            loss(each, **inputs).backward()
+        wanted = gradients_of(twin)
+        for name, found in gradients_of(model).items():
+            torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert left_out() == 1
+    assert memo_compile.report().unplanned_steps == 0
+
+
+T = 16
+
+
+def positions():
+    return torch.arange(T)
+
+
+def triangle():
+    return torch.ones(T, T, dtype=torch.bool).tril()
+
+
+def written_through_a_view():
+    mask = triangle()
+    mask[3].fill_(True)
+    return mask
+
+
+def written():
+    mask = triangle()
+    mask[1:, 0] = False
+    return mask
+
+
+def narrowed():
+    mask = triangle()
+    mask &= torch.ones(T, T, dtype=torch.bool).triu(-3)
+    return mask
+
+
+def window(width):
+    rows, columns = positions()[:, None], positions()[None, :]
+    return (columns <= rows) & (columns > rows - width)
+
+
+CAUSAL = {
+    "ones.tril": triangle,
+    "~ones.triu": lambda: ~torch.ones(T, T, dtype=torch.bool).triu(1),
+    "le": lambda: positions() <= positions()[:, None],
+    "ge": lambda: positions()[:, None] >= positions(),
+    "lt": lambda: positions() < positions()[:, None] + 1,
+    "not gt": lambda: (positions() > positions()[:, None]).logical_not(),
+    "wide window": lambda: window(T),
+    "expanded": lambda: triangle()[None, None].expand(1, 2, T, T),
+    "where": lambda: torch.where(torch.ones(T, T).tril() > 0.5, 1, 0).bool(),
+    "filled": lambda: torch.zeros(T, T).masked_fill(torch.ones(T, T).triu(1).bool(), -1.0) == 0,
+    "offset": lambda: (positions() + 3)[None] <= (positions() + 3)[:, None],
+}
+OTHER = {
+    "narrow window": lambda: window(T - 1),
+    "strict": lambda: positions() < positions()[:, None],
+    "reversed": lambda: positions() >= positions()[:, None],
+    "falling": lambda: positions().flip(0) <= positions().flip(0)[:, None],
+    "transposed": lambda: triangle().transpose(0, 1),
+    "one more": lambda: torch.ones(T, T, dtype=torch.bool).tril(1),
+    "shifted": lambda: positions()[None] <= positions()[:, None] + 1,
+    "rows apart": lambda: (positions() // 8 == positions()[:, None] // 8) & triangle(),
+    "of a batch": lambda: (
+        positions()[None, None] <= positions()[:, None] * torch.tensor([1, 2])[:, None, None]
+    )[:, None],
+    "random": lambda: (torch.rand(T, T) > 0.01) & triangle(),
+    "written": written,
+    "written through a view": written_through_a_view,
+    "narrowed in place": narrowed,
+    "nothing": lambda: torch.zeros(T, T, dtype=torch.bool),
+    "float": lambda: torch.zeros(T, T).masked_fill(~triangle(), float("-inf")),
+}
+
+
+@pytest.mark.parametrize("computed", [0, T, T * T])
+@pytest.mark.parametrize("kind", [*CAUSAL, *OTHER, "all"])
+def test_what_a_mask_says(kind, computed, monkeypatch):
+    monkeypatch.setattr(position_masks, "COMPUTED_NUMBERS", computed)
+    make = {**CAUSAL, **OTHER, "all": lambda: torch.ones(T, T, dtype=torch.bool)}[kind]
+    seen = {}
+
+    def backend(gm, _):
+        seen.update(needless_masks(gm))
+        NeedlessMasks(allowed=seen)(gm)
+        gm.graph.lint()
+        gm.recompile()
+        return gm
+
+    def attend(query):
+        return functional.scaled_dot_product_attention(query, query, query, attn_mask=make())
+
+    query = torch.randn(2, 2, T, 8)
+    found = torch.compile(attend, backend=backend, fullgraph=True)(query)
+    if kind == "all":
+        assert computed == 0 or list(seen.values()) == [Allowed.ALL]
+    elif kind in OTHER:
+        assert seen == {}
+    elif computed == T:
+        assert list(seen.values()) == [Allowed.CAUSAL]
+    if kind != "random":
+        torch.testing.assert_close(found, attend(query), equal_nan=True)
+
+
+def test_unmodified_attention_runs_causal_without_its_mask():
+    model, inputs, loss = models.llama(num_layers=2, seq=TOKENS)
+    twin = copy.deepcopy(model)
+    found = gradients(model, inputs, loss)
+    assert left_out() == 2
+    assert mask_notes() == []
+    loss(twin, **inputs).backward()
+    for name, gradient in gradients_of(twin).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)

@@ -6,14 +6,17 @@ from torch import nn
 
 from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.loss_gradient import GradientOfLoss
+from memo_compile.passes.needless_masks import NeedlessMasks
 from memo_compile.passes.order import PASSES
 from memo_compile.passes.own_inputs import OwnInputs
 from memo_compile.passes.spread_seeds import SpreadSeeds
 from tests.numerics.small import Pair, rows
 
-ELSEWHERE = {GatherOnce.name, GradientOfLoss.name, OwnInputs.name, SpreadSeeds.name}
-"""Have no work in these steps: see ``test_saved_passes``, ``test_loss_gradient``, ``test_groups``;
-the last on CUDA only, see ``tests/cuda_emulated/test_launches.py``."""
+ELSEWHERE = {
+    pass_.name for pass_ in (GatherOnce, GradientOfLoss, NeedlessMasks, OwnInputs, SpreadSeeds)
+}
+"""Have no work in these steps: see ``test_saved_passes``, ``test_loss_gradient``, ``test_masks``,
+``test_groups``; the last on CUDA only, see ``tests/cuda_emulated/test_launches.py``."""
 
 OPTIONAL = [
     graph_pass.name

@@ -1,0 +1,255 @@
+"""Attention masks that are made of positions alone, and what they say: all, or all before.
+
+A graph that makes such a mask is followed by its operators. Tensors of a few million numbers are
+computed. What is larger, as masks are, is followed as a ``_Triangle``: each token's comparison with
+each other one is decided by the two vectors that are compared.
+"""
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
+
+from memo_compile.analysis.structure import op_name
+
+COMPUTED_NUMBERS = 2**22
+"""Tensors of at most so many numbers are computed; masks of 2,048 tokens are."""
+
+_aten = torch.ops.aten
+
+
+class Allowed(enum.Enum):
+    """Which tokens a token sees."""
+
+    ALL = "all"
+    CAUSAL = "causal"
+    """Itself and those before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Triangle:
+    """A tensor (..., T, T) of two values."""
+
+    shape: tuple[int, ...]
+    values: torch.Tensor
+    """(2,): where the column is at most the row, and where it is larger."""
+
+
+class _Unknown(Exception):
+    """An operator that is not followed."""
+
+
+_Value = torch.Tensor | _Triangle
+
+
+def allowed_by(graph: fx.Graph) -> Allowed | None:
+    """What the result of ``graph``, a boolean mask (..., T, T), lets attention see; None: unknown.
+
+    ``graph`` has ATen operators, no inputs, and fake tensors in ``val``.
+    """
+    values: dict[fx.Node, _Value] = {}
+    try:
+        for node in graph.nodes:
+            if node.op == "output":
+                (result,) = node.all_input_nodes
+                return _read(values[result])
+            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+                return None
+            values[node] = _value_of(node, values)
+    except (_Unknown, KeyError):
+        pass
+    return None
+
+
+def _read(mask: _Value) -> Allowed | None:
+    if len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2:
+        return None
+    if isinstance(mask, torch.Tensor):
+        if mask.dtype is not torch.bool:
+            return None
+        if mask.all():
+            return Allowed.ALL
+        causal = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+        return Allowed.CAUSAL if torch.equal(mask, causal.expand_as(mask)) else None
+    if mask.values.dtype is not torch.bool:
+        return None
+    before, behind = mask.values.tolist()
+    return {(True, True): Allowed.ALL, (True, False): Allowed.CAUSAL}.get((before, behind))
+
+
+def _value_of(node: fx.Node, values: Mapping[fx.Node, _Value]) -> _Value:
+    target, shape = node.target, tuple(node.meta["val"].shape)
+    assert isinstance(target, torch._ops.OpOverload)
+    if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+        raise _Unknown
+    args, kwargs = tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
+    read = [values[each] for each in node.all_input_nodes]
+    if not any(isinstance(value, _Triangle) for value in read):
+        if math.prod(shape) <= COMPUTED_NUMBERS:
+            return _computed(target, args, kwargs)
+        return _large(node, shape, args, kwargs)
+    if torch.Tag.pointwise in target.tags or target in _COPIES:
+        return _Triangle(shape, _computed(target, *_on_values(args, kwargs)))
+    (first, *others) = read
+    if others or not isinstance(first, _Triangle):
+        raise _Unknown
+    if target in _CUTS:
+        return _cut(target, first, shape, *args[1:])
+    if target in _VIEWS and _keeps_rows(node, first.shape, shape):
+        return _Triangle(shape, first.values)
+    raise _Unknown
+
+
+_COPIES = frozenset(
+    {
+        _aten._to_copy.default,
+        _aten.clone.default,
+        _aten.full_like.default,
+        _aten.lift_fresh_copy.default,
+        _aten.ones_like.default,
+        _aten.zeros_like.default,
+    }
+)
+_VIEWS = frozenset(
+    {
+        _aten.alias.default,
+        _aten.detach.default,
+        _aten.expand.default,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.select.int,
+        _aten.slice.Tensor,
+    }
+)
+_CUTS = frozenset({_aten.tril.default, _aten.triu.default})
+_COMPARED = {"le": (True, False), "lt": (False, False), "gt": (True, True), "ge": (False, True)}
+"""Columns against rows: whether equal ones count as before, and whether the opposite is meant."""
+_MIRRORED = {"le": "ge", "lt": "gt", "gt": "lt", "ge": "le"}
+
+
+def _computed(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """What the operator makes on the CPU."""
+    here = {"device": torch.device("cpu"), "pin_memory": None}
+    own = {key: here.get(key, value) for key, value in kwargs.items()}
+    try:
+        value = target(*args, **own)
+    except Exception as error:  # an operator that two values do not describe
+        raise _Unknown from error
+    if not isinstance(value, torch.Tensor):
+        raise _Unknown
+    return value
+
+
+def _on_values(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a pointwise operator, for the two values of its triangles.
+
+    Raises _Unknown: it reads a tensor that differs from token to token beside them.
+    """
+
+    def value(arg: Any) -> Any:
+        if isinstance(arg, _Triangle):
+            return arg.values
+        return _one_entry(arg) if isinstance(arg, torch.Tensor) else arg
+
+    return tuple(map(value, args)), {key: value(arg) for key, arg in kwargs.items()}
+
+
+def _one_entry(tensor: torch.Tensor) -> torch.Tensor:
+    """What all entries are, of no dimension where ``tensor`` has none, which promotes types."""
+    first = tensor.reshape(-1)[:1]
+    if not first.numel() or not bool((tensor == first).all()):
+        raise _Unknown
+    return first.reshape((1,) if tensor.dim() else ())
+
+
+def _large(node: fx.Node, shape: tuple[int, ...], args: Any, kwargs: Any) -> _Triangle:
+    """A tensor (..., T, T) that is made of smaller ones."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    name = op_name(node).split(".")[0]
+    if len(shape) < 2 or shape[-1] != shape[-2]:
+        raise _Unknown
+    if name in ("full", "ones", "zeros"):
+        return _Triangle(shape, _computed(node.target, ([2], *args[1:]), kwargs))
+    if name in ("new_full", "new_ones", "new_zeros"):
+        return _Triangle(shape, _computed(node.target, (args[0], [2], *args[2:]), kwargs))
+    if name == "expand":
+        return _Triangle(shape, _one_entry(args[0]).expand(2))
+    if name in ("eq", "ne", *_COMPARED):
+        return _Triangle(shape, _compared(node.target, name, shape, args))
+    raise _Unknown
+
+
+def _compared(
+    target: torch._ops.OpOverload, name: str, shape: tuple[int, ...], args: Any
+) -> torch.Tensor:
+    """Each token's number against each other one's: ``rows`` (..., T, 1), ``columns`` (..., 1, T).
+
+    Columns that do not fall are compared with a row by counting those that are smaller.
+    """
+    try:
+        return _computed(target, tuple(map(_one_entry, args)), {}).reshape(-1).expand(2)
+    except _Unknown:
+        pass
+    if name not in _COMPARED or not all(isinstance(arg, torch.Tensor) for arg in args):
+        raise _Unknown
+    first, second = (arg.reshape((1,) * (len(shape) - arg.dim()) + arg.shape) for arg in args)
+    if first.shape[-1] == 1 and second.shape[-2] == 1:
+        first, second, name = second, first, _MIRRORED[name]
+    elif first.shape[-2] != 1 or second.shape[-1] != 1:
+        raise _Unknown
+    leading, tokens = shape[:-2], shape[-1]
+    columns = first.expand(*leading, 1, tokens).reshape(-1, tokens)
+    rows = second.expand(*leading, tokens, 1).reshape(-1, tokens)
+    if columns.dtype != rows.dtype or bool((columns[:, 1:] < columns[:, :-1]).any()):
+        raise _Unknown
+    equal_too, is_opposite = _COMPARED[name]
+    counts = torch.searchsorted(columns.contiguous(), rows.contiguous(), right=equal_too)
+    before, behind = _of_counts(counts, tokens)
+    return torch.tensor([before != is_opposite, behind != is_opposite])
+
+
+def _of_counts(counts: torch.Tensor, tokens: int) -> tuple[bool, bool]:
+    """Of a tensor whose row i is true in its first ``counts[:, i]`` columns, the two values."""
+    if bool((counts == tokens).all()):
+        return True, True
+    if bool((counts == 0).all()):
+        return False, False
+    if bool((counts == torch.arange(1, tokens + 1)).all()):
+        return True, False
+    raise _Unknown
+
+
+def _cut(
+    target: torch._ops.OpOverload,
+    given: _Triangle,
+    shape: tuple[int, ...],
+    diagonal: int = 0,
+) -> _Triangle:
+    """``tril`` and ``triu`` where they cut along the triangle."""
+    is_lower = target is _aten.tril.default
+    if diagonal != (0 if is_lower else 1):
+        raise _Unknown
+    kept = given.values.clone()
+    kept[1 if is_lower else 0] = 0
+    return _Triangle(shape, kept)
+
+
+def _keeps_rows(node: fx.Node, given: Sequence[int], shape: Sequence[int]) -> bool:
+    """True where the view's last two dimensions are those of what it is a view of."""
+    if tuple(shape[-2:]) != tuple(given[-2:]) or len(shape) < 2:
+        return False
+    dim = node.args[1] if len(node.args) > 1 else 0
+    if node.target is _aten.unsqueeze.default:
+        return isinstance(dim, int) and dim % len(shape) < len(shape) - 2
+    if node.target is _aten.select.int:
+        return isinstance(dim, int) and dim % len(given) < len(given) - 2
+    if node.target is _aten.slice.Tensor:
+        is_leading = isinstance(dim, int) and dim % len(given) < len(given) - 2
+        return is_leading or tuple(shape) == tuple(given)
+    return True
