@@ -87,6 +87,8 @@ def _value_of(node: fx.Node, values: Mapping[fx.Node, _Value]) -> _Value:
     assert isinstance(target, torch._ops.OpOverload)
     if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         raise _Unknown
+    if node.meta["val"].dtype.is_floating_point and op_name(node).split(".")[0] not in _EXACT:
+        raise _Unknown  # devices round in their own way
     args, kwargs = tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
     read = [values[each] for each in node.all_input_nodes]
     if not any(isinstance(value, _Triangle) for value in read):
@@ -105,6 +107,11 @@ def _value_of(node: fx.Node, values: Mapping[fx.Node, _Value]) -> _Value:
     raise _Unknown
 
 
+_EXACT = frozenset(
+    "_to_copy _unsafe_view alias clone detach expand full full_like masked_fill new_full new_ones "
+    "new_zeros ones ones_like select slice tril triu unsqueeze view where zeros zeros_like".split()
+)
+"""What makes floating-point numbers without computing any."""
 _COPIES = frozenset(
     {
         _aten._to_copy.default,

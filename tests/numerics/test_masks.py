@@ -176,6 +176,7 @@ OTHER = {
     "of a batch": lambda: (
         positions()[None, None] <= positions()[:, None] * torch.tensor([1, 2])[:, None, None]
     )[:, None],
+    "rounded": lambda: positions() * 0.1 <= positions()[:, None] * 0.1,
     "random": lambda: (torch.rand(T, T) > 0.01) & triangle(),
     "written": written,
     "written through a view": written_through_a_view,
