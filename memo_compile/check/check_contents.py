@@ -49,6 +49,8 @@ UNKNOWN_BYTES = 1 << 62
 class _Bytes:
     """One storage: what it holds, and which calls, copies and ranks read and write it."""
 
+    name: str
+    """Of the bytes that its maker left in it: ``call/buffer``, or the value in ordinary memory."""
     size_bytes: int
     held: ByteMap[str] = field(default_factory=ByteMap)
     busy: dict[str, "Flight"] = field(default_factory=dict)
@@ -139,7 +141,7 @@ class StepContents:
         self.complain = complain
         self.recomputed_of = recomputed_of or (lambda call, buffer: None)
         self.storages: dict[str, _Bytes] = {}
-        """Name -> storage: ``call/buffer``, or the value itself in ordinary memory."""
+        """By name."""
         self.storage_of: dict[str, _Bytes] = {}
         """Value -> the storage that it lies in."""
         self.source_of: dict[str, str] = {}
@@ -199,6 +201,11 @@ class StepContents:
         """What the storage of ``value`` holds."""
         storage = self.storage_of.get(value)
         return storage.held.pieces(0, storage.size_bytes) if storage is not None else []
+
+    def maker_of(self, value: str) -> str | None:
+        """The name of what the maker of the storage of ``value`` left there; None: no storage."""
+        storage = self.storage_of.get(value)
+        return None if storage is None else storage.name
 
     def _check_order(self, call: StepCall) -> None:
         if call.name in self._calls:
@@ -497,7 +504,7 @@ class StepContents:
 
     def _fill(self, name: str, size_bytes: int, pieces: Pieces | None = None) -> _Bytes:
         """The new storage ``name``; it holds ``pieces``, or with None bytes of its own."""
-        storage = self.storages[name] = _Bytes(size_bytes)
+        storage = self.storages[name] = _Bytes(name, size_bytes)
         for start, end, tag in [(0, size_bytes, name)] if pieces is None else pieces:
             if start < min(end, size_bytes):
                 storage.held.paint(start, min(end, size_bytes), tag)

@@ -320,9 +320,9 @@ TILE_REGIONS = {
 }
 
 
-def tile(i: int, s: str, acc: str) -> tuple[StepCall, StepCall]:
+def tile(i: int, s: str, acc: str, tile_bytes: int) -> tuple[StepCall, StepCall]:
     """Writes rows of ``s``; what it returns beside is added to ``acc`` in its place."""
-    rows = (Into(buffer=1, value=s, offset_bytes=2 * KIB * i),)
+    rows = (Into(buffer=1, value=s, offset_bytes=tile_bytes * i),)
     total = (Into(buffer=0, value=acc, offset_bytes=0),)
     return (
         call(f"tile{i}", "tile", FORWARD, ("y0",), (f"rows{i}", f"t{i}"), into=rows),
@@ -330,14 +330,15 @@ def tile(i: int, s: str, acc: str) -> tuple[StepCall, StepCall]:
     )
 
 
-def tiles() -> Shape:
+def tiles(tile_bytes: int = 2 * KIB) -> Shape:
     """Three tiles fill ``s`` and add up in ``acc``; both leave and come back."""
     start = call("before", "before", FORWARD, ("y0",), ("s", "acc"))
-    parts = tuple(made for i in range(3) for made in tile(i, "s", "acc"))
+    parts = tuple(made for i in range(3) for made in tile(i, "s", "acc", tile_bytes))
+    end = 3 * tile_bytes
     after = call("after", "after", FORWARD, ("s", "acc"), ("loss",))
     use = call("use", "use", BACKWARD, ("g", "s", "acc"), ("gy", "w"))
-    out, out_acc = offload("s", 0), offload("acc", S)
-    back, back_acc = reload("s", 0), reload("acc", S)
+    out, out_acc = offload("s", 0, end=end), offload("acc", S)
+    back, back_acc = reload("s", 0, end=end), reload("acc", S)
     other = call("other", "F", FORWARD, ("y0",), ("o", "o1", "o2"))
     moved_use = dataclasses.replace(use, inputs=("g", "reloaded.s", "reloaded.acc"))
     calls = (start, *parts, after, other, use)

@@ -40,7 +40,7 @@ from tests.steps.bugs import (
 )
 from tests.steps.byte_machine import roomy
 from tests.steps.movable import movable_step
-from tests.steps.moved import BACKWARD, SHAPES
+from tests.steps.moved import BACKWARD, SHAPES, tiles
 from tests.steps.parts import call as run_call
 
 
@@ -236,6 +236,40 @@ def test_what_others_wrote_into_a_value_is_not_made_again():
     recomputation = Recomputation(makers=("before",), inputs=("y0",), outputs=("s", "acc"))
     found = check_moves(shape.original, moved, {"again": recomputation}).problems
     expect(list(found), "use reads recomputed.s for s: expected bytes")
+
+
+def test_only_what_rounding_up_added_may_be_missing():
+    """Tiles of 1,920 B take 2,048; behind the last one lies what ``before`` left of 6 KiB."""
+    shape = tiles(1920)
+    assert check_moves(shape.original, shape.moved).ok
+    use = "use reads reloaded.s for s: expected bytes"
+    short = with_calls(shape.moved, tuple(_copying_to(5632, call) for call in shape.moved.calls))
+    expect(list(check_moves(shape.original, short).problems), use)
+    steps = [_with_rows_at_the_end(step) for step in (shape.original, shape.moved)]
+    expect(list(check_moves(*steps).problems), use)
+
+
+def _copying_to(end: int, call: StepCall) -> StepCall:
+    """``call``; copies of ``s`` end early."""
+    if call.copy is None or not call.name.endswith(".s"):
+        return call
+    return dataclasses.replace(call, copy=dataclasses.replace(call.copy, end_bytes=end))
+
+
+def _with_rows_at_the_end(step: Problem) -> Problem:
+    """One more tile writes the last 384 B of ``s``, which the copies leave out."""
+    region = RegionProfile(
+        name="last",
+        num_lines=1,
+        buffers=(RegionBuffer(name="rows", size_bytes=512, start=0, end=1),),
+        input_ends=(),
+        outputs=(RegionOutput(storage=Storage.ARENA, index=0),),
+    )
+    into = (Into(buffer=0, value="s", offset_bytes=5760),)
+    last = run_call("last", "last", Phase.FORWARD, (), ("rows",), into=into)
+    at = named(step, "sum2") + 1
+    step = dataclasses.replace(step, regions={**step.regions, "last": region})
+    return with_calls(step, (*step.calls[:at], last, *step.calls[at:]))
 
 
 @pytest.mark.parametrize(("name", "index"), calls_of(*CallKind))
