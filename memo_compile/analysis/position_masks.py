@@ -162,9 +162,22 @@ def _on_values(args: Any, kwargs: Any) -> tuple[Any, Any]:
     def value(arg: Any) -> Any:
         if isinstance(arg, _Triangle):
             return arg.values
-        return _one_entry(arg) if isinstance(arg, torch.Tensor) else arg
+        return _two_values(arg) if isinstance(arg, torch.Tensor) else arg
 
     return tuple(map(value, args)), {key: value(arg) for key, arg in kwargs.items()}
+
+
+def _two_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of what is a triangle, or one entry where all are the same."""
+    tokens = tensor.shape[-1] if tensor.dim() > 1 else 0
+    if tokens < 2 or tensor.shape[-2] != tokens or not tensor.numel():
+        return _one_entry(tensor)
+    first = tensor[(0,) * (tensor.dim() - 2)]
+    values = torch.stack((first[0, 0], first[0, 1]))
+    before = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    if not torch.equal(torch.where(before, values[0], values[1]).expand_as(tensor), tensor):
+        raise _Unknown
+    return values
 
 
 def _one_entry(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,7 +199,7 @@ def _large(node: fx.Node, shape: tuple[int, ...], args: Any, kwargs: Any) -> _Tr
     if name in ("new_full", "new_ones", "new_zeros"):
         return _Triangle(shape, _computed(node.target, (args[0], [2], *args[2:]), kwargs))
     if name == "expand":
-        return _Triangle(shape, _one_entry(args[0]).expand(2))
+        return _Triangle(shape, _two_values(args[0]).expand(2))
     if name in ("eq", "ne", *_COMPARED):
         return _Triangle(shape, _compared(node.target, name, shape, args))
     raise _Unknown

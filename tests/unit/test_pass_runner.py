@@ -122,7 +122,10 @@ def test_the_option_names_passes_of_memo():
     [
         ("hoist-invariants", "expected -NAME or ..N, got 'hoist-invariants'"),
         ("-hoist-invariant", "unknown pass 'hoist-invariant'; did you mean 'hoist-invariants'"),
-        ("-?", "known passes: put-numbers, merge-common-subexpressions, hoist-invariants"),
+        (
+            "-?",
+            "known passes: put-numbers, needless-masks, merge-common-subexpressions",
+        ),
         ("-lease-saved", "lease-saved is required"),
         ("..x", "expected a number of passes behind '..', got '..x'"),
         ("..-1", "expected a number of passes"),
