@@ -6,6 +6,7 @@ each other one is decided by the two vectors that are compared.
 """
 
 import enum
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from torch.utils._pytree import tree_map_only
 
 from memo_compile.analysis.structure import op_name
 
-COMPUTED_NUMBERS = 2**22
-"""Tensors of at most so many numbers are computed; masks of 2,048 tokens are."""
+log = logging.getLogger("memo")
+
+COMPUTED_NUMBERS = 2**21
+"""Tensors of at most so many numbers are computed; masks of 1,024 tokens are."""
 
 _aten = torch.ops.aten
 
@@ -52,18 +55,26 @@ def allowed_by(graph: fx.Graph) -> Allowed | None:
 
     ``graph`` has ATen operators, no inputs, and fake tensors in ``val``.
     """
-    values: dict[fx.Node, _Value] = {}
     try:
-        for node in graph.nodes:
-            if node.op == "output":
-                (result,) = node.all_input_nodes
-                return _read(values[result])
-            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-                return None
-            values[node] = _value_of(node, values)
-    except (_Unknown, KeyError):
-        pass
-    return None
+        return _read(_result(graph))
+    except Exception as error:  # a mask that cannot be followed is a mask like others
+        log.debug("memo: a mask of positions is not followed: %r", error)
+        return None
+
+
+def _result(graph: fx.Graph) -> "_Value":
+    values: dict[fx.Node, _Value] = {}
+    left = {node: len(node.users) for node in graph.nodes}
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        values[node] = _value_of(node, values)
+        for read in node.all_input_nodes:
+            left[read] -= 1
+            if not left[read]:
+                del values[read]
+    (result,) = node.all_input_nodes
+    return values[result]
 
 
 def _read(mask: _Value) -> Allowed | None:
@@ -84,7 +95,8 @@ def _read(mask: _Value) -> Allowed | None:
 
 def _value_of(node: fx.Node, values: Mapping[fx.Node, _Value]) -> _Value:
     target, shape = node.target, tuple(node.meta["val"].shape)
-    assert isinstance(target, torch._ops.OpOverload)
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        raise _Unknown  # the user's own may do something else each time
     if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         raise _Unknown
     if node.meta["val"].dtype.is_floating_point and op_name(node).split(".")[0] not in _EXACT:
@@ -96,6 +108,8 @@ def _value_of(node: fx.Node, values: Mapping[fx.Node, _Value]) -> _Value:
             return _computed(target, args, kwargs)
         return _large(node, shape, args, kwargs)
     if torch.Tag.pointwise in target.tags or target in _COPIES:
+        if any(isinstance(each, _Triangle) and each.shape[-2:] != shape[-2:] for each in read):
+            raise _Unknown
         return _Triangle(shape, _computed(target, *_on_values(args, kwargs)))
     (first, *others) = read
     if others or not isinstance(first, _Triangle):
@@ -137,6 +151,7 @@ _VIEWS = frozenset(
 _CUTS = frozenset({_aten.tril.default, _aten.triu.default})
 _COMPARED = {"le": (True, False), "lt": (False, False), "gt": (True, True), "ge": (False, True)}
 """Columns against rows: whether equal ones count as before, and whether the opposite is meant."""
+_COUNTED = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _MIRRORED = {"le": "ge", "lt": "gt", "gt": "lt", "ge": "le"}
 
 
@@ -192,7 +207,7 @@ def _large(node: fx.Node, shape: tuple[int, ...], args: Any, kwargs: Any) -> _Tr
     """A tensor (..., T, T) that is made of smaller ones."""
     assert isinstance(node.target, torch._ops.OpOverload)
     name = op_name(node).split(".")[0]
-    if len(shape) < 2 or shape[-1] != shape[-2]:
+    if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] < 2:
         raise _Unknown
     if name in ("full", "ones", "zeros"):
         return _Triangle(shape, _computed(node.target, ([2], *args[1:]), kwargs))
@@ -226,7 +241,9 @@ def _compared(
     leading, tokens = shape[:-2], shape[-1]
     columns = first.expand(*leading, 1, tokens).reshape(-1, tokens)
     rows = second.expand(*leading, tokens, 1).reshape(-1, tokens)
-    if columns.dtype != rows.dtype or bool((columns[:, 1:] < columns[:, :-1]).any()):
+    if columns.dtype not in _COUNTED or columns.dtype != rows.dtype:
+        raise _Unknown
+    if bool((columns[:, 1:] < columns[:, :-1]).any()):
         raise _Unknown
     equal_too, is_opposite = _COMPARED[name]
     counts = torch.searchsorted(columns.contiguous(), rows.contiguous(), right=equal_too)

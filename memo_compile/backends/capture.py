@@ -123,7 +123,7 @@ class StepCapture:
         Raises UnsupportedGraph: a step that trains was not captured whole.
         """
         self._made_outside, self._num_examples = with_history(examples), len(examples)
-        if not self.config.exact:
+        if not (self.config.exact or self.runner.skips(NeedlessMasks.name)):
             self.needless_masks = needless_masks(gm)
         lengths: AtLength | None = gm.meta.get(LENGTHS)
         compiled = None if lengths is None else lengths.compiled(self, examples)

@@ -5,7 +5,6 @@ Here its rules are applied to a device that is not here.
 """
 
 import enum
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn import functional
 
 from memo_compile.config import torch_settings
 from memo_compile.gpus import GpuFacts
+from memo_compile.passes.needless_masks import STANDS_FOR
 
 _aten = torch.ops.aten
 
@@ -158,7 +158,6 @@ def _fits_efficient(
 def attention_of(gpu: GpuFacts) -> Callable[..., torch.Tensor]:
     """``scaled_dot_product_attention`` as torch runs it on ``gpu``, for a step that trains."""
 
-    @functools.wraps(functional.scaled_dot_product_attention, assigned=())
     def attention(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -191,6 +190,7 @@ def attention_of(gpu: GpuFacts) -> Callable[..., torch.Tensor]:
         )[0]
         return found
 
+    setattr(attention, STANDS_FOR, functional.scaled_dot_product_attention)
     return attention
 
 

@@ -23,6 +23,18 @@ _IN_PLACE = frozenset(
     "setitem delitem".split()
 )
 """Functions of ``operator`` that write into their first argument."""
+_READING = frozenset(
+    "abs add all any arange argmax bitwise_and bitwise_not bitwise_or bitwise_xor broadcast_to "
+    "cat clamp clone concat cos cumsum diff div einsum eq exp flatten flip floor_divide full "
+    "full_like gather ge greater greater_equal gt index_select isin le less less_equal "
+    "logical_and logical_not logical_or logical_xor lt masked_fill matmul maximum mean minimum "
+    "mul ne neg not_equal numel ones ones_like outer pow remainder repeat_interleave reshape roll "
+    "select sin squeeze stack sub sum take transpose tril triu unsqueeze where zeros "
+    "zeros_like".split()
+)
+"""Functions of ``torch`` that read what they are given; others are not looked at."""
+STANDS_FOR = "memo_stands_for"
+"""Attribute of a function that memo puts in the place of another: that one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +91,8 @@ def _attentions(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_attention(node: fx.Node) -> bool:
     """True for torch's attention, and for what stands for it where a step is planned elsewhere."""
-    attention = functional.scaled_dot_product_attention
-    return (
-        node.op == "call_function" and getattr(node.target, "__wrapped__", node.target) is attention
-    )
+    target = getattr(node.target, STANDS_FOR, node.target)
+    return node.op == "call_function" and target is functional.scaled_dot_product_attention
 
 
 def _given(node: fx.Node) -> dict[str, Any]:
@@ -116,8 +126,16 @@ def _allowed(gm: fx.GraphModule, mask: fx.Node) -> Allowed | None:
             traced = make_fx(fx.GraphModule(gm, graph), tracing_mode="fake")()
     except Exception:  # what torch cannot trace by itself is a mask like others
         return None
+    if any(_draws(node) for node in traced.graph.nodes):  # what is not drawn changes what follows
+        return None
     traced.graph.eliminate_dead_code()
     return allowed_by(traced.graph)
+
+
+def _draws(node: fx.Node) -> bool:
+    """True where random numbers are drawn."""
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return torch.Tag.nondeterministic_seeded in tags
 
 
 def _makers(node: fx.Node) -> set[fx.Node]:
@@ -132,7 +150,7 @@ def _makers(node: fx.Node) -> set[fx.Node]:
 
 def _may_be_written(graph: fx.Graph, makers: Iterable[fx.Node]) -> bool:
     """True where a node that reads the memory of ``makers`` is not known to leave it as it is."""
-    memory = {place for node in makers if (place := _memory(node)) is not None}
+    memory = {_UNKNOWN_MEMORY, *map(_memory, makers)} - {None}
     return any(
         node.op not in ("output", "placeholder")
         and any(_memory(read) in memory for read in node.all_input_nodes)
@@ -141,28 +159,35 @@ def _may_be_written(graph: fx.Graph, makers: Iterable[fx.Node]) -> bool:
     )
 
 
+_UNKNOWN_MEMORY = -1
+
+
 def _memory(node: fx.Node) -> int | None:
     value = node.meta.get("example_value")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:  # of a tensor inside of vmap or grad
+        return _UNKNOWN_MEMORY
 
 
 def _only_reads(node: fx.Node) -> bool:
-    """True for a tensor's methods, Python's operators and functions of torch that do not write."""
+    """True for a tensor's methods, Python's operators and functions that are known not to write."""
     target = node.target
     if node.op == "call_method":
         name = str(target)
         return name.strip("_") not in _IN_PLACE and (name[:2] == "__" or name[-1] != "_")
-    if _is_attention(node) or target is getattr:
+    if _is_attention(node) or target in (getattr, functional.embedding):
         return True
-    name, module = getattr(target, "__name__", "_"), getattr(target, "__module__", None) or ""
+    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None)
     if module in ("operator", "_operator"):
         return name not in _IN_PLACE
-    is_torchs = getattr(torch, name, None) is target or module == "torch.functional"
-    return is_torchs and not name.endswith("_") and node.kwargs.get("out") is None
+    return name in _READING and target is getattr(torch, name) and node.kwargs.get("out") is None
 
 
 def _erase_unread(graph: fx.Graph, nodes: set[fx.Node]) -> None:
     """Those of ``nodes`` that nothing reads any more."""
     for node in reversed(list(graph.nodes)):
-        if node in nodes and not node.users:
+        if node in nodes and not node.users and node.op != "placeholder":
             graph.erase_node(node)

@@ -108,6 +108,10 @@ class PassRunner:
         self._optional_runs += 1
         return True
 
+    def skips(self, name: str) -> bool:
+        """True for a pass that is not selected."""
+        return name in self._selection.skipped
+
     def _run_one(self, gm: fx.GraphModule, graph_pass: GraphPass, stage: str) -> fx.GraphModule:
         name = graph_pass.name
         before = "" if self.dump is None else graph_text(gm)

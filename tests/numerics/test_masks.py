@@ -221,3 +221,66 @@ def test_unmodified_attention_runs_causal_without_its_mask():
     loss(twin, **inputs).backward()
     for name, gradient in gradients_of(twin).items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@torch.library.custom_op("memo_tests::schedule", mutates_args=())
+def schedule(tokens: int) -> torch.Tensor:
+    """What a user's operator makes once says nothing of the next time."""
+    return torch.ones(tokens, tokens, dtype=torch.bool).tril()
+
+
+@schedule.register_fake
+def _(tokens):
+    return torch.empty(tokens, tokens, dtype=torch.bool)
+
+
+def tall():
+    """Where tokens are one, they are no triangle of others."""
+    return (torch.ones(4, 1, 1, dtype=torch.bool).tril() & torch.ones(4, T, T, dtype=torch.bool))[0]
+
+
+def not_numbers():
+    rows = positions().float().masked_fill(positions() == T - 1, float("nan"))
+    return positions().float() <= rows[:, None]
+
+
+def normalised():
+    mask = torch.ones(T, T).tril()
+    torch.norm(torch.ones(T, T), 2, 1, False, mask[0])
+    return mask > 0.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: schedule(T), tall, not_numbers, normalised],
+    ids=["schedule", "tall", "nan", "out"],
+)
+@pytest.mark.parametrize("computed", [0, 4, T])
+def test_what_cannot_be_known_is_left(make, computed, monkeypatch):
+    monkeypatch.setattr(position_masks, "COMPUTED_NUMBERS", computed)
+    seen = []
+
+    def backend(gm, _):
+        seen.append(needless_masks(gm))
+        return gm
+
+    def attend(query):
+        return functional.scaled_dot_product_attention(query, query, query, attn_mask=make())
+
+    torch.compile(attend, backend=backend)(torch.randn(1, 2, T, 8))
+    assert not any(Allowed.CAUSAL in each.values() for each in seen)
+
+
+def test_a_graph_in_which_nothing_tells_of_memory_keeps_its_masks():
+    seen = []
+
+    def backend(gm, _):
+        seen.append(needless_masks(gm))
+        return gm
+
+    def attend(query):
+        hidden = torch.func.vmap(torch.sin)(query)
+        return functional.scaled_dot_product_attention(hidden, query, query, attn_mask=triangle())
+
+    torch.compile(attend, backend=backend, fullgraph=True)(torch.randn(1, 2, T, 8))
+    assert seen in ([{}], [{"scaled_dot_product_attention": Allowed.CAUSAL}])
