@@ -97,24 +97,29 @@ def outside_events(
     problem: Problem, starts: Starts | None = None, last_read: Mapping[str, int] | None = None
 ) -> Iterator[tuple[int, int, str]]:
     """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
-    allocating = _regions_with(problem, Storage.OUTSIDE)
-    allocating |= {name for name, region in problem.regions.items() if region.outside}
-    if not allocating:
-        return
     starts = call_starts(problem) if starts is None else starts
-    last_read = last_reads(problem, starts) if last_read is None else last_read
-    for index, call in enumerate(problem.calls):
-        if call.region not in allocating:
-            continue
-        region, start = problem.regions[call.region], starts[index]
-        for buffer in region.outside:
+    for call, start in zip(problem.calls, starts, strict=False):
+        for buffer in problem.regions[call.region].outside:
             yield start + buffer.start, buffer.size_bytes, buffer.kind
             yield start + buffer.end, -buffer.size_bytes, buffer.kind
-        for output, value in problem.made_by(call):
+    for line, change in unplanned_outputs(problem, starts, last_read):
+        yield line, change, "unplanned outputs"
+
+
+def unplanned_outputs(
+    problem: Problem, starts: Starts, last_read: Mapping[str, int] | None = None
+) -> Iterator[tuple[int, int]]:
+    """(line, bytes born or minus bytes dead) of what kernels allocate and return."""
+    returning = _regions_with(problem, Storage.OUTSIDE)
+    if not returning:
+        return
+    last_read = last_reads(problem, starts) if last_read is None else last_read
+    for call, start in zip(problem.calls, starts, strict=False):
+        for output, value in problem.made_by(call) if call.region in returning else ():
             if output.storage is Storage.OUTSIDE:
-                yield start, output.size_bytes, "unplanned outputs"
+                yield start, output.size_bytes
                 end = _last_line(starts, last_read.get(value))
-                yield max(start + region.num_lines, end), -output.size_bytes, "unplanned outputs"
+                yield max(start + problem.regions[call.region].num_lines, end), -output.size_bytes
 
 
 def _regions_with(problem: Problem, storage: Storage) -> set[str]:

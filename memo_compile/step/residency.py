@@ -15,14 +15,14 @@ While an interlude runs, what is dead below the tail can go as well (``step.inte
 tail(c) is what is alive then.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from memo_compile.step.interludes import PlacedInterlude, Range, pauses
-from memo_compile.step.ordinary import Starts, ordinary_events, outside_events
+from memo_compile.step.ordinary import Starts, ordinary_events, unplanned_outputs
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import ArenaBuffer, Problem, arena_buffers, call_starts, last_reads
 
@@ -156,10 +156,30 @@ def ordinary_level(
     """Per line of the step the bytes of ordinary memory; arguments as of ``outside_events``."""
     starts = call_starts(problem) if starts is None else starts
     last_read = last_reads(problem, starts) if last_read is None else last_read
-    events = [(line, change) for line, change, _ in outside_events(problem, starts, last_read)]
-    events += ordinary_events(problem, starts, last_read)
-    lines, changes = zip(*events, strict=True) if events else ((), ())
+    events = [
+        *unplanned_outputs(problem, starts, last_read),
+        *ordinary_events(problem, starts, last_read),
+    ]
+    few = np.array(events, dtype=np.int64).reshape(-1, 2).T
+    lines, changes = np.concatenate([few, *_inside_calls(problem, starts)], axis=1)
     return level_of(lines, changes, starts[-1])
+
+
+def _inside_calls(problem: Problem, starts: Starts) -> Iterator[Any]:
+    """(2, n) each: lines, and the bytes that kernels of calls allocate and free there."""
+    begins: dict[str, list[int]] = {}
+    for call, start in zip(problem.calls, starts, strict=False):
+        begins.setdefault(call.region, []).append(start)
+    for name, first in begins.items():
+        outside = problem.regions[name].outside
+        if not outside:
+            continue
+        lines = [line for buffer in outside for line in (buffer.start, buffer.end)]
+        changes = [
+            change for buffer in outside for change in (buffer.size_bytes, -buffer.size_bytes)
+        ]
+        every = np.add.outer(np.array(first, dtype=np.int64), np.array(lines, dtype=np.int64))
+        yield np.stack([every.ravel(), np.tile(np.array(changes, dtype=np.int64), len(first))])
 
 
 def level_of(lines: Sequence[int], changes: Sequence[int], num_lines: int) -> Any:
