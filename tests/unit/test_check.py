@@ -7,7 +7,7 @@ import pytest
 
 from memo_compile.check.check_plan import check, require_valid
 from memo_compile.errors import InvalidPlan
-from memo_compile.step.plans import Plan
+from memo_compile.step.plans import CheckVerdict, Plan
 from memo_compile.step.problem import (
     COPY_REGION,
     CallKind,
@@ -186,6 +186,14 @@ def test_an_invalid_plan_is_refused_with_its_name(problem, plan):
     broken = dataclasses.replace(moved(plan, L_1__y=1), name="graph7")
     with pytest.raises(InvalidPlan, match=r"plan graph7: .*L@1/y at 1 is not aligned"):
         require_valid(problem, broken)
+
+
+def test_an_error_names_one_of_each_sort_of_faults():
+    late = [f"L@{at} reads x{at} before it is made" for at in range(12)]
+    verdict = CheckVerdict(problems=(*late, "peak 3 > budget 2"))
+    assert str(verdict) == (
+        "L@0 reads x0 before it is made (and 11 more such faults); peak 3 > budget 2"
+    )
 
 
 def test_memory_outside_the_arena_is_summed_line_by_line(problem):
