@@ -108,10 +108,13 @@ def test_a_sum_that_cancels_is_compared_with_its_own_rounding():
     def backward(x, tangent):
         return (torch._softmax_backward_data(tangent, x.softmax(-1), -1, x.dtype).sum(-1),)
 
-    whole = region(backward, torch.randn(4, WIDTH), torch.randn(4, WIDTH))
-    turned = region(lambda *rows: backward(*(row.flip(-1) for row in rows)), *whole.example_inputs())
-    assert probe_rows(whole, turned).verdict is Verdict.AGREES
-    off = region(lambda *rows: (backward(*rows)[0] + 1e-12,), *whole.example_inputs())
+    def turned(x, tangent):
+        return backward(x.flip(-1), tangent.flip(-1))
+
+    inputs = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    whole, other = region(backward, *inputs), region(turned, *inputs)
+    assert probe_rows(whole, other).verdict is Verdict.AGREES
+    off = region(lambda x, tangent: (backward(x, tangent)[0] + 1e-12,), *inputs)
     assert "4 of 4 numbers differ" in probe_rows(whole, off).reason
 
 

@@ -41,7 +41,7 @@ def plan(problem) -> Plan:
 def complaints(problem: Problem, plan: Plan) -> str:
     verdict = check(problem, plan)
     assert not verdict.ok
-    return str(verdict)
+    return "; ".join(verdict.problems)
 
 
 def test_a_valid_plan_passes(problem, plan):
@@ -72,7 +72,7 @@ def test_each_pair_of_live_buffers_must_be_apart(problem, plan):
             broken = dataclasses.replace(
                 plan, offsets={**plan.offsets, name: plan.offsets[other]}, arena_bytes=64 * KIB
             )
-            text = str(check(problem, broken))
+            text = "; ".join(check(problem, broken).problems)
             named = f"{name} and {other} share" in text or f"{other} and {name} share" in text
             assert named == (start < other_end and other_start < end), (name, other, text)
             num_caught += named
