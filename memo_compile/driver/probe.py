@@ -246,16 +246,35 @@ def _compare_once(region: RegionGraph, parts: Run, wide: bool, number: int) -> N
         try:
             _require_all_close(expected, found, number)
         except _DiffersError:
-            _require_all_close(expected, found, number, _nudged_runs(whole, make))
+            _require_all_close(expected, found, number, _rounding(whole, make, expected))
         if all(_is_mostly_finite(value) for value in expected):
             return
 
 
-def _nudged_runs(whole: Run, make: Callable[..., list[Any]]) -> list[Sequence[Any]]:
+def _rounding(
+    whole: Run, make: Callable[..., list[Any]], expected: Sequence[Any]
+) -> list[torch.Tensor | None]:
+    """How far each number of a result moves with the last digits of the inputs, or most do.
+
+    A number may stay in place by chance; one that jumps says nothing of others. None: no fractions.
+    """
+    moved = [_moved(value, value) for value in expected]
     try:
-        return [_seeded(whole, make(nudge=seed)) for seed in range(1, NUDGES + 1)]
+        for seed in range(1, NUDGES + 1):
+            for at, value in enumerate(_seeded(whole, make(nudge=seed))):
+                before, now = moved[at], _moved(expected[at], value)
+                moved[at] = None if before is None or now is None else before.maximum(now)
     except torch.OutOfMemoryError as error:
         raise _NotRunError(_first_line(error)) from error
+    return [move if move is None else move.maximum(move.median()) for move in moved]
+
+
+def _moved(value: Any, other: Any) -> torch.Tensor | None:
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return None
+    if not (value.is_floating_point() or value.is_complex()):
+        return None
+    return (other - value).abs().nan_to_num(0)
 
 
 def _seeded(run: Run, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -282,15 +301,15 @@ def _require_all_close(
     expected: Sequence[Any],
     found: Sequence[Any],
     number: int,
-    nudged: Sequence[Sequence[Any]] = (),
+    rounding: Sequence[torch.Tensor | None] = (),
 ) -> None:
-    """Raises _DiffersError for the first result that is another; ``nudged``: runs of the whole."""
-    for at, (result, part) in enumerate(zip(expected, found, strict=True)):
-        others = [_like(run[at], part, number) for run in nudged]
-        _require_close(at, _like(result, part, number), part, others)
+    """Raises _DiffersError for the first result that is another, by more than its ``rounding``."""
+    bounds = rounding or [None] * len(expected)
+    for at, (whole, part, bound) in enumerate(zip(expected, found, bounds, strict=True)):
+        _require_close(at, _like(whole, part, number), part, _like(bound, part, number))
 
 
-def _require_close(at: int, expected: Any, found: Any, nudged: Sequence[Any]) -> None:
+def _require_close(at: int, expected: Any, found: Any, rounding: torch.Tensor | None) -> None:
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         if expected is not found and expected != found:
             raise _DiffersError(f"result {at}: {found} for {expected}")
@@ -302,20 +321,11 @@ def _require_close(at: int, expected: Any, found: Any, nudged: Sequence[Any]) ->
         scale = float(finite.abs().max()) if finite.numel() else 0.0
         difference = (expected - found).abs()
         same |= difference <= TOLERANCE.get(expected.dtype, COARSE) * scale
-        if nudged and expected.numel():
-            same |= difference <= ROUNDING * _rounding(expected, nudged)
+        if rounding is not None:
+            same |= difference <= ROUNDING * rounding
     wrong = int((~same).sum())
     if wrong:
         raise _DiffersError(f"result {at}: {wrong} of {same.numel()} numbers differ")
-
-
-def _rounding(expected: torch.Tensor, nudged: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How far each number of a result moves with the last digits of the inputs, or most do.
-
-    A number may stay in place by chance. One that jumps says nothing of others.
-    """
-    moved = torch.stack([(other - expected).abs() for other in nudged]).nan_to_num(0).amax(0)
-    return moved.maximum(moved.median())
 
 
 def _require_small(region: RegionGraph, wide: bool) -> None:
