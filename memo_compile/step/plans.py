@@ -6,7 +6,7 @@ live in ``serialise.py``.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,20 @@ class CheckVerdict:
     def __str__(self) -> str:
         if self.ok:
             return f"ok ({self.num_buffers} buffers, {self.num_reads} reads checked)"
-        return "; ".join(self.problems)
+        return "; ".join(_one_of_each_sort(self.problems))
+
+
+def _one_of_each_sort(problems: Sequence[str]) -> Iterator[str]:
+    """The first of the faults that differ in names and numbers only, and how many more there are.
+
+    One defect of a plan mostly shows in many of its calls.
+    """
+    sorts: dict[tuple[str, ...], list[str]] = {}
+    for problem in problems:
+        words = (word.strip(",;") for word in problem.split())
+        sorts.setdefault(tuple(filter(str.isalpha, words)), []).append(problem)
+    for first, *more in sorts.values():
+        yield f"{first} (and {len(more)} more such faults)" if more else first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

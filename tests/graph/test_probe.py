@@ -104,6 +104,36 @@ def test_what_is_too_large_is_compared_for_two_rows(monkeypatch):
     assert "a run takes" in answer.reason
 
 
+def test_a_sum_that_cancels_is_compared_with_its_own_rounding():
+    def backward(x, tangent):
+        return (torch._softmax_backward_data(tangent, x.softmax(-1), -1, x.dtype).sum(-1),)
+
+    def turned(x, tangent):
+        return backward(x.flip(-1), tangent.flip(-1))
+
+    inputs = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    whole, other = region(backward, *inputs), region(turned, *inputs)
+    assert probe_rows(whole, other).verdict is Verdict.AGREES
+    off = region(lambda x, tangent: (backward(x, tangent)[0] + 1e-12,), *inputs)
+    assert "4 of 4 numbers differ" in probe_rows(whole, off).reason
+
+
+def test_a_jump_at_a_tie_says_nothing_of_other_numbers():
+    def program(x):
+        return (torch.cat([(x[:1] * 3 - x[:1] - x[:1] - x[:1]).sign(), x[1:]]),)
+
+    whole = region(program, torch.randn(3))
+    off = region(lambda x: (program(x)[0] + 1e-3,), torch.randn(3))
+    assert "2 of 3 numbers differ" in probe_rows(whole, off).reason
+
+
+def test_where_made_up_numbers_have_no_root_positive_ones_are_compared():
+    whole = region(lambda x: (x.sqrt().sum(-1),), torch.randn(4, WIDTH))
+    wrong = region(lambda x: (x.sqrt().sum(-1) + 1,), torch.randn(4, WIDTH))
+    assert probe_rows(whole, whole).verdict is Verdict.AGREES
+    assert "4 of 4 numbers differ" in probe_rows(whole, wrong).reason
+
+
 def test_made_up_indices_are_valid_wherever_they_are_read():
     def program(table, ids, x, at):
         return table[ids.view(-1)], x.gather(1, at), torch.where(ids > 1, ids, 0)

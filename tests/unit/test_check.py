@@ -7,7 +7,7 @@ import pytest
 
 from memo_compile.check.check_plan import check, require_valid
 from memo_compile.errors import InvalidPlan
-from memo_compile.step.plans import Plan
+from memo_compile.step.plans import CheckVerdict, Plan
 from memo_compile.step.problem import (
     COPY_REGION,
     CallKind,
@@ -41,7 +41,7 @@ def plan(problem) -> Plan:
 def complaints(problem: Problem, plan: Plan) -> str:
     verdict = check(problem, plan)
     assert not verdict.ok
-    return str(verdict)
+    return "; ".join(verdict.problems)
 
 
 def test_a_valid_plan_passes(problem, plan):
@@ -72,7 +72,7 @@ def test_each_pair_of_live_buffers_must_be_apart(problem, plan):
             broken = dataclasses.replace(
                 plan, offsets={**plan.offsets, name: plan.offsets[other]}, arena_bytes=64 * KIB
             )
-            text = str(check(problem, broken))
+            text = "; ".join(check(problem, broken).problems)
             named = f"{name} and {other} share" in text or f"{other} and {name} share" in text
             assert named == (start < other_end and other_start < end), (name, other, text)
             num_caught += named
@@ -186,6 +186,14 @@ def test_an_invalid_plan_is_refused_with_its_name(problem, plan):
     broken = dataclasses.replace(moved(plan, L_1__y=1), name="graph7")
     with pytest.raises(InvalidPlan, match=r"plan graph7: .*L@1/y at 1 is not aligned"):
         require_valid(problem, broken)
+
+
+def test_an_error_names_one_of_each_sort_of_faults():
+    late = [f"L@{at} reads x{at} before it is made" for at in range(12)]
+    verdict = CheckVerdict(problems=(*late, "peak 3 > budget 2"))
+    assert str(verdict) == (
+        "L@0 reads x0 before it is made (and 11 more such faults); peak 3 > budget 2"
+    )
 
 
 def test_memory_outside_the_arena_is_summed_line_by_line(problem):

@@ -112,7 +112,7 @@ def test_a_buffer_is_put_on_each_other_one(name, buffer):
             resident_bytes=(wide,) * len(moved.calls),
             peak_bytes=plan.peak_bytes + mine.size_bytes,
         )
-        text = str(check(moved, broken))
+        text = "; ".join(check(moved, broken).problems)
         is_named = any(
             f"{left} and {right} share" in text
             for left, right in ((buffer, other.id), (other.id, buffer))
