@@ -229,6 +229,7 @@ def _reason(lines: list[str]) -> str:
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:
     """One model in one arm at growing lengths, until memory or time ends."""
+    harness.register_memo()
     limit_s = math.inf if options.time_limit is None else options.time_limit
     deadline = time.monotonic() + limit_s
     trainer = Trainer(options.child, SHAPES[options.models], options)

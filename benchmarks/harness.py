@@ -323,6 +323,16 @@ def passed_on(options: argparse.Namespace, *names: str) -> tuple[str, ...]:
     return tuple(f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names)
 
 
+def register_memo() -> None:
+    """``backend="memo"`` is known where the package was not installed, only put on the path."""
+    from torch._dynamo import list_backends, register_backend
+
+    if "memo" not in list_backends():
+        from memo_compile.backends.entry import memo
+
+        register_backend(memo, name="memo")
+
+
 def run_benchmark(
     name: str,
     options: argparse.Namespace,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from benchmarks import harness
 from tests.fuzz.case import Case, from_dict
 from tests.fuzz.oracle import Finding, Outcome, run_case
 
@@ -129,6 +130,7 @@ def _crowd() -> float:
 
 def main() -> None:
     """The child: what torch and the models print goes to stderr."""
+    harness.register_memo()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     gc.freeze()  # collections during compilations need not walk what torch keeps for good
