@@ -4,9 +4,9 @@ Real architectures, unmodified, from configs: ResNet-50, ConvNeXt-T and Swin-T o
 of timm where it is installed, and the UNet of diffusers where that is. Each in a process of its
 own: the floor that a budget of one byte names, the peak without a budget, then three steps with SGD
 under the budget halfway between, and their physical peaks. Three more in float64, a tenth above its
-own floor, have their gradients compared with eager's: in float32 a ResNet that was not trained, with a
-batch norm over four images, makes 0.02 of a difference of 1e-7 in the first step, and 1.4 in the
-third.
+own floor, have their gradients compared with eager's: in float32 a ResNet that was not trained,
+with a batch norm over four images, makes 0.02 of a difference of 1e-7 in the first step, and 1.4 in
+the third.
 
 Activations are what a peak holds beside parameters, buffers, gradients and inputs. Passes when the
 floor's are at most 0.7 of those without a budget, when no step exceeds the budget, and when the
