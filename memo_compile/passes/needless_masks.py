@@ -76,7 +76,10 @@ def needless_masks(gm: fx.GraphModule) -> dict[str, Allowed]:
     found: dict[str, Allowed] = {}
     known: dict[fx.Node, Allowed | None] = {}
     for node in _attentions(gm.graph):
-        mask = _given(node)["attn_mask"]
+        given = _given(node)
+        mask = given["attn_mask"]
+        if not _fits(mask, given["query"], given["key"]):
+            continue
         if mask not in known:
             known[mask] = _allowed(gm, mask)
         if (allowed := known[mask]) is not None:
@@ -108,6 +111,18 @@ def _has_mask(given: Mapping[str, Any]) -> bool:
         and given.get("is_causal", False) is False
         and all(name in given for name in _ARGUMENTS[:3])
     )
+
+
+def _fits(mask: fx.Node, query: Any, key: Any) -> bool:
+    """False where the mask may be larger than the scores: torch widens the result, or refuses."""
+    made = [read for read in (mask, query, key) if isinstance(read, fx.Node)]
+    shapes = [read.meta["example_value"].shape for read in made if "example_value" in read.meta]
+    if len(shapes) < 3:
+        return False
+    of_mask, of_query, of_key = shapes
+    scores = (*of_query[:-1], of_key[-2])
+    pairs = zip(reversed(of_mask), reversed(scores), strict=False)
+    return len(of_mask) <= len(scores) and all(mine in (1, size) for mine, size in pairs)
 
 
 def _allowed(gm: fx.GraphModule, mask: fx.Node) -> Allowed | None:

@@ -271,6 +271,21 @@ def test_what_cannot_be_known_is_left(make, computed, monkeypatch):
     assert not any(Allowed.CAUSAL in each.values() for each in seen)
 
 
+@pytest.mark.parametrize("shape", [(1, 2, T, 8), (2, T, 8), (3, 2, 1, 8)])
+def test_a_mask_that_is_wider_than_the_scores_stays(shape):
+    """Of the compiled graph torch makes results as wide as the mask; eager attention refuses."""
+
+    def attend(query):
+        key = torch.ones(T, 8).expand(*shape[:-2], T, 8) * query
+        mask = triangle().expand(3, 1, T, T)
+        return functional.scaled_dot_product_attention(query, key, key, attn_mask=mask).cos()
+
+    query = torch.randn(shape, requires_grad=True)
+    options = {"lowering": "aten", "strict": True}
+    found = torch.compile(attend, backend="memo", options=options)(query)
+    torch.testing.assert_close(found, torch.compile(attend, backend="aot_eager")(query))
+
+
 def test_a_graph_in_which_nothing_tells_of_memory_keeps_its_masks():
     seen = []
 
