@@ -256,7 +256,8 @@ def _rounding(
 ) -> list[torch.Tensor | None]:
     """How far each number of a result moves with the last digits of the inputs, or most do.
 
-    A number may stay in place by chance; one that jumps says nothing of others. None: no fractions.
+    A number may stay in place by chance; one that jumps says nothing of others. None: of no
+    fractions, and of those whose bound is as coarse as their last digits.
     """
     moved = [_moved(value, value) for value in expected]
     try:
@@ -272,7 +273,7 @@ def _rounding(
 def _moved(value: Any, other: Any) -> torch.Tensor | None:
     if not isinstance(value, torch.Tensor) or not value.numel():
         return None
-    if not (value.is_floating_point() or value.is_complex()):
+    if value.dtype not in TOLERANCE:  # no fraction, or one whose last digits are as coarse
         return None
     return (other - value).abs().nan_to_num(0)
 
