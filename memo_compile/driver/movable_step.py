@@ -8,7 +8,7 @@ else stays, and so does what layers that are alike share.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import attention_rows, row_layout
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import results_of, storage_of
+from memo_compile.analysis.views import is_item, results_of, storage_of
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.roofline import node_seconds
 from memo_compile.driver.stages import LoweredStep
@@ -89,6 +89,7 @@ class _Builder:
         for at, later in enumerate(backward_calls, start=problem.first_backward):
             for value in (*later.inputs, *(into.value for into in later.into)):
                 self.read_later.setdefault(value, at)
+        self._results: dict[str, Sequence[fx.Node]] = {}
         self.again = values_again(problem)
         gathers = gathers_of(problem).values()
         self.gathered = {value for gather in gathers for value in gather.wait.outputs}
@@ -172,7 +173,26 @@ class _Builder:
                 and not self._other_readers(value)
                 and value in self.read_later
             )
+            or self._is_at_hand(call, position)
         )
+
+    def _is_at_hand(self, call: CutCall, position: int) -> bool:
+        """True for a few integers that stay, and that recomputation reads: each expert's rows."""
+        value, node = call.outputs[position], self._outputs_of(call)[position]
+        return (
+            0 < self.sizes.get(value, 0) < MIN_MOVE_BYTES
+            and value not in self.user_values
+            and value in self.read_later
+            and _is_integer(node.meta.get("val"))
+            and not _is_attention(node)
+        )
+
+    def _outputs_of(self, call: CutCall) -> Sequence[fx.Node]:
+        """What the region of ``call`` returns."""
+        region = self._region(call)
+        if region.name not in self._results:
+            self._results[region.name] = results_of(region.gm.graph)
+        return self._results[region.name]
 
     def _may_move(self, value: str) -> bool:
         return self.sizes.get(value, 0) >= MIN_MOVE_BYTES and value not in self.user_values
@@ -207,11 +227,11 @@ class _Builder:
         seconds = self._seconds(call, graph.region)
         ops = layer_ops(graph, lambda node: seconds[node])
         region = graph.region.gm.graph
-        if len(self.calls[call.position]) > 1:
-            chosen = {node.name for node in region.nodes if _is_choice(node)}
-            ops = tuple(
-                replace(op, can_recompute=op.can_recompute and op.name not in chosen) for op in ops
-            )
+        chooses = _is_choice if len(self.calls[call.position]) > 1 else _is_index
+        chosen = {node.name for node in region.nodes if chooses(node)}
+        ops = tuple(
+            replace(op, can_recompute=op.can_recompute and op.name not in chosen) for op in ops
+        )
         nodes = graph.at_slots(region.find_nodes(op="placeholder"), results_of(region))
         dims = graph.row_dims()
         able = _can_recompute(ops)
@@ -299,16 +319,46 @@ def _is_choice(node: fx.Node) -> bool:
     """True for what turns numbers into integers or truths: a router's experts, a mask.
 
     In tiles a product may differ in its last bits from the whole's, and near a tie so would these:
-    they are recomputed only where the very same kernels run. The integers that attention kernels
-    return are their seeds.
+    they are recomputed only where the same operators run on all tokens. The integers that attention
+    kernels return are their seeds.
     """
     if node.op != "call_function" or "attention" in op_name(node):
         return False
     made = tree_leaves(node.meta.get("val"))
-    read = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
-    return any(
+    return _reads_numbers(node) and any(
         isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() for leaf in made
-    ) and any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in read)
+    )
+
+
+def _is_index(node: fx.Node) -> bool:
+    """True for what turns numbers into integers that the forward goes on with: a router's experts.
+
+    The code of a recomputation is fused otherwise than the forward's, so that numbers may differ in
+    their last bits. Where a truth or the place of a maximum differs, a gradient is taken at the
+    other side of a tie. Where a router's choice does, it no longer fits what was saved with it.
+    """
+    if not _is_choice(node):
+        return False
+    results = [own for own in node.users if is_item(own)] or [node]
+    return any(
+        _is_integer(own.meta.get("val")) and any(user.op != "output" for user in own.users)
+        for own in results
+    )
+
+
+def _reads_numbers(node: fx.Node) -> bool:
+    """True where an input is of floating point."""
+    read = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in read)
+
+
+def _is_integer(value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not value.is_floating_point()
+        and not value.is_complex()
+        and value.dtype != torch.bool
+    )
 
 
 def _is_attention(node: fx.Node) -> bool:
