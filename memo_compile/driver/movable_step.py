@@ -8,7 +8,7 @@ else stays, and so does what layers that are alike share.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,7 +89,8 @@ class _Builder:
         for at, later in enumerate(backward_calls, start=problem.first_backward):
             for value in (*later.inputs, *(into.value for into in later.into)):
                 self.read_later.setdefault(value, at)
-        self._results: dict[str, Sequence[fx.Node]] = {}
+        self._chosen: dict[str, frozenset[int]] = {}
+        """Region -> positions of integers that follow from what it chooses."""
         self.again = values_again(problem)
         gathers = gathers_of(problem).values()
         self.gathered = {value for gather in gathers for value in gather.wait.outputs}
@@ -173,26 +174,17 @@ class _Builder:
                 and not self._other_readers(value)
                 and value in self.read_later
             )
-            or self._is_at_hand(call, position)
+            or (value in self.read_later and self._is_at_hand(call, value))
         )
 
-    def _is_at_hand(self, call: CutCall, position: int) -> bool:
+    def _is_at_hand(self, call: CutCall, value: str) -> bool:
         """True for a few integers that stay, and that recomputation reads: each expert's rows."""
-        value, node = call.outputs[position], self._outputs_of(call)[position]
-        return (
-            0 < self.sizes.get(value, 0) < MIN_MOVE_BYTES
-            and value not in self.user_values
-            and value in self.read_later
-            and _is_integer(node.meta.get("val"))
-            and not _is_attention(node)
-        )
-
-    def _outputs_of(self, call: CutCall) -> Sequence[fx.Node]:
-        """What the region of ``call`` returns."""
+        if not 0 < self.sizes.get(value, 0) < MIN_MOVE_BYTES or value in self.user_values:
+            return False
         region = self._region(call)
-        if region.name not in self._results:
-            self._results[region.name] = results_of(region.gm.graph)
-        return self._results[region.name]
+        if region.name not in self._chosen:
+            self._chosen[region.name] = _made_of_choices(region.gm.graph)
+        return value in call.outputs and call.outputs.index(value) in self._chosen[region.name]
 
     def _may_move(self, value: str) -> bool:
         return self.sizes.get(value, 0) >= MIN_MOVE_BYTES and value not in self.user_values
@@ -248,7 +240,8 @@ class _Builder:
                     can_offload=value not in self.again and self._may_move(value),
                     can_recompute=slot in able
                     and value in self.read_later
-                    and value not in self.filled,
+                    and value not in self.filled
+                    and not self._is_at_hand(call, value),
                     is_input=slot < len(graph.slot_of_input),
                     is_attention=_is_attention(node),
                     num_rows=graph.num_rows if row_bytes else 1,
@@ -343,6 +336,19 @@ def _is_index(node: fx.Node) -> bool:
     return any(
         _is_integer(own.meta.get("val")) and any(user.op != "output" for user in own.users)
         for own in results
+    )
+
+
+def _made_of_choices(graph: fx.Graph) -> frozenset[int]:
+    """Positions of a region's integers that are made of what an operator of it chooses."""
+    chosen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_index(node) or not chosen.isdisjoint(node.all_input_nodes):
+            chosen.add(node)
+    return frozenset(
+        at
+        for at, node in enumerate(results_of(graph))
+        if node in chosen and _is_integer(node.meta.get("val"))
     )
 
 

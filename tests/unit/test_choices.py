@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from memo_compile.driver.movable_step import _is_choice
+from memo_compile.driver.movable_step import _is_choice, _is_index
 
 
 def experts(x):
@@ -36,3 +36,25 @@ def positions(x):
 def test_what_chooses(function, chooses):
     graph = make_fx(function, tracing_mode="fake")(torch.randn(8, 4)).graph
     assert any(map(_is_choice, graph.nodes)) == chooses
+
+
+def routed(x):
+    chosen = x.topk(2)[1]
+    return x.gather(1, chosen) * 2
+
+
+def best(x):
+    return x.argmax(-1)
+
+
+def largest(x):
+    return functional.max_pool2d(x.view(1, 1, 8, 4), 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "goes_on"),
+    [(experts, False), (routed, True), (best, False), (largest, False), (mask, False)],
+)
+def test_what_the_forward_goes_on_with(function, goes_on):
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(8, 4)).graph
+    assert any(map(_is_index, graph.nodes)) == goes_on
