@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.comm_windows import has_collectives
@@ -236,17 +237,49 @@ def _recompute_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[tuple[in
     by_read: dict[int, list[int]] = {}
     for slot in slots:
         by_read.setdefault(cls.slots[slot].first_read, []).append(slot)
-    parts: list[tuple[list[int], set[int]]] = []
+    parts: list[_Part] = []
     for _, own in sorted(by_read.items()):
-        ops = set(recompute_closure(cls, own, others))
-        meeting = [part for part in parts if not ops.isdisjoint(part[1])]
-        for part in meeting:
-            own, ops = [*part[0], *own], ops | part[1]
-        at = parts.index(meeting[0]) if meeting else len(parts)
+        left: list[_Part] = []
+        for apart in _apart_parts(cls, own, others):
+            meeting = [part for part in parts if apart.meets(part)]
+            if not meeting:
+                left.append(apart)
+                continue
+            at = parts.index(meeting[0])
+            parts = [part for part in parts if part not in meeting]
+            parts.insert(at, _together([*meeting, apart]))
+        parts += [_together(left)] if left else []
+    for part in parts:
+        yield tuple(sorted(part.slots))
+
+
+class _Part(NamedTuple):
+    """Slots that are recomputed together, and the operators that do."""
+
+    slots: tuple[int, ...]
+    ops: frozenset[int]
+
+    def meets(self, other: "_Part") -> bool:
+        """True where an operator makes something of both."""
+        return not self.ops.isdisjoint(other.ops)
+
+
+def _together(parts: Sequence[_Part]) -> _Part:
+    slots = tuple(slot for part in parts for slot in part.slots)
+    return _Part(slots, frozenset().union(*(part.ops for part in parts)))
+
+
+def _apart_parts(
+    cls: LayerClass, slots: Iterable[int], available: Sequence[int]
+) -> Sequence[_Part]:
+    """``slots`` in parts that share no operator."""
+    parts: list[_Part] = []
+    for slot in slots:
+        own = _Part((slot,), frozenset(recompute_closure(cls, (slot,), available)))
+        meeting = [part for part in parts if own.meets(part)]
         parts = [part for part in parts if part not in meeting]
-        parts.insert(at, (own, ops))
-    for own, _ in parts:
-        yield tuple(sorted(own))
+        parts.append(_together([*meeting, own]))
+    return parts
 
 
 def require_valid_modes(step: MovableStep, moves: Moves) -> None:

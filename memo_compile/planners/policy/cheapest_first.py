@@ -23,32 +23,47 @@ def greedy_sequence(
 ) -> list[tuple[int, ...]]:
     """Choices of a mode per layer, save-all first, each with fewer bytes above the floor.
 
-    Deterministic. Cost: steps x modes x layers; 80 layers take half a second.
+    Where no layers can move, because their class would recompute in too many ways, all layers that
+    share a mode move together. Deterministic. Cost: steps x modes x layers; 80 layers take half a
+    second.
     """
     chosen = (0,) * model.num_layers
     floor = _uniform_floor(model)
     sequence = [chosen]
-    over, cost = _bytes_over(model.bytes_at(chosen), floor), model.cost_s(chosen)
     while True:
-        best: tuple[float, float, tuple[int, ...]] | None = None
-        now = model.bytes_at(chosen)
-        for layers, mode, candidate in _moves(model, chosen):
-            if exceeds(model, candidate, host_budget_bytes):
-                layers, candidate = layers[:1], moved(chosen, layers[:1], mode)
-                if exceeds(model, candidate, host_budget_bytes):
-                    continue
-            changes = (model.deltas[at][mode] - model.deltas[at][chosen[at]] for at in layers)
-            less = over - _bytes_over(sum(changes, start=now), floor)
-            if less <= 0:
-                continue
-            price = (model.cost_s(candidate) - cost) / less
-            if best is None or (price, -less) < best[:2]:
-                best = (price, -less, candidate)
+        best = _cheapest(model, chosen, floor, host_budget_bytes, few=True)
+        best = best or _cheapest(model, chosen, floor, host_budget_bytes, few=False)
         if best is None:
             return sequence
-        chosen = best[2]
-        over, cost = over + best[1], model.cost_s(chosen)
+        chosen = best
         sequence.append(chosen)
+
+
+def _cheapest(
+    model: StepModel,
+    chosen: tuple[int, ...],
+    floor: int,
+    host_budget_bytes: int | None,
+    *,
+    few: bool,
+) -> tuple[int, ...] | None:
+    """``chosen`` after the cheapest move, of few layers or of all that share a mode; None: none."""
+    now, cost = model.bytes_at(chosen), model.cost_s(chosen)
+    over = _bytes_over(now, floor)
+    best: tuple[float, float, tuple[int, ...]] | None = None
+    for layers, mode, candidate in _moves(model, chosen, few=few):
+        if exceeds(model, candidate, host_budget_bytes):
+            layers, candidate = layers[:1], moved(chosen, layers[:1], mode)
+            if exceeds(model, candidate, host_budget_bytes):
+                continue
+        changes = (model.deltas[at][mode] - model.deltas[at][chosen[at]] for at in layers)
+        less = over - _bytes_over(sum(changes, start=now), floor)
+        if less <= 0:
+            continue
+        price = (model.cost_s(candidate) - cost) / less
+        if best is None or (price, -less) < best[:2]:
+            best = (price, -less, candidate)
+    return None if best is None else best[2]
 
 
 def exceeds(model: StepModel, chosen: Sequence[int], host_budget_bytes: int | None) -> bool:
@@ -100,7 +115,7 @@ def moved(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int,
 
 
 def _moves(
-    model: StepModel, chosen: tuple[int, ...]
+    model: StepModel, chosen: tuple[int, ...], *, few: bool
 ) -> Iterator[tuple[list[int], int, tuple[int, ...]]]:
     """Every move: some layers of a class, another mode for them, and what ``chosen`` becomes."""
     groups: dict[tuple[str, int], list[int]] = {}
@@ -108,7 +123,7 @@ def _moves(
         groups.setdefault((key, mode), []).append(layer)
     for (class_key, mode), layers in groups.items():
         size = max(1, model.class_keys.count(class_key) // NUM_CHUNKS)
-        movable = layers[:size]
+        movable = layers[:size] if few else layers
         for other in range(1, len(model.modes[movable[0]])):
             candidate = moved(chosen, movable, other)
             if other != mode and few_keys(model, candidate, class_key):

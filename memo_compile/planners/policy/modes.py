@@ -37,7 +37,7 @@ MAX_MODES = 12
 EIGHTHS = 8
 """Token-wise mixes recompute a multiple of 1/8 of the rows, as with MEMO's alpha."""
 
-MAX_APART = 2
+MAX_APART = 3
 """Most modes, beside ``MAX_MODES``, whose regions make nothing before it is read."""
 
 SMALL = 0.002
@@ -211,7 +211,7 @@ def class_modes(
     picked = _supported(step.costs, costs, hidden_s, limit)
     picked += list(_costs(cls, mixes, recompute))[:MAX_MIXES]
     known = {cost.mode for cost in picked}
-    apart_modes = _costs(cls, _apart_modes(cls, sets), recompute)
+    apart_modes = _costs(cls, _apart_modes(cls, sets, hideable), recompute)
     picked += [cost for cost in apart_modes if cost.mode not in known][:MAX_APART]
     half = _half_copied(cls, picked, step.costs)
     picked += [cost for cost in _costs(cls, [half], recompute) if cost.mode not in known]
@@ -297,20 +297,21 @@ def _half_copied(cls: LayerClass, modes: Sequence[ModeCost], costs: StepCosts) -
     return make_mode(cls, recompute=fastest.slots(Action.RECOMPUTE), offload=copied)
 
 
-def _apart_modes(cls: LayerClass, sets: Sequence[frozenset[int]]) -> Iterable[Mode]:
+def _apart_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int) -> Iterable[Mode]:
     """Larger sets first, everything else offloaded."""
     for recomputed in reversed(sets):
-        parts = apart(cls, recomputed)
+        parts = apart(cls, recomputed, hideable)
         if parts != recomputed:
             yield make_mode(cls, recompute=parts, offload=set(offload_order(cls)) - parts)
 
 
-def apart(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
+def apart(cls: LayerClass, recomputed: frozenset[int], hideable: int = 0) -> frozenset[int]:
     """``recomputed`` without slots that make it exist too early; those are to be offloaded.
 
     Slots that share an operator are made by one region, when the first of them is read, though the
     backward may read the others much later. Offloading what is made between lets each be made in
-    time. The set itself is returned where that gains nothing.
+    time. What gains as much as it costs is copied where all copies are ``hideable`` bytes at most.
+    The set itself is returned where that gains nothing.
     """
     kept = recomputed - _small(cls, recomputed)
     early = _early_bytes(cls, kept)
@@ -320,8 +321,9 @@ def apart(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
             (early - _early_bytes(cls, some) - COPIED * _bytes_of(cls, kept - some), some)
             for some in fewer
         ]
-        gain, best = max(gains, key=lambda found: found[0], default=(0, kept))
-        if gain <= 0:
+        gain, best = max(gains, key=lambda found: found[0], default=(-1, kept))
+        hides = _bytes_of(cls, recomputed - best) <= hideable
+        if gain < 0 or (gain == 0 and not hides):
             break
         kept, early = best, _early_bytes(cls, best)
     return kept if early < _early_bytes(cls, recomputed) else recomputed
