@@ -22,7 +22,7 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 """Fields of a config.json without which transformers would silently take a default shape."""
 
 
-TRACED_LAYERS = 6
+TRACED_LAYERS = 5
 """Layers that are traced of a model whose layers are equal: the plan repeats one in the middle, and
 torch's min-cut treats layers alike only with some hundred operators behind them."""
 
