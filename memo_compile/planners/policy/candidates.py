@@ -288,8 +288,11 @@ class CandidateSource:
     searched: SearchedMoves = field(default_factory=SearchedMoves)
     _evaluations: dict[tuple[Moves, tuple[str, ...]], Candidate] = field(default_factory=dict)
 
-    def auto(self) -> list[Candidate]:
-        """All that policy ``auto`` chooses from: greedy's, the program's and the named plans."""
+    def auto(self, most_bytes: int | None = None) -> list[Candidate]:
+        """All that policy ``auto`` chooses from: greedy's, the program's and the named plans.
+
+        Other than named plans that surely need more than ``most_bytes`` are left out.
+        """
         found = dict.fromkeys((*self._greedy(), *self._filled()))
         if self.solver and self.step.layers:
             found.update(dict.fromkeys(self._program()))
@@ -302,7 +305,7 @@ class CandidateSource:
             known += self.lynx("lynx-opt" if self.solver else "lynx-heu")
         slow = (plan for plan in known if plan.moves.policy != "memo" and _stalls(plan))
         found.update(dict.fromkeys(map(_widened, slow)))
-        return [*self._valid(found), *known]
+        return [*self._valid(self._within(found, most_bytes)), *known]
 
     def greedy(self, *, near_floor: bool = True, most_bytes: int | None = None) -> list[Candidate]:
         """What policy ``greedy`` chooses from; ``near_floor`` with plans of the fewest bytes.
@@ -310,9 +313,12 @@ class CandidateSource:
         Plans that surely need more than ``most_bytes`` are left out, and not simulated.
         """
         found = self._greedy() if near_floor else self._far_from_floor()
-        if most_bytes is not None:
-            found = tuple(own for own in found if least_bytes(self.step, own) <= most_bytes)
-        return self._valid(found)
+        return self._valid(self._within(found, most_bytes))
+
+    def _within(self, found: Iterable[Moves], most_bytes: int | None) -> Iterable[Moves]:
+        if most_bytes is None:
+            return found
+        return (own for own in found if least_bytes(self.step, own) <= most_bytes)
 
     def propose(self) -> None:
         """Find all that ``greedy`` simulates, and ask for the regions of the named plans."""
@@ -336,14 +342,19 @@ class CandidateSource:
         """
         found = [
             (self._least_s(own), own)
-            for own in (self._greedy() if near_floor else self._far_from_floor())
-            if most_bytes is None or least_bytes(self.step, own) <= most_bytes
+            for own in self._within(
+                self._greedy() if near_floor else self._far_from_floor(), most_bytes
+            )
         ]
         return sorted(found, key=lambda own: own[0])
 
     def simulated(self, moves: Moves) -> list[Candidate]:
         """The plans of ``moves``: with more time for copies where they stall."""
         return self._valid([moves])
+
+    def near_floor(self) -> list[Candidate]:
+        """Those of ``greedy`` that need the fewest bytes."""
+        return self._valid(self._near_floor())
 
     def near_floor_least_s(self) -> float:
         """What plans near the floor take at least."""

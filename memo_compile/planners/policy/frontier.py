@@ -218,7 +218,8 @@ def _search(
         limit_s = saved[0].cost_s * (1 + GOOD_ENOUGH)
         if policy == "greedy" or (found is not None and found[0].cost_s <= limit_s):
             return ordered, found
-        ordered = in_order(source.auto(), chooser.host_budget_bytes)
+        most_bytes = chooser.most_of_floor(ordered) if spares and found is None else None
+        ordered = in_order(source.auto(most_bytes), chooser.host_budget_bytes)
         return ordered, chooser.pick(ordered)
     if policy in LYNX:
         ordered = in_order(source.lynx(policy), chooser.host_budget_bytes)
@@ -295,13 +296,18 @@ def _far_from_floor(
 def _near_and_far(
     source: CandidateSource, chooser: "_Chooser", others: Sequence[Candidate], *, spares: bool
 ) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
-    """The choice among all of greedy's plans."""
+    """The choice among all of greedy's plans.
+
+    With ``spares``, where none fits, without those that surely need more than the floor.
+    """
+    most_bytes = None
     if spares:
         for known in _by_least_s(source, chooser, others, near_floor=True):
             found = chooser.pick(known.safe)
             if found is not None:
                 return known.plans, found
-    ordered = in_order([*others, *source.greedy()], chooser.host_budget_bytes)
+        most_bytes = chooser.most_of_floor([*others, *source.near_floor()])
+    ordered = in_order([*others, *source.greedy(most_bytes=most_bytes)], chooser.host_budget_bytes)
     return ordered, chooser.pick(ordered)
 
 
@@ -403,6 +409,12 @@ class _Chooser:
         """Seconds of the fastest of the plans that may fit; 0 where none may."""
         may_fit = (plan for plan in candidates if self._host_fits(plan) and self.may_fit(plan))
         return min((plan.timeline.step_s for plan in may_fit), default=0.0)
+
+    def most_of_floor(self, candidates: Iterable[Candidate]) -> int | None:
+        """Bytes of the budget, or of the lowest of ``candidates``; None: the host has no room."""
+        lowest = self._lowest([own for own in candidates if self._host_fits(own)])
+        assert self.budget_bytes is not None, "without a budget every plan fits"
+        return None if lowest is None else max(self.budget_bytes, lowest[0])
 
     def _host_fits(self, candidate: Candidate) -> bool:
         return self.host_budget_bytes is None or candidate.host_bytes <= self.host_budget_bytes
