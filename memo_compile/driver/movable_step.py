@@ -219,8 +219,9 @@ class _Builder:
         seconds = self._seconds(call, graph.region)
         ops = layer_ops(graph, lambda node: seconds[node])
         region = graph.region.gm.graph
-        chooses = _is_choice if len(self.calls[call.position]) > 1 else _is_index
-        chosen = {node.name for node in region.nodes if chooses(node)}
+        chosen = {node.name for node in _indices(region)}
+        if len(self.calls[call.position]) > 1:
+            chosen.update(node.name for node in region.nodes if _is_choice(node))
         ops = tuple(
             replace(op, can_recompute=op.can_recompute and op.name not in chosen) for op in ops
         )
@@ -323,27 +324,33 @@ def _is_choice(node: fx.Node) -> bool:
     )
 
 
-def _is_index(node: fx.Node) -> bool:
-    """True for what turns numbers into integers that the forward goes on with: a router's experts.
+def _indices(graph: fx.Graph) -> Iterator[fx.Node]:
+    """What turns numbers into integers that the forward goes on with: a router's experts.
 
     The code of a recomputation is fused otherwise than the forward's, so that numbers may differ in
     their last bits. Where a truth or the place of a maximum differs, a gradient is taken at the
     other side of a tie. Where a router's choice does, it no longer fits what was saved with it.
+    Truths that are counted or made to integers choose likewise.
     """
-    if not _is_choice(node):
-        return False
-    results = [own for own in node.users if is_item(own)] or [node]
-    return any(
-        _is_integer(own.meta.get("val")) and any(user.op != "output" for user in own.users)
-        for own in results
-    )
+    truths: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not _is_choice(node) and truths.isdisjoint(node.all_input_nodes):
+            continue
+        results = [own for own in node.users if is_item(own)] or [node]
+        if any(_is_integer(own.meta.get("val")) and _goes_on(own) for own in results):
+            yield node
+        truths.update(own for own in (node, *results) if _is_truth(own.meta.get("val")))
+
+
+def _goes_on(node: fx.Node) -> bool:
+    return any(user.op != "output" for user in node.users)
 
 
 def _made_of_choices(graph: fx.Graph) -> frozenset[int]:
     """Positions of a region's integers that are made of what an operator of it chooses."""
-    chosen: set[fx.Node] = set()
+    chosen = set(_indices(graph))
     for node in graph.nodes:
-        if _is_index(node) or not chosen.isdisjoint(node.all_input_nodes):
+        if not chosen.isdisjoint(node.all_input_nodes):
             chosen.add(node)
     return frozenset(
         at
@@ -356,6 +363,10 @@ def _reads_numbers(node: fx.Node) -> bool:
     """True where an input is of floating point."""
     read = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
     return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in read)
+
+
+def _is_truth(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
 def _is_integer(value: object) -> bool:

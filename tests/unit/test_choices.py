@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from memo_compile.driver.movable_step import _is_choice, _is_index
+from memo_compile.driver.movable_step import _indices, _is_choice
 
 
 def experts(x):
@@ -51,10 +51,21 @@ def largest(x):
     return functional.max_pool2d(x.view(1, 1, 8, 4), 2)
 
 
+def counted(x):
+    return x.index_select(0, (x > 0).any(-1).long().cumsum(0) // 8)
+
+
+def masked(x):
+    return torch.where(x > 0, x, 0) * torch.arange(4)
+
+
 @pytest.mark.parametrize(
     ("function", "goes_on"),
-    [(experts, False), (routed, True), (best, False), (largest, False), (mask, False)],
+    [
+        *[(routed, True), (counted, True)],
+        *[(function, False) for function in (experts, best, largest, mask, masked)],
+    ],
 )
 def test_what_the_forward_goes_on_with(function, goes_on):
     graph = make_fx(function, tracing_mode="fake")(torch.randn(8, 4)).graph
-    assert any(map(_is_index, graph.nodes)) == goes_on
+    assert any(_indices(graph)) == goes_on
