@@ -11,7 +11,9 @@
 All of it for both ways to write a step: ``held`` (``out = model(...); out.loss.backward()`` in a
 loop, so that the logits are there throughout) and ``dropped`` (the output goes before the backward,
 which memo is told). ``--memory-only`` measures part 2 alone, at four budgets and without times;
-``--ways`` and ``--rows`` run a part of it.
+``--ways`` and ``--rows`` run a part of it. Whole it takes an hour and a half of a quiet machine:
+``--kept FILE`` writes each measurement there at once, and takes from there what the same code has
+measured before.
 
 Peaks are what a step holds on the device: parameters, inputs, and the growth of anonymous resident
 memory. What compiling leaves behind or gives back is no part of a step: memo's steps are measured
@@ -31,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
@@ -119,6 +122,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budgets", type=int, help="from the floor to none; 12, or 4")
     parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated")
     parser.add_argument("--rows", default="", help="numbers of budgets; by default all")
+    parser.add_argument("--kept", type=Path, help="file of measurements, to go on from")
     parser.add_argument("--no-save", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="inductor", help=argparse.SUPPRESS)
@@ -139,6 +143,9 @@ class _Runner:
         if options.memory_only:
             self._shared += ("--memory-only",)
         self._environment = {"TORCHINDUCTOR_CACHE_DIR": cache}
+        self._file: Path | None = options.kept
+        exists = self._file is not None and self._file.exists()
+        self._kept: dict[str, Any] = json.loads(self._file.read_text()) if exists else {}
 
     def __call__(self, child: str, *arguments: str) -> dict[str, Any]:
         print(f"{child} {' '.join(arguments)}", file=sys.stderr, flush=True)
@@ -147,7 +154,12 @@ class _Runner:
             arguments=(f"--child={child}", *self._shared, *arguments),
             environment=self._environment,
         )
-        result = harness.run_arm(MODULE, arm)
+        key = " ".join((harness.code(), *arm.arguments))
+        if key not in self._kept:
+            self._kept[key] = harness.run_arm(MODULE, arm)
+            if self._file is not None:
+                self._file.write_text(json.dumps(self._kept, indent=1))
+        result: dict[str, Any] = self._kept[key]
         print(f"    {json.dumps(result)}", file=sys.stderr, flush=True)
         return result
 
