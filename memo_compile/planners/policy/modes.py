@@ -310,7 +310,7 @@ def apart(cls: LayerClass, recomputed: frozenset[int], hideable: int = 0) -> fro
 
     Slots that share an operator are made by one region, when the first of them is read, though the
     backward may read the others much later. Offloading what is made between lets each be made in
-    time. What gains as much as it costs is copied where all copies are ``hideable`` bytes at most.
+    time. What gains as much as it costs is copied up to ``hideable`` bytes in all.
     The set itself is returned where that gains nothing.
     """
     kept = recomputed - _small(cls, recomputed)
