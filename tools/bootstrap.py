@@ -93,6 +93,10 @@ def install() -> None:
     # The build backend is among the pins, so no second, unpinned environment is made for it.
     subprocess.run([*pip, "--no-build-isolation", "--no-deps", "-e", str(ROOT)], check=True)
     subprocess.run([str(python), "-m", "pip", "check"], check=True, stdout=subprocess.DEVNULL)
+    # An installed package has its bytecode, a checkout only where Python writes it. Without, each
+    # process compiles memo's modules for more than a second.
+    rooms = [str(ROOT / name) for name in ("memo_compile", "runtime")]
+    subprocess.run([str(python), "-m", "compileall", "-q", *rooms], check=True)
 
 
 def torch_index() -> list[str]:

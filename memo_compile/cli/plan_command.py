@@ -1,9 +1,10 @@
 """``memo plan``: will it fit? A training step planned without its memory and without the device."""
 
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from memo_compile.cli.options import AsJson, Hardware, parse_count
 from memo_compile.cli.plan_text import numbers, plan_lines, verdict
-from memo_compile.cli.progress import StepBar
+from memo_compile.cli.progress import StepBar, working
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.garbage import seldom_collected
@@ -108,19 +109,19 @@ def plan_command(
     if sweep is not None:
         _sweep(question, sweep, budgets, as_json=as_json)
         return
-    answer, longest_seq = _answer(question, max_seq=max_seq, as_json=as_json)
-    if report is not None:
-        write_text(report, render_html(answer.step.problem, answer.step.plan))
-    if out is not None:
-        write_text(out, to_json(answer.step.plan))
-    if emit is not None:
-        print(_settings_text(emit, answer), end="")
-    else:
-        _show(answer, longest_seq, as_json=as_json, verbose=verbose)
-    if not answer.fits:
-        over = format_bytes(answer.peak_bytes - answer.budget_bytes)
-        print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
-        raise typer.Exit(1)
+    with _answered(question, max_seq=max_seq, as_json=as_json) as (answer, longest_seq):
+        if report is not None:
+            write_text(report, render_html(answer.step.problem, answer.step.plan))
+        if out is not None:
+            write_text(out, to_json(answer.step.plan))
+        if emit is not None:
+            print(_settings_text(emit, answer), end="")
+        else:
+            _show(answer, longest_seq, as_json=as_json, verbose=verbose)
+        if not answer.fits:
+            over = format_bytes(answer.peak_bytes - answer.budget_bytes)
+            print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
+            raise typer.Exit(1)
 
 
 def _show(answer: "Forecast", max_seq: int | None, *, as_json: bool, verbose: bool) -> None:
@@ -141,31 +142,42 @@ def _require_one_form(emit: str | None, *, as_json: bool) -> None:
         raise InputError("emit: prints settings, --json prints JSON; give one of the two")
 
 
-@seldom_collected(GARBAGE)
-def _answer(question: "Question", *, max_seq: bool, as_json: bool) -> "tuple[Forecast, int | None]":
-    """The forecast, and with ``max_seq`` the longest sequence that it is for."""
-    from memo_compile.offline.forecast import forecast, longest
+@contextlib.contextmanager
+def _answered(
+    question: "Question", *, max_seq: bool, as_json: bool
+) -> "Iterator[tuple[Forecast, int | None]]":
+    """The forecast, and with ``max_seq`` the longest sequence that it is for.
+
+    What the next questions need is remembered at the end, after the answer was shown; who does not
+    want to wait for that interrupts it.
+    """
+    from memo_compile.offline.forecast import forecasting, longest
     from memo_compile.offline.subject import ModelLengths
 
     console = Console(stderr=True, highlight=False)
-    found: int | None = None
-    try:
-        if not max_seq:
+    found, lengths = None, None
+    with seldom_collected(GARBAGE), contextlib.ExitStack() as stack:
+        try:
+            if max_seq:
+                lengths = stack.enter_context(ModelLengths())
+                with StepBar(console, LENGTHS) as bar:
+                    found = longest(question, _told(console, bar), lengths)
+                if found == 0:
+                    raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
+                question = dataclasses.replace(question, seq=found)
             with StepBar(console, 1) as bar:
-                return forecast(question, bar), None
-        with ModelLengths() as lengths:
-            with StepBar(console, LENGTHS) as bar:
-                found = longest(question, _told(console, bar), lengths)
-            if found == 0:
-                raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
-            question = dataclasses.replace(question, seq=found)
-            with StepBar(console, 1) as bar:
-                return forecast(question, bar, lengths), found
-    except Infeasible as error:
-        if as_json:
-            more = {} if found is None else {"max_seq": found}
-            print(json.dumps({"fits": False, "conflict": str(error)} | more))
-        raise
+                made = forecasting(question, bar, lengths)
+                answer, prepare = stack.enter_context(made)
+        except Infeasible as error:
+            if as_json:
+                more = {} if found is None else {"max_seq": found}
+                print(json.dumps({"fits": False, "conflict": str(error)} | more))
+            raise
+        yield answer, found
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt), working("remembering for smaller budgets"):
+            prepare()
 
 
 def _told(console: Console, bar: StepBar) -> Callable[[int, bool], None]:

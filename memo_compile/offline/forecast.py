@@ -1,7 +1,9 @@
 """Will it fit? A model, a device and a budget answered by a plan that never runs."""
 
 import bisect
+import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -204,8 +206,24 @@ def forecast(
         InputError: the model or a degree cannot be used.
         MemoError: the model cannot be planned.
     """
+    with forecasting(question, say, lengths) as (answer, prepare):
+        prepare()
+        return answer
+
+
+@contextlib.contextmanager
+def forecasting(
+    question: Question, say: Say = nobody_watches, lengths: ModelLengths | None = None
+) -> Iterator[tuple[Forecast, Callable[[], None]]]:
+    """As ``forecast``: the answer, and what remembers for later questions about smaller budgets.
+
+    That takes about a fifth of what a first answer does, which can be shown before.
+    """
+    begin = time.process_time()
     with _subject(question, say, lengths) as subject:
-        return _forecast(question, subject)
+        answer = _forecast(question, subject)
+        took_s = time.process_time() - begin
+        yield answer, lambda: subject.prepare(took_s)
 
 
 def _forecast(question: Question, subject: Subject) -> Forecast:

@@ -55,13 +55,9 @@ if TYPE_CHECKING:
     from memo_compile.driver.knowledge import StepKnowledge
     from memo_compile.offline.plan_offline import OfflineModel
 
-LAST_PREPARED_S = 12.0
-"""Processor seconds of this process after which nothing is prepared for other budgets: that takes
-two to three for each tiling, and a first answer may take 15."""
-
 PREPARING = 0.15
-"""After this share of the processor seconds that the answer took nothing more is begun: who asks
-waits for it."""
+"""After this share of the processor seconds that the answer took, no further tiles are begun for
+other budgets: those of the first take a fifth of it, and who asks has the answer, but waits."""
 
 _Recording = Callable[
     [StepRecord | None, MemoConfig],
@@ -93,8 +89,10 @@ class ModelPlans:
     """Told by ``long``."""
     _known: dict[str, "StepKnowledge"] = field(default_factory=dict)
     _sizes: dict[str, Sizes] = field(default_factory=dict)
+    _answered: MemoConfig | None = None
+    """Asked last, once there is an answer."""
     _prepares: bool = False
-    """True once there is an answer, and other budgets are prepared for."""
+    """True while other budgets are prepared for."""
     _has_read: bool = False
     """True where a step was remembered before."""
     _last: RememberedStep | None = None
@@ -150,8 +148,7 @@ class ModelPlans:
             return attempt(replace(config, token_tiles=1) if config.exact else config)
         order = order_of(self._sizes_for(config), config, self._budget_bytes(config))
         made = first_of(order, config, attempt, self._ends_planning)
-        self._prepare(config)
-        self._prepares = False
+        self._answered = config
         return made
 
     def _budget_bytes(self, config: MemoConfig) -> int | None:
@@ -168,17 +165,20 @@ class ModelPlans:
 
         return ends_planning(error)
 
-    def _prepare(self, config: MemoConfig) -> None:
-        """Remember what smaller budgets need, as long as that belongs to a quick first answer."""
+    def prepare(self, answer_s: float) -> None:
+        """Remember what smaller budgets than the last one need, where its answer was traced for.
+
+        ``answer_s``: the processor seconds that the answer took, which bound those of this.
+        """
         if self.memory is None or not self.for_budgets or not self._is_traced:
             return
-        failed: set[Tiles] = set()
+        config, failed, begin = self._answered, set[Tiles](), time.process_time()
+        if config is None:
+            return
         self._prepares = True
-        last_s = min(LAST_PREPARED_S, (1 + PREPARING) * time.process_time())
         while (tiles := self._not_prepared(config, failed)) is not None:
-            if time.process_time() > last_s:
-                return
-            self.say("remembering what smaller budgets need", 0)
+            if time.process_time() - begin >= PREPARING * answer_s:
+                break
             options = tiles.options(config)
             recording = self._recording_told if self.long is not None else self._recording
             try:
@@ -187,6 +187,7 @@ class ModelPlans:
             except (MemoError, NotAtLengthError) as error:
                 log.info("memo: in %s: not remembered: %s", tiles, error)
                 failed.add(tiles)
+        self._prepares = False
 
     def _not_prepared(self, config: MemoConfig, failed: Collection[Tiles]) -> Tiles | None:
         """The first tiles that a smaller budget may need, and that are not remembered."""

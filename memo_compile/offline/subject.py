@@ -248,6 +248,11 @@ class Subject:
                 log.info("memo: all layers of %s are traced: %s", self.facts.name, error)
         return self._plans_of(shortened=False).plan(config)
 
+    def prepare(self, answer_s: float) -> None:
+        """Remember what smaller budgets need; ``answer_s`` as ``ModelPlans.prepare``."""
+        for plans in self._plans.values():
+            plans.prepare(answer_s)
+
     def _plan_traced(self, config: MemoConfig) -> OfflineStep:
         """The plan for the device of the tensors, or with a dump; nothing is remembered."""
         from memo_compile.offline.plan_offline import plan_step_offline

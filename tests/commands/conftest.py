@@ -2,7 +2,7 @@
 
 import pytest
 
-from memo_compile.offline import plan_offline
+from memo_compile.offline import model_plans, plan_offline
 
 
 @pytest.fixture
@@ -16,3 +16,9 @@ def traces(monkeypatch):
 
     monkeypatch.setattr(plan_offline, "tracing", counted)
     return seen
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_prepared(monkeypatch):
+    """For other budgets: that takes a part of each answer."""
+    monkeypatch.setattr(model_plans, "PREPARING", 0.0)

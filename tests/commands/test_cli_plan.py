@@ -1,5 +1,6 @@
 """``memo plan``: what it prints, how shapes are cut over devices, what it refuses."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -25,6 +26,7 @@ from memo_compile.offline import forecast as forecasting
 from memo_compile.offline.forecast import Need, Question, forecast, longest
 from memo_compile.offline.shapes.parallel import behind
 from memo_compile.offline.shapes.transformer import Degrees, first_stage
+from memo_compile.offline.subject import Subject
 from memo_compile.planners.place_step import placed_step
 from memo_compile.reporting.emit import Settings, emit
 from memo_compile.step.plans import Decision, Plan
@@ -111,6 +113,20 @@ def question(model="tiny-gpt", seq=1024, **more):
     return Question(model=model, seq=seq, hardware=hardware, degrees=degrees, **more)
 
 
+def test_the_answer_is_shown_before_smaller_budgets_are_prepared(capsys, monkeypatch):
+    def interrupted(subject, answer_s):
+        assert answer_s > 0
+        print("prepared")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Subject, "prepare", interrupted)
+    code, out, _ = plan(capsys, "tiny-llama", "--seq", "1024", "--json")
+    shown, prepared = out.splitlines()
+    assert json.loads(shown)["fits"]
+    assert prepared == "prepared"
+    assert code == 0  # who does not wait for it has the answer
+
+
 @pytest.mark.usefixtures("inductor")
 def test_what_fits_has_all_fields_and_exit_code_0(capsys):
     code, out, _ = plan(capsys, "tiny-llama", "--seq", "1024", "--hardware", "h200", "--json")
@@ -185,7 +201,8 @@ def test_a_budget_between_floor_and_saving_moves_tensors(capsys, monkeypatch):
 
 def test_the_answer_is_one_screen_and_tables_are_verbose(capsys, tmp_path, monkeypatch):
     answer = forecast(question("tiny-gpt", 1024))
-    monkeypatch.setattr(forecasting, "forecast", lambda *_, **__: answer)
+    made = contextlib.nullcontext((answer, lambda: None))
+    monkeypatch.setattr(forecasting, "forecasting", lambda *_, **__: made)
     report, saved = tmp_path / "out.html", tmp_path / "plan.json"
     arguments = ("--seq", "1024", "--report", str(report), "--out", str(saved))
     code, out, _ = plan(capsys, "tiny-gpt", *arguments)

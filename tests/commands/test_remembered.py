@@ -53,12 +53,6 @@ def tiny_model(monkeypatch):
     monkeypatch.setenv("MEMO_LOWERING", "aten")
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_prepared(monkeypatch):
-    """For other budgets, as in a process that has run for long."""
-    monkeypatch.setattr(model_plans, "LAST_PREPARED_S", -1.0)
-
-
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     made = FileStore(folder=tmp_path / "steps")
@@ -106,16 +100,12 @@ def test_answers_are_the_same_with_and_without_memory(store, traces):
     assert not traces
 
 
-@pytest.mark.full
-def test_what_smaller_budgets_need_is_prepared_while_the_first_answer_is_quick(
-    store, traces, monkeypatch
-):
+def test_what_smaller_budgets_need_is_prepared(store, traces, monkeypatch):
     smaller = {"policy": "greedy", "budget": "130MiB"}
     alone = answer(**smaller, remembers=False)
-    monkeypatch.setattr(model_plans, "LAST_PREPARED_S", math.inf)
     monkeypatch.setattr(model_plans, "PREPARING", math.inf)
     answer(**smaller | {"budget": "200MiB"})
-    assert len([known for known in store.stored() if known.kind == "step"]) > 4
+    assert len([known for known in store.stored() if known.kind == "long step"]) > 1
     traces.clear()
     assert answer(**smaller) == alone
     assert not traces

@@ -497,3 +497,15 @@ def test_slots_that_are_read_by_different_calls_are_recomputed_apart():
     assert parts(b=RECOMPUTE, c=RECOMPUTE) == [(2, 3)]
     assert parts(b=RECOMPUTE, c=RECOMPUTE, d=RECOMPUTE) == [(2, 3, 4)]
     assert parts(x=SAVE) == []
+
+
+def test_only_what_shares_an_operator_is_made_before_it_is_read():
+    """Of b and a, which are read later, a is made from nothing that c and d are made from."""
+    cls = movable_step(1).classes["L"]
+    reads = (3, 2, 2, 0, 0)
+    slots = tuple(
+        replace(slot, first_read=first) for slot, first in zip(cls.slots, reads, strict=True)
+    )
+    later = replace(cls, slots=slots, parts={})
+    everything = mode(a=RECOMPUTE, b=RECOMPUTE, c=RECOMPUTE, d=RECOMPUTE)
+    assert [key.slots for key in recompute_keys(later, everything)] == [(2, 3, 4), (1,)]

@@ -17,7 +17,13 @@ from memo_compile.planners.policy.candidates import (
     CandidateSource,
     simulated,
 )
-from memo_compile.planners.policy.cheapest_first import MAX_KEYS, greedy_sequence, refilled
+from memo_compile.planners.policy.cheapest_first import (
+    MAX_KEYS,
+    NUM_CHUNKS,
+    few_keys,
+    greedy_sequence,
+    refilled,
+)
 from memo_compile.planners.policy.frontier import is_steady
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
 from memo_compile.planners.policy.model import MAX_LAST, StepModel, build_model, last_layer_kept
@@ -133,6 +139,20 @@ def test_regions_are_kept_apart_by_a_copy_of_what_joins_them():
     assert [key.slots for key in keys] == [(4,), (2,)]
 
 
+def test_what_gains_as_much_as_its_copies_cost_is_copied_where_they_hide():
+    """Without a copy of c, 128 KiB exist too early: twice the bytes of c."""
+    cls = movable_step(2).classes["L"]
+    slots = tuple(
+        replace(slot, size_bytes=64 * KIB, first_read=first)
+        for slot, first in zip(cls.slots, (3, 3, 3, 3, 0), strict=True)
+    )
+    cls = replace(cls, parts={}, slots=slots)
+    everything = frozenset((2, 3, 4))
+    assert apart(cls, everything) == everything
+    assert apart(cls, everything, 64 * KIB - 1) == everything
+    assert apart(cls, everything, 64 * KIB) == {2, 4}
+
+
 def test_small_slots_join_no_regions_that_are_read_at_different_times():
     """Of b, which d is made from, a few bytes are left; it is kept, so that d is made apart."""
     cls = movable_step(2).classes["L"]
@@ -170,6 +190,22 @@ def test_what_is_left_of_the_host_is_filled_by_one_layer():
     largest = max(mode.host_bytes for mode in model.modes[0])
     limited = greedy_sequence(model, host_budget_bytes=7 * largest)
     assert max(map(model.host_bytes, limited)) > 6.5 * largest  # layers go two by two
+
+
+@pytest.mark.parametrize(("num_layers", "speed"), [(8, 64), (8, 1024), (32, 4)])
+def test_all_layers_of_a_mode_move_where_no_few_of_them_can(num_layers, speed):
+    """Some recompute in two ways, and a third is none of them: they leave one of those together."""
+    step = movable_step(num_layers, bytes_per_s=speed * KIB)
+    model = build_model(step, layer_modes(step, recomputer(step)), ONCE)
+    plans = greedy_sequence(model, host_budget_bytes=40 * KIB * num_layers)
+    changed = [
+        sum(a != b for a, b in zip(before, after, strict=True))
+        for before, after in itertools.pairwise(plans)
+    ]
+    assert max(changed) > max(1, num_layers // NUM_CHUNKS)
+    assert all(few_keys(model, plan, "L") for plan in plans)
+    peaks = [model.peak_bytes(plan) for plan in plans]
+    assert peaks[-1] == min(peaks)
 
 
 def test_of_a_short_host_each_layer_may_have_a_share():
