@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in ten minutes or in parts: ``python -m benchmarks.gpu``.
+"""Everything that needs a GPU, in parts of under five minutes: ``python -m benchmarks.gpu``.
 
     --part tests      tests/gpu: numerics, budgets, streams
     --part fits       the longest sequence that trains in each arm
@@ -36,8 +36,9 @@ from memo_compile.units import format_bytes
 
 MODULE = "benchmarks.gpu"
 ARMS = ("memo", "checkpointing", "offloaded-checkpointing", "inductor", "inductor-budget")
-LIMITS_S = {"tests": 200.0, "fits": 220.0, "speed": 110.0, "overlap": 50.0}
-"""Of each part. What an arm leaves over is for those after it."""
+LIMITS_S = {"tests": 260.0, "fits": 220.0, "speed": 150.0, "overlap": 120.0}
+"""Of each part. What an arm leaves over is for those after it. A first step that finds no kernels
+takes up to a minute."""
 OVERLAP = "memo-offload"
 """memo with everything that layers save on the host: an arm of the part ``overlap``."""
 KERNELS = harness.ROOT / "build" / "gpu_kernels"
