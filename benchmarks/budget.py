@@ -17,8 +17,9 @@ measured before.
 
 Peaks are what a step holds on the device: parameters, inputs, and the growth of anonymous resident
 memory. What compiling leaves behind or gives back is no part of a step: memo's steps are measured
-from the planned forward's entry. What a step leaves behind for the next is measured as well: no
-more than planning's threads and the BLAS library keep once. Gradients are new in every step. The
+from the planned forward's entry. What a step leaves behind for the next is measured as well, from
+the second one on, whose forward may be planned and compiled anew because the results of the first
+are there: no more than threads and the BLAS library keep once. Gradients are new in every step. The
 host store of offloaded activations is shared memory, which the kernel counts apart. In all arms
 every core that the process may use has one intra-op thread, so memo's two copy threads find no core
 of their own: they take their time from its compute.
@@ -54,9 +55,10 @@ WAYS = ("held", "dropped")
 MAX_STEP_RATIO = 1.0
 MAX_PEAK_OVER_BUDGET = 1.005
 MAX_LEFT_BYTES = 16 * 2**20
-"""Between one step's entry and a later one's."""
+"""Between the second step's entry and a later one's."""
 NUM_FIRST_STEPS = 4
-"""Measured one by one: from the second on a step finds the results of the one before."""
+"""Measured one by one: from the second on a step finds the results of the one before. Four, because
+what a step leaves shows from the second to the third, and from the third to the fourth."""
 MAX_PEAK_OVER_PLAN = 1.01
 MIN_PEAK_OF_PLAN = 0.95
 """A plan that reserves much more than is used wastes the budget."""
@@ -237,7 +239,8 @@ def run_memo(options: argparse.Namespace) -> dict[str, Any]:
         "peak_bytes": max(first[1:]),
         "first_peaks_bytes": first,
         "first_plans_bytes": plans,
-        "left_bytes": max(later - others[0] for later in others),
+        "compiled_bytes": others[1] - others[0],
+        "left_bytes": max(later - others[1] for later in others[2:]),
     }
     times = [0.0]
     if not options.memory_only:
