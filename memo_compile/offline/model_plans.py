@@ -323,13 +323,21 @@ class ModelPlans:
 
     @contextlib.contextmanager
     def _completing(self, options: MemoConfig) -> Iterator[None]:
-        """At the end the step is ``_complete``, unless that would put off a first answer."""
+        """At the end the step is ``_complete``, unless that would put off a first answer.
+
+        Not after an interrupt: who makes it does not want to wait.
+        """
         try:
             yield
-        finally:
-            has_read = self._has_read or (self.long is not None and self.long.has_read)
-            if self._last is not None and (has_read or self._prepares):
-                self._complete(self._last, options)
+        except Exception:
+            self._complete_last(options)
+            raise
+        self._complete_last(options)
+
+    def _complete_last(self, options: MemoConfig) -> None:
+        has_read = self._has_read or (self.long is not None and self.long.has_read)
+        if self._last is not None and (has_read or self._prepares):
+            self._complete(self._last, options)
 
     def _complete(self, step: RememberedStep, options: MemoConfig) -> None:
         """What plans of ``step`` under other budgets recompute with is lowered."""
