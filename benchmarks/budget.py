@@ -19,7 +19,7 @@ Peaks are what a step holds on the device: parameters, inputs, and the growth of
 memory. What compiling leaves behind or gives back is no part of a step: memo's steps are measured
 from the planned forward's entry. What a step leaves behind for the next is measured as well, from
 the second one on, whose forward may be planned and compiled anew because the results of the first
-are there: no more than threads and the BLAS library keep once. Gradients are new in every step. The
+are there: hardly anything. Gradients are new in every step. The
 host store of offloaded activations is shared memory, which the kernel counts apart. In all arms
 every core that the process may use has one intra-op thread, so memo's two copy threads find no core
 of their own: they take their time from its compute.
@@ -54,7 +54,7 @@ PEERS = (
 WAYS = ("held", "dropped")
 MAX_STEP_RATIO = 1.0
 MAX_PEAK_OVER_BUDGET = 1.005
-MAX_LEFT_BYTES = 16 * 2**20
+MAX_LEFT_BYTES = 2 * 2**20
 """Between the second step's entry and a later one's."""
 NUM_FIRST_STEPS = 4
 """Measured one by one: from the second on a step finds the results of the one before. Four, because
