@@ -184,8 +184,8 @@ class ModelPlans:
             try:
                 with recording(None, options) as (record, maker):
                     self._step_of(record, options, "prepared", maker)
-            except (MemoError, NotAtLengthError) as error:
-                log.info("memo: in %s: not remembered: %s", tiles, error)
+            except Exception as error:  # the answer was given, and stands
+                log.info("memo: in %s: not remembered: %r", tiles, error)
                 failed.add(tiles)
         self._prepares = False
 

@@ -111,6 +111,21 @@ def test_what_smaller_budgets_need_is_prepared(store, traces, monkeypatch):
     assert not traces
 
 
+def test_what_cannot_be_prepared_leaves_the_answer(store, monkeypatch):
+    asked = {"policy": "greedy", "budget": "200MiB"}
+    alone = answer(**asked, remembers=False)
+    refused = []
+
+    def fails(plans, step, options):
+        refused.append(options.token_tiles)
+        raise RuntimeError("no such region")
+
+    monkeypatch.setattr(model_plans, "PREPARING", math.inf)
+    monkeypatch.setattr(model_plans.ModelPlans, "_complete", fails)
+    assert answer(**asked) == alone
+    assert len(refused) > 1
+
+
 @pytest.fixture
 def simulations(monkeypatch):
     """How many candidates were simulated."""
