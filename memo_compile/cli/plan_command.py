@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 LENGTHS = 6
 """Most searches for the longest sequence try so many lengths or fewer."""
 
-GARBAGE = 500_000
+GARBAGE = 2_000_000
 """So many objects must be new before cycles among them are looked for, which took a sixth of a
-plan's time, mostly in vain. A traced model of six layers has about as many, in 500 MiB."""
+plan's time, mostly in vain. A plan of Llama-3-8B stays below 600 MiB."""
 
 PLAIN_WIDTH = 140
 """Characters of a line where stdout is a file or a pipe."""

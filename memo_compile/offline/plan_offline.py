@@ -314,10 +314,13 @@ def offline_facts(known: StepKnowledge) -> OfflineFacts:
 def forward_costs(known: StepKnowledge) -> Iterator[NodeCost]:
     """What the operators of the forward cost, in all calls, but for gradients that it makes."""
     step = known.lowered.cut
+    of_region: dict[str, list[NodeCost]] = {}
     for call in step.forward.calls:
-        for node in step.regions[call.region].gm.graph.nodes:
-            if GRADIENT not in node.meta:
-                yield node_cost(node)
+        if call.region not in of_region:
+            nodes = step.regions[call.region].gm.graph.nodes
+            costs = [node_cost(node) for node in nodes if GRADIENT not in node.meta]
+            of_region[call.region] = costs
+        yield from of_region[call.region]
 
 
 def _captured(
