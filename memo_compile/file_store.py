@@ -115,6 +115,10 @@ class FileStore:
         except OSError as error:
             log.info("memo: %s is not remembered: %s", said["kind"], error)
 
+    def is_writable(self) -> bool:
+        """True where the folder is there, as it is once something was written, and takes more."""
+        return os.access(self.folder, os.W_OK | os.X_OK)
+
     def stored(self) -> list[RememberedFile]:
         """Every file of the folder, by name; each is read and checked."""
         return [_stored(path) for path in sorted(self.folder.glob("*.json"))]

@@ -174,8 +174,9 @@ def _answered(
                 print(json.dumps({"fits": False, "conflict": str(error)} | more))
             raise
         yield answer, found
-        with contextlib.suppress(BrokenPipeError):
-            sys.stdout.flush()
+        if sys.stdout is not None:  # closed by who calls
+            with contextlib.suppress(BrokenPipeError):
+                sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt), working("remembering for smaller budgets"):
             prepare()
 

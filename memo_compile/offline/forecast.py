@@ -217,7 +217,8 @@ def forecasting(
 ) -> Iterator[tuple[Forecast, Callable[[], None]]]:
     """As ``forecast``: the answer, and what remembers for later questions about smaller budgets.
 
-    That takes about a fifth of what a first answer does, which can be shown before.
+    That takes a fifth of what a first answer of Llama-3-8B does, and more for small models; the
+    answer can be shown before.
     """
     begin = time.process_time()
     with _subject(question, say, lengths) as subject:

@@ -173,7 +173,7 @@ class ModelPlans:
         if self.memory is None or not self.for_budgets or not self._is_traced:
             return
         config, failed, begin = self._answered, set[Tiles](), time.process_time()
-        if config is None:
+        if config is None or not self.memory.store.is_writable():
             return
         self._prepares = True
         while (tiles := self._not_prepared(config, failed)) is not None:

@@ -125,6 +125,8 @@ def test_the_answer_is_shown_before_smaller_budgets_are_prepared(capsys, monkeyp
     assert json.loads(shown)["fits"]
     assert prepared == "prepared"
     assert code == 0  # who does not wait for it has the answer
+    monkeypatch.setattr(sys, "stdout", None)  # closed
+    assert plan(capsys, "tiny-llama", "--seq", "1024", "--json")[0] == 0
 
 
 @pytest.mark.usefixtures("inductor")

@@ -124,6 +124,11 @@ def test_what_cannot_be_prepared_leaves_the_answer(store, monkeypatch):
     monkeypatch.setattr(model_plans.ModelPlans, "_complete", fails)
     assert answer(**asked) == alone
     assert len(refused) > 1
+    refused.clear()
+    store.clear()
+    monkeypatch.setattr(FileStore, "is_writable", lambda _: False)
+    assert answer(**asked) == alone
+    assert not refused
 
 
 @pytest.fixture
