@@ -104,8 +104,13 @@ def is_static(node: Any) -> bool:
 
 
 def own_tracing_context(examples: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """A fresh TracingContext: Inductor asserts that ``output_strides`` is empty at each compile."""
-    return tracing(TracingContext(detect_fake_mode(examples)))
+    """A fresh TracingContext: Inductor asserts that ``output_strides`` is empty at each compile.
+
+    The mode is that of ``examples``: what was traced before may be lowered inside another trace.
+    """
+    with tracing(None):
+        mode = detect_fake_mode(examples)
+    return tracing(TracingContext(mode or detect_fake_mode(examples)))
 
 
 NO_GRAPH_CACHE: dict[str, Any] = {"fx_graph_cache": False, "fx_graph_remote_cache": False}

@@ -77,7 +77,8 @@ def long_step_of(
     graphs = known.class_graphs(options.host_store)
     regions = known.lowered.cut.regions
     undivided = Threshold(bound_bytes=0, sizes=())  # a bound is no function of the length
-    bare = replace(record, tile_above=undivided, drop_above=undivided)
+    # Operations are told by ``model_flops``: their sum has digits that are as large as the base.
+    bare = replace(record, tile_above=undivided, drop_above=undivided, model_flops=0)
     return LongStep(
         long=long,
         tile_above=record.tile_above,

@@ -66,4 +66,4 @@ def warm_up(tables: kernel.Tables, state: kernel.State) -> None:
         return
     if is_cold():
         print("memo: compiling the placement search, once (about 5 s)", file=sys.stderr)
-    compiled_search()(tables, state, 0, 0, 0, False)
+    compiled_search()(tables, state, 0, 0, 0, 0, False)

@@ -108,12 +108,19 @@ class State(NamedTuple):
 
 
 def search(
-    tables: Tables, state: State, capacity: int, slack: int, max_nodes: int, jump: bool
+    tables: Tables,
+    state: State,
+    capacity: int,
+    slack: int,
+    max_nodes: int,
+    max_work: int,
+    jump: bool,
 ) -> tuple:
     """Searches for offsets whose height is at most ``capacity``.
 
     ``slack`` is the most bytes by which padding overstates a stack. ``state`` must be fresh; on
-    FOUND its offsets are the placement, on EXHAUSTED there is none.
+    FOUND its offsets are the placement, on EXHAUSTED there is none. Ends about where ``max_nodes``
+    choices were tried, or ``max_work`` turns of inner loops were made.
 
     Returns:
         (FOUND | EXHAUSTED | LIMIT, number of choices tried).
@@ -129,7 +136,7 @@ def search(
     depth = zero
     open_frame(tables, state, depth, zero, zero - 1, zero - 1, roof)
     nodes = 0
-    while nodes < max_nodes:
+    while nodes < max_nodes and state.tally[WORK] < max_work:
         position = next_choice(tables, state, depth)
         if position < 0:
             depth = retreat(tables, state, depth, jump)

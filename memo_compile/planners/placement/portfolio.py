@@ -7,6 +7,7 @@ limit is made, which can prove that a capacity is out of reach. The kernel runs 
 numba is installed and the problem is not small.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +44,8 @@ _MOST_PLAIN_PAIRS = 200_000
 """With more overlapping pairs the plain search would not end a single descent in time."""
 _MOST_PAIRS = 60_000_000
 """With more overlapping pairs the tables would take gigabytes, so greedy stands alone."""
+_ANY_WORK = 2**62
+"""More work than any run makes."""
 
 
 class Searcher:
@@ -79,13 +82,17 @@ class Searcher:
         self.seconds = 0.0
         """What the kernel's work so far is taken to last."""
 
-    def run(self, capacity: int, rank: Ints, max_nodes: int, jump: bool) -> tuple[int, Ints]:
+    def run(
+        self, capacity: int, rank: Ints, max_nodes: int, jump: bool, max_s: float = math.inf
+    ) -> tuple[int, Ints]:
         """One run: (FOUND | EXHAUSTED | LIMIT, offsets (N,) that hold on FOUND).
 
-        With ``jump`` a failure goes back to the last choice that had a part in it: no proof.
+        With ``jump`` a failure goes back to the last choice that had a part in it: no proof. What
+        takes about ``max_s``, as work is counted, ends.
         """
         tables, state, slack = self._tables(rank), self._fresh_state(), self._instance.max_slack
-        outcome, nodes = self._kernel(tables, state, capacity, slack, max_nodes, jump)
+        work = int(min(max_s / self._unit_s, _ANY_WORK))
+        outcome, nodes = self._kernel(tables, state, capacity, slack, max_nodes, work, jump)
         self.seconds += float(state.tally[kernel.WORK]) * self._unit_s + nodes * self._node_s
         self.nodes += nodes
         return outcome, np.array(state.offset, dtype=np.int64)
@@ -127,7 +134,7 @@ class Searcher:
         if self.nodes and nodes <= self._instance.num_buffers:
             return kernel.LIMIT, np.zeros(0, dtype=np.int64)
         before_s = self.seconds
-        found = self.run(capacity, rank, nodes, jump)
+        found = self.run(capacity, rank, nodes, jump, effort.left_s)
         effort.spend(self.seconds - before_s)
         return found
 
