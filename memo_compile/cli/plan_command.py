@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+from memo_compile.cli import background
 from memo_compile.cli.options import AsJson, Hardware, parse_count
 from memo_compile.cli.plan_text import numbers, plan_lines, verdict
 from memo_compile.cli.progress import StepBar, working
@@ -28,7 +29,7 @@ from memo_compile.text_files import write_text
 from memo_compile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from memo_compile.offline.forecast import Forecast, Question
+    from memo_compile.offline.forecast import Forecast, Question, Remembering
 
 
 LENGTHS = 6
@@ -83,6 +84,12 @@ def plan_command(
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
+    prepare: Annotated[
+        bool,
+        typer.Option(
+            "--prepare/--no-prepare", help="Other budgets, in the background, afterwards."
+        ),
+    ] = True,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Every tensor with its reason, and whole notes.")
     ] = False,
@@ -109,19 +116,29 @@ def plan_command(
     if sweep is not None:
         _sweep(question, sweep, budgets, as_json=as_json)
         return
-    with _answered(question, max_seq=max_seq, as_json=as_json) as (answer, longest_seq):
-        if report is not None:
-            write_text(report, render_html(answer.step.problem, answer.step.plan))
-        if out is not None:
-            write_text(out, to_json(answer.step.plan))
+    with _answered(question, max_seq, prepare, as_json=as_json) as (answer, longest_seq):
+        _write(answer, report, out)
         if emit is not None:
             print(_settings_text(emit, answer), end="")
         else:
             _show(answer, longest_seq, as_json=as_json, verbose=verbose)
-        if not answer.fits:
-            over = format_bytes(answer.peak_bytes - answer.budget_bytes)
-            print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
-            raise typer.Exit(1)
+        _tell_over(answer)
+    if not answer.fits:
+        raise typer.Exit(1)
+
+
+def _tell_over(answer: "Forecast") -> None:
+    if not answer.fits:
+        over = format_bytes(answer.peak_bytes - answer.budget_bytes)
+        print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
+
+
+def _write(answer: "Forecast", report: Path | None, out: Path | None) -> None:
+    """The answer's files."""
+    if report is not None:
+        write_text(report, render_html(answer.step.problem, answer.step.plan))
+    if out is not None:
+        write_text(out, to_json(answer.step.plan))
 
 
 def _show(answer: "Forecast", max_seq: int | None, *, as_json: bool, verbose: bool) -> None:
@@ -144,12 +161,11 @@ def _require_one_form(emit: str | None, *, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def _answered(
-    question: "Question", *, max_seq: bool, as_json: bool
+    question: "Question", max_seq: bool, prepare: bool, *, as_json: bool
 ) -> "Iterator[tuple[Forecast, int | None]]":
     """The forecast, and with ``max_seq`` the longest sequence that it is for.
 
-    What the next questions need is remembered at the end, after the answer was shown; who does not
-    want to wait for that interrupts it.
+    What the next questions need is remembered at the end, after the answer was shown.
     """
     from memo_compile.offline.forecast import forecasting, longest
     from memo_compile.offline.subject import ModelLengths
@@ -167,7 +183,7 @@ def _answered(
                 question = dataclasses.replace(question, seq=found)
             with StepBar(console, 1) as bar:
                 made = forecasting(question, bar, lengths)
-                answer, prepare = stack.enter_context(made)
+                answer, remembering = stack.enter_context(made)
         except Infeasible as error:
             if as_json:
                 more = {} if found is None else {"max_seq": found}
@@ -177,8 +193,19 @@ def _answered(
         if sys.stdout is not None:  # closed by who calls
             with contextlib.suppress(BrokenPipeError):
                 sys.stdout.flush()
-        with contextlib.suppress(KeyboardInterrupt), working("remembering for smaller budgets"):
-            prepare()
+        if prepare:
+            _remember(remembering)
+
+
+def _remember(remembering: "Remembering") -> None:
+    """Leave that to a process in the background, or do a part of it: who waits may interrupt it."""
+    with contextlib.suppress(KeyboardInterrupt):
+        if background.can_be_left():
+            if remembering.is_needed():
+                background.leave(remembering.fully)
+            return
+        with working("remembering for smaller budgets"):
+            remembering.briefly()
 
 
 def _told(console: Console, bar: StepBar) -> Callable[[int, bool], None]:

@@ -232,13 +232,18 @@ def orders_below(
 
     ``bounds`` are the bytes with which rooms are compared: at each of them other tiles follow.
     """
-    orders = [order_of(sizes, config, budget_bytes)]
-    for bound in sorted(bounds, reverse=True):
-        smaller = math.ceil((bound - 1 + sizes.constant_bytes) / (1 - REST))
-        if 0 < smaller < budget_bytes:
-            orders.append(order_of(sizes, config, smaller))
-    ranks = itertools.zip_longest(*orders)
+    budgets = (budget_bytes, *budgets_below(sizes, budget_bytes, bounds))
+    ranks = itertools.zip_longest(*(order_of(sizes, config, budget) for budget in budgets))
     return tuple(dict.fromkeys(tiles for rank in ranks for tiles in rank if tiles is not None))
+
+
+def budgets_below(sizes: Sizes, budget_bytes: int, bounds: Iterable[int]) -> list[int]:
+    """The largest budget below each of ``bounds``, as in ``orders_below``; largest first."""
+    budgets = (
+        math.ceil((bound - 1 + sizes.constant_bytes) / (1 - REST))
+        for bound in sorted(bounds, reverse=True)
+    )
+    return [budget for budget in budgets if 0 < budget < budget_bytes]
 
 
 def order_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tuple[Tiles, ...]:

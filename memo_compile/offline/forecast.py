@@ -206,25 +206,41 @@ def forecast(
         InputError: the model or a degree cannot be used.
         MemoError: the model cannot be planned.
     """
-    with forecasting(question, say, lengths) as (answer, prepare):
-        prepare()
+    with forecasting(question, say, lengths) as (answer, remembering):
+        remembering.briefly()
         return answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembering:
+    """What can be remembered for later questions about other budgets, after the answer."""
+
+    subject: Subject
+    answer_s: float
+    """Processor seconds that the answer took."""
+
+    def briefly(self) -> None:
+        """What the next smaller budgets need, in a fifth of the answer's time or a little more."""
+        self.subject.prepare(self.answer_s)
+
+    def is_needed(self) -> bool:
+        """True where ``fully`` has something to do."""
+        return self.subject.lacks()
+
+    def fully(self) -> None:
+        """What every budget needs, in up to three times the answer's time."""
+        self.subject.prepare_all()
 
 
 @contextlib.contextmanager
 def forecasting(
     question: Question, say: Say = nobody_watches, lengths: ModelLengths | None = None
-) -> Iterator[tuple[Forecast, Callable[[], None]]]:
-    """As ``forecast``: the answer, and what remembers for later questions about smaller budgets.
-
-    That takes a fifth of what a first answer of Llama-3-8B does, and more for small models; the
-    answer can be shown before.
-    """
+) -> Iterator[tuple[Forecast, Remembering]]:
+    """As ``forecast``: the answer, which can be shown before more is remembered."""
     begin = time.process_time()
     with _subject(question, say, lengths) as subject:
         answer = _forecast(question, subject)
-        took_s = time.process_time() - begin
-        yield answer, lambda: subject.prepare(took_s)
+        yield answer, Remembering(subject=subject, answer_s=time.process_time() - begin)
 
 
 def _forecast(question: Question, subject: Subject) -> Forecast:

@@ -154,19 +154,20 @@ class LongSteps:
         }
         return replace(options, **bounds)
 
-    def _step_key(self, options: MemoConfig) -> dict[str, object]:
+    def step_key(self, options: MemoConfig) -> dict[str, object]:
+        """Under which steps like that of ``options`` are remembered."""
         content = {} if self.memory is None else self.memory.content
         return {**step_key(content, options, self.hardware), "kind": "long step"}
 
     def _key(self, options: MemoConfig) -> str:
-        return digest_of(self._step_key(options))
+        return digest_of(self.step_key(options))
 
     def _found(self, options: MemoConfig, length: int) -> LongStep | None:
         mine = self._steps.setdefault(self._key(options), [])
         for known in mine:
             if _suits(known, options, length):
                 return known
-        for body in () if self.memory is None else self.memory.store.read(self._step_key(options)):
+        for body in () if self.memory is None else self.memory.store.read(self.step_key(options)):
             with ignored_if_wrong():
                 step: LongStep = restore(body, LongStep, "step")
                 if step.long == self.long and _suits(step, options, length):
@@ -181,7 +182,7 @@ class LongSteps:
         mine.append(step)
         if self.memory is not None:
             variant = digest_of(_division(step))[:16]
-            self.memory.store.write(self._step_key(options), plain(step), variant)
+            self.memory.store.write(self.step_key(options), plain(step), variant)
 
 
 @contextlib.contextmanager

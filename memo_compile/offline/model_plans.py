@@ -8,7 +8,6 @@ loaded before something must be traced.
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Self
 from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.step_planner import propose_known, require_fast
-from memo_compile.driver.tile_order import Sizes, Tiles, first_of, order_of, orders_below
+from memo_compile.driver.tile_order import (
+    Sizes,
+    Tiles,
+    budgets_below,
+    first_of,
+    order_of,
+    orders_below,
+)
 from memo_compile.errors import ConfigError, MemoError
 from memo_compile.file_store import digest_of
 from memo_compile.offline.long_length import NotAtLengthError
@@ -28,6 +34,7 @@ from memo_compile.offline.offline_step import (
     offline_config,
     planned_offline,
 )
+from memo_compile.offline.preparing import awaited
 from memo_compile.offline.remembered_keys import (
     Memory,
     Say,
@@ -48,16 +55,13 @@ from memo_compile.offline.remembered_step import (
     StepRecord,
     Threshold,
 )
+from memo_compile.offline.remembered_tries import tried
 from memo_compile.planners.policy.candidates import SearchMemory
 from memo_compile.step.serialise import plain, restore
 
 if TYPE_CHECKING:
     from memo_compile.driver.knowledge import StepKnowledge
     from memo_compile.offline.plan_offline import OfflineModel
-
-PREPARING = 0.15
-"""After this share of the processor seconds that the answer took, no further tiles are begun for
-other budgets: those of the first take a fifth of it, and who asks has the answer, but waits."""
 
 _Recording = Callable[
     [StepRecord | None, MemoConfig],
@@ -89,7 +93,7 @@ class ModelPlans:
     """Told by ``long``."""
     _known: dict[str, "StepKnowledge"] = field(default_factory=dict)
     _sizes: dict[str, Sizes] = field(default_factory=dict)
-    _answered: MemoConfig | None = None
+    answered: MemoConfig | None = None
     """Asked last, once there is an answer."""
     _prepares: bool = False
     """True while other budgets are prepared for."""
@@ -137,71 +141,105 @@ class ModelPlans:
             if drops not in names:
                 names[drops] = f"graph{len(names)}"
             tiles = options.token_tiles, options.tile_above_bytes, drops
-            if tiles not in planned:
-                planned[tiles] = self._planned(options, names[drops])
-            known, made, step = planned[tiles]
-            require_fast(made.plan, options, known)
-            return step
+
+            def made() -> OfflineStep:
+                if tiles not in planned:
+                    planned[tiles] = self._planned(options, names[drops])
+                known, found, step = planned[tiles]
+                require_fast(found.plan, options, known)
+                return step
+
+            return self._tried(options, made)
 
         config = offline_config(config, self.hardware)
         if config.exact or config.token_tiles is not None:
             return attempt(replace(config, token_tiles=1) if config.exact else config)
         order = order_of(self._sizes_for(config), config, self._budget_bytes(config))
         made = first_of(order, config, attempt, self._ends_planning)
-        self._answered = config
+        self.answered = config
         return made
+
+    def _tried(self, options: MemoConfig, attempt: Callable[[], OfflineStep]) -> OfflineStep:
+        if self.memory is None:
+            return attempt()
+        key = {**self._step_key(options), "kind": "slow try", "asked": plain(options)}
+        return tried(self.memory.store, key, attempt)
 
     def _budget_bytes(self, config: MemoConfig) -> int | None:
         return config.budget_bytes(self.hardware.memory_bytes)
 
-    @property
-    def _is_traced(self) -> bool:
-        return "traced" in vars(self) or (self.long is not None and self.long.is_traced)
-
     def _ends_planning(self, error: Exception) -> bool:
-        if not self._is_traced:
+        if not self.is_traced:
             return isinstance(error, ConfigError)
         from memo_compile.driver.tries import ends_planning  # loads Inductor, as tracing has
 
         return ends_planning(error)
 
-    def prepare(self, answer_s: float) -> None:
-        """Remember what smaller budgets than the last one need, where its answer was traced for.
+    @property
+    def prepares_for(self) -> MemoConfig | None:
+        """The question whose other budgets can be prepared for; None: none, or it is not traced."""
+        if self.memory is None or not self.for_budgets or not self.is_traced:
+            return None
+        return self.answered if self.memory.store.is_writable() else None
 
-        ``answer_s``: the processor seconds that the answer took, which bound those of this.
-        """
-        if self.memory is None or not self.for_budgets or not self._is_traced:
-            return
-        config, failed, begin = self._answered, set[Tiles](), time.process_time()
-        if config is None or not self.memory.store.is_writable():
-            return
-        self._prepares = True
-        while (tiles := self._not_prepared(config, failed)) is not None:
-            if time.process_time() - begin >= PREPARING * answer_s:
-                break
-            options = tiles.options(config)
-            recording = self._recording_told if self.long is not None else self._recording
-            try:
-                with recording(None, options) as (record, maker):
-                    self._step_of(record, options, "prepared", maker)
-            except Exception as error:  # the answer was given, and stands
-                log.info("memo: in %s: not remembered: %r", tiles, error)
-                failed.add(tiles)
-        self._prepares = False
-
-    def _not_prepared(self, config: MemoConfig, failed: Collection[Tiles]) -> Tiles | None:
-        """The first tiles that a smaller budget may need, and that are not remembered."""
+    def missing(self, config: MemoConfig, failed: Collection[Tiles]) -> Tiles | None:
+        """The first tiles but ``failed`` that a smaller budget may need, and nothing remembers."""
         budget_bytes = self._budget_bytes(config)
         if budget_bytes is None:
             return None
-        bounds = {
+        order = orders_below(self._sizes_for(config), config, budget_bytes, self._bounds())
+        return next((own for own in order if own not in failed and self._lacks(own, config)), None)
+
+    def smaller_budgets(self, config: MemoConfig) -> list[int]:
+        """One for each order of tiles that is known, the largest first."""
+        budget_bytes = self._budget_bytes(config)
+        if budget_bytes is None:
+            return []
+        return budgets_below(self._sizes_for(config), budget_bytes, self._bounds())
+
+    def _bounds(self) -> set[int]:
+        """Bytes that decide what runs in tiles, and what is saved."""
+        return {
             size
             for records in (*self._records.values(), *self._told.values())
             for record in records
             for size in (*record.tile_above.sizes, *record.drop_above.sizes)
         }
-        order = orders_below(self._sizes_for(config), config, budget_bytes, bounds)
-        return next((own for own in order if own not in failed and self._lacks(own, config)), None)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Inside, each step is remembered with what plans under other budgets recompute with."""
+        self._prepares = True
+        try:
+            yield
+        finally:
+            self._prepares = False
+
+    def prepare(self, tiles: Tiles, config: MemoConfig) -> None:
+        """The step in ``tiles`` is remembered. Raises what tracing or lowering does."""
+        options = tiles.options(config)
+        recording = self._recording_told if self.long is not None else self._recording
+        with self.preparing(), recording(None, options) as (record, maker):
+            self._step_of(record, options, "prepared", maker)
+
+    @property
+    def lasting(self) -> Memory | None:
+        """Where the records lie that this length is told from."""
+        return self.memory if self.long is None else self.long.memory
+
+    def record_key(self, options: MemoConfig) -> dict[str, Any]:
+        """Under which steps like that of ``options`` are remembered there."""
+        return self._step_key(options) if self.long is None else self.long.step_key(options)
+
+    def claim_key(self, config: MemoConfig, kind: str) -> dict[str, Any]:
+        """What one process at a time does for all budgets of a question."""
+        untiled = replace(config, token_tiles=None, tile_above_bytes=0, drop_above_bytes=0)
+        return {**self._step_key(untiled), "kind": kind}
+
+    @property
+    def is_traced(self) -> bool:
+        """True once the model was traced in this process."""
+        return "traced" in vars(self) or (self.long is not None and self.long.is_traced)
 
     def _lacks(self, tiles: Tiles, config: MemoConfig) -> bool:
         options = tiles.options(config)
@@ -209,6 +247,8 @@ class ModelPlans:
 
     def _planned(self, options: MemoConfig, name: str) -> tuple[Any, Any, OfflineStep]:
         """The step in the tiles of ``options``: what is known of it, its plan, the answer."""
+        find = self._record if self.long is None else self._told_record
+        awaited(self, options, find)
         record = self._record(options)
         if record is None and self.long is not None:
             try:

@@ -16,6 +16,7 @@ from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
 from memo_compile.file_store import FileStore
 from memo_compile.gpus import target_of
+from memo_compile.offline import preparing
 from memo_compile.offline.long_length import GRANULE, LEAST_PER_WIDTH, LONG, MAX_BATCH
 from memo_compile.offline.long_steps import LongSteps
 from memo_compile.offline.model_plans import ModelPlans
@@ -249,9 +250,18 @@ class Subject:
         return self._plans_of(shortened=False).plan(config)
 
     def prepare(self, answer_s: float) -> None:
-        """Remember what smaller budgets need; ``answer_s`` as ``ModelPlans.prepare``."""
+        """Remember what the next smaller budgets need; ``answer_s`` as ``preparing.briefly``."""
         for plans in self._plans.values():
-            plans.prepare(answer_s)
+            preparing.briefly(plans, answer_s)
+
+    def lacks(self) -> bool:
+        """True where ``prepare_all`` has something to do."""
+        return any(map(preparing.lacks, self._plans.values()))
+
+    def prepare_all(self) -> None:
+        """Remember what every other budget needs."""
+        for plans in self._plans.values():
+            preparing.fully(plans)
 
     def _plan_traced(self, config: MemoConfig) -> OfflineStep:
         """The plan for the device of the tensors, or with a dump; nothing is remembered."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memo_compile.offline import model_plans, plan_offline
+from memo_compile.offline import plan_offline, preparing
 
 
 @pytest.fixture
@@ -21,4 +21,4 @@ def traces(monkeypatch):
 @pytest.fixture(autouse=True)
 def nothing_is_prepared(monkeypatch):
     """For other budgets: that takes a part of each answer."""
-    monkeypatch.setattr(model_plans, "PREPARING", 0.0)
+    monkeypatch.setattr(preparing, "BRIEFLY", 0.0)

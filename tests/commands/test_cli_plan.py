@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections import Counter
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -203,7 +204,7 @@ def test_a_budget_between_floor_and_saving_moves_tensors(capsys, monkeypatch):
 
 def test_the_answer_is_one_screen_and_tables_are_verbose(capsys, tmp_path, monkeypatch):
     answer = forecast(question("tiny-gpt", 1024))
-    made = contextlib.nullcontext((answer, lambda: None))
+    made = contextlib.nullcontext((answer, Mock()))
     monkeypatch.setattr(forecasting, "forecasting", lambda *_, **__: made)
     report, saved = tmp_path / "out.html", tmp_path / "plan.json"
     arguments = ("--seq", "1024", "--report", str(report), "--out", str(saved))

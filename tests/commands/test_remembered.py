@@ -17,7 +17,7 @@ from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
 from memo_compile.file_store import FileStore
 from memo_compile.offline import forecast as forecasting
-from memo_compile.offline import model_plans, plan_offline, remembered_places
+from memo_compile.offline import model_plans, plan_offline, preparing, remembered_places
 from memo_compile.offline.forecast import Question, forecast
 from memo_compile.offline.long_length import LongStep
 from memo_compile.offline.offline_step import offline_config
@@ -103,7 +103,7 @@ def test_answers_are_the_same_with_and_without_memory(store, traces):
 def test_what_smaller_budgets_need_is_prepared(store, traces, monkeypatch):
     smaller = {"policy": "greedy", "budget": "130MiB"}
     alone = answer(**smaller, remembers=False)
-    monkeypatch.setattr(model_plans, "PREPARING", math.inf)
+    monkeypatch.setattr(preparing, "BRIEFLY", math.inf)
     answer(**smaller | {"budget": "200MiB"})
     assert len([known for known in store.stored() if known.kind == "long step"]) > 1
     traces.clear()
@@ -120,7 +120,7 @@ def test_what_cannot_be_prepared_leaves_the_answer(store, monkeypatch):
         refused.append(options.token_tiles)
         raise RuntimeError("no such region")
 
-    monkeypatch.setattr(model_plans, "PREPARING", math.inf)
+    monkeypatch.setattr(preparing, "BRIEFLY", math.inf)
     monkeypatch.setattr(model_plans.ModelPlans, "_complete", fails)
     assert answer(**asked) == alone
     assert len(refused) > 1
@@ -245,6 +245,8 @@ def test_a_region_that_is_not_remembered_is_made(store, traces):
         if isinstance(body, dict) and body.get("regions")
     )
     assert plain(restore(record, LongStep, "step")) == record
+    # Of a large model they are no digits of a number in base LONG: they are in model_flops alone.
+    assert json.loads(record["text"])["model_flops"] == 0 < len(record["model_flops"])
 
     def forgetful(self, key):
         for found in read(self, key):

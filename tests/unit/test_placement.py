@@ -16,6 +16,7 @@ from memo_compile.planners.placement import (
     check_placement,
     find_violations,
     greedy,
+    kernel,
     place,
     planner,
 )
@@ -24,6 +25,7 @@ from memo_compile.planners.placement.effort import Effort
 from memo_compile.planners.placement.files import parse_csv, read_problem
 from memo_compile.planners.placement.instance import FREE, build_instance
 from memo_compile.planners.placement.mip import mip_offsets
+from memo_compile.planners.placement.portfolio import Searcher
 from memo_compile.planners.solver import Engine, SolveStatus, available_engines
 
 DATA = Path(__file__).parent.parent / "data" / "minimalloc"
@@ -171,6 +173,15 @@ def test_time_without_a_limit_is_a_limit():
     hard = read_problem(DATA / "B.1048576.csv", capacity=1048576)
     found = place(hard, solver="search", time_limit_s=float("inf"), use_numba=False)
     check_placement(hard, found)
+
+
+def test_a_run_ends_with_its_effort_however_many_nodes_it_may_try():
+    instance = build_instance(read_problem(DATA / "I.1048576.csv"))
+    searcher = Searcher(instance, use_numba=False)
+    rank = next(searcher.ranks())
+    outcome, _ = searcher.run(instance.lower_bound(), rank, 10**9, jump=False, max_s=0.01)
+    assert outcome == kernel.LIMIT
+    assert 0.01 <= searcher.seconds < 0.1  # as the work is counted, whatever the clock says
 
 
 @pytest.fixture
