@@ -28,9 +28,10 @@ def can_be_left() -> bool:
     Not on macOS, whose libraries do not survive that, and not where the command was called as a
     function: the caller's files and threads would be divided as well.
     """
-    script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
-    is_script = os.path.abspath(script) == os.path.abspath(sys.argv[0])
-    return _process["is_own"] and is_script and sys.platform == "linux"
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not _process["is_own"] or script is None or sys.platform != "linux":
+        return False
+    return os.path.abspath(script) == os.path.abspath(sys.argv[0])
 
 
 class _LateError(BaseException):

@@ -43,6 +43,15 @@ PLAIN_WIDTH = 140
 """Characters of a line where stdout is a file or a pipe."""
 
 
+Prepares = Annotated[
+    bool,
+    typer.Option(
+        "--prepare/--no-prepare",
+        help="In the background, afterwards, remember what other budgets need.",
+    ),
+]
+
+
 def plan_command(
     model: Annotated[
         str,
@@ -84,12 +93,7 @@ def plan_command(
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
-    prepare: Annotated[
-        bool,
-        typer.Option(
-            "--prepare/--no-prepare", help="Other budgets, in the background, afterwards."
-        ),
-    ] = True,
+    prepare: Prepares = True,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Every tensor with its reason, and whole notes.")
     ] = False,

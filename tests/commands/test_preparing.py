@@ -262,12 +262,16 @@ def hold():
     assert written.read_text() == ""  # it did not go on
 
 
-def test_nothing_is_left_behind_by_a_process_that_is_not_the_commands_own():
-    background.tell(is_own=False)
+def test_nothing_is_left_behind_by_a_process_that_is_not_the_commands_own(monkeypatch):
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", "/bin/memo", raising=False)
+    monkeypatch.setattr(sys, "argv", ["/bin/memo", "plan"])
+    for is_own in (False, True):
+        background.tell(is_own=is_own)
+        assert background.can_be_left() == (is_own and sys.platform == "linux")
+    monkeypatch.setattr(sys, "argv", ["/bin/pytest"])  # a test, whose files are another's
     assert not background.can_be_left()
-    background.tell(is_own=True)
-    assert background.can_be_left() == (
-        sys.platform == "linux"
-        and os.path.abspath(sys.argv[0]) == os.path.abspath(sys.modules["__main__"].__file__)
-    )
+    monkeypatch.delattr(main, "__file__")
+    monkeypatch.setattr(sys, "argv", [""])
+    assert not background.can_be_left()
     background.tell(is_own=False)
