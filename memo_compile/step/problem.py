@@ -401,7 +401,7 @@ class FixedBytes:
     """CUDA: what cuBLAS keeps once it has multiplied, and Inductor takes to tune a kernel."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """A whole step to be placed: region profiles, the calls in order, what memory is fixed."""
 
@@ -443,7 +443,7 @@ class Problem:
     """True where the device takes single pages of the arena back, so that the arena falls as
     ordinary memory grows. Else the whole arena stays."""
 
-    @property
+    @functools.cached_property
     def first_backward(self) -> int:
         """Index of the first call of the backward; the number of calls where there is none."""
         for at, call in enumerate(self.calls):
@@ -451,7 +451,7 @@ class Problem:
                 return at
         return len(self.calls)
 
-    @property
+    @functools.cached_property
     def has_one_turn(self) -> bool:
         """True where no forward runs once a backward has begun. Not so in most pipelines."""
         return all(call.phase is Phase.BACKWARD for call in self.calls[self.first_backward :])

@@ -167,13 +167,14 @@ def ordinary_level(
 
 def _inside_calls(problem: Problem, starts: Starts) -> Iterator[Any]:
     """(2, n) each: lines, and the bytes that kernels of calls allocate and free there."""
-    begins: dict[str, list[int]] = {}
+    begins: dict[str, list[int]] = {
+        name: [] for name, region in problem.regions.items() if region.outside
+    }
     for call, start in zip(problem.calls, starts, strict=False):
-        begins.setdefault(call.region, []).append(start)
+        if call.region in begins:
+            begins[call.region].append(start)
     for name, first in begins.items():
         outside = problem.regions[name].outside
-        if not outside:
-            continue
         lines = [line for buffer in outside for line in (buffer.start, buffer.end)]
         changes = [
             change for buffer in outside for change in (buffer.size_bytes, -buffer.size_bytes)

@@ -178,16 +178,17 @@ def simulated(
     moves: Moves,
     recompute: RecomputeOf,
     notes: tuple[str, ...] = (),
-    program: Program | None = None,
+    program: Callable[[], Program] | None = None,
 ) -> Candidate:
-    """The step program of ``moves``, simulated; ``program`` is what ``program_before`` returns."""
-    program = program or program_before(step, moves, recompute)
-    wide = program.widened(moves.schedule.widen)
+    """The step program of ``moves``, simulated; ``program`` gives what ``program_before`` does."""
+    before = program_before(step, moves, recompute) if program is None else program()
+    wide = before.widened(moves.schedule.widen)
     problem = wide.problem
-    timeline = simulate(problem, program.costs, spans=False)
+    timeline = simulate(problem, before.costs, spans=False)
+    alive = before.alive if problem.calls == before.problem.calls else None
     figures = Figures(
         timeline=timeline,
-        live_bytes=peak_live_bytes(problem, facts_of(step).tables),
+        live_bytes=peak_live_bytes(problem, facts_of(step).tables, alive=alive),
         host_bytes=problem.host_bytes,
         cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
         next_times=wide.next_times,
@@ -461,17 +462,17 @@ class CandidateSource:
         candidates: list[Candidate] = []
         for moves in found:
             try:
-                candidates += self._with_wider(self._evaluated(moves))
+                candidates += self._with_wider(moves)
             except InvalidPlan as error:
                 log.warning("memo: a plan of policy %s is left out: %s", moves.policy, error)
         return candidates
 
-    def _with_wider(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _with_wider(self, moves: Moves) -> Iterator[Candidate]:
+        program = functools.cache(lambda: program_before(self.step, moves, self.recompute))
+        candidate = self._evaluated(moves, program=program)
         yield candidate
-        moves = candidate.moves
-        if not moves.schedule.widen or not _stalls(candidate):
+        if not moves.schedule.widen:
             return
-        program = program_before(self.step, moves, self.recompute)
         wider, times = candidate, 1.0
         for more in WIDER:
             if wider.next_times > MOST or not _stalls(wider):  # more bytes gain nothing
@@ -482,14 +483,17 @@ class CandidateSource:
             yield wider
 
     def _evaluated(
-        self, moves: Moves, notes: tuple[str, ...] = (), program: Program | None = None
+        self,
+        moves: Moves,
+        notes: tuple[str, ...] = (),
+        program: Callable[[], Program] | None = None,
     ) -> Candidate:
         if (moves, notes) not in self._evaluations:
             self._evaluations[moves, notes] = self._known_or_simulated(moves, notes, program)
         return self._evaluations[moves, notes]
 
     def _known_or_simulated(
-        self, moves: Moves, notes: tuple[str, ...], program: Program | None
+        self, moves: Moves, notes: tuple[str, ...], program: Callable[[], Program] | None
     ) -> Candidate:
         key = moves, self._estimated(moves)
         figures = self.searched.memory.figures.get(key)

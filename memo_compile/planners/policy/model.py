@@ -328,7 +328,7 @@ def least_bytes(step: MovableStep, moves: Moves) -> int:
     and what is recomputed to the end: a region may make it in fewer bytes.
     """
     facts, during = facts_of(step), call_bytes(step)[0]
-    gone = np.zeros(len(during) + 1, dtype=np.int64)
+    gone = [0] * (len(during) + 1)
     for layer, mode in zip(step.layers, moves.modes, strict=True):
         for value, action in zip(layer.values, mode.actions, strict=True):
             readers = facts.backward_readers.get(value)
