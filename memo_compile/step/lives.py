@@ -5,6 +5,7 @@ keeps what such a call reads and makes as rows of numbers, so that a program is 
 together from the rows of its calls.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,54 +31,62 @@ _NOTHING = 0
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows of numbers, each found by its own number; an entry is ``width`` numbers."""
+    """Rows of numbers, each found by its own number; an entry is a number in each column."""
 
-    width: int = 1
-    _values: Any = None
-    """(width, entries), with room for more."""
-    _bounds: Any = None
+    _values: Any = field(default_factory=lambda: np.zeros((1, 0), dtype=np.int64))
+    """(columns, entries), with room for more."""
+    _bounds: Any = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
     """(2, rows), with room for more: the first entry of a row, and how many it has."""
     _num_entries: int = 0
     _num_rows: int = 0
+    _new: list[list[int]] = field(default_factory=lambda: [[]])
+    """Columns of the entries that are not in ``_values`` yet."""
+    _new_counts: list[int] = field(default_factory=list)
 
-    def add(self, row: Any) -> int:
-        """Keep ``row`` (width, entries), or (entries); its number."""
-        row = np.atleast_2d(row)
-        self.widen(len(row))
-        count, more = row.shape[1], self._num_entries + row.shape[1]
-        self._values = _with_room(self._values, self.width, more)
-        self._values[: len(row), self._num_entries : more] = row
-        self._bounds = _with_room(self._bounds, 2, self._num_rows + 1)
-        self._bounds[:, self._num_rows] = self._num_entries, count
-        self._num_entries, self._num_rows = more, self._num_rows + 1
-        return self._num_rows - 1
-
-    def widen(self, width: int) -> None:
-        """Entries are at least ``width`` wide; what they lack is ``_NOTHING``."""
-        if width > self.width and self._values is not None:
-            more = ((0, width - self.width), (0, 0))
-            self._values = np.pad(self._values, more, constant_values=_NOTHING)
-        self.width = max(self.width, width)
+    def add(self, *columns: Sequence[int]) -> int:
+        """Keep a row; its number. Columns that it lacks are filled up with ``_NOTHING``."""
+        count = len(columns[0]) if columns else 0
+        while len(self._new) < len(columns):
+            self._new.append([_NOTHING] * len(self._new[0]))
+        for at, column in enumerate(self._new):
+            column += columns[at] if at < len(columns) else [_NOTHING] * count
+        self._new_counts.append(count)
+        return self._num_rows + len(self._new_counts) - 1
 
     def counts(self, numbers: Any) -> Any:
         """How many entries each of these rows has."""
+        self._put_away()
         return self._bounds[1, numbers]
 
     def joined(self, numbers: Any) -> Any:
-        """(width, entries) of these rows, one behind the other."""
+        """(columns, entries) of these rows, one behind the other."""
+        self._put_away()
         firsts, counts = self._bounds[:, numbers]
         ends = np.cumsum(counts)
         return self._values[:, np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1])]
 
+    def _put_away(self) -> None:
+        if not self._new_counts:
+            return
+        entries = np.array(self._new, dtype=np.int64)
+        self._values = _with(self._values, self._num_entries, entries)
+        counts = np.array(self._new_counts, dtype=np.int64)
+        firsts = self._num_entries + np.cumsum(counts) - counts
+        self._bounds = _with(self._bounds, self._num_rows, np.stack([firsts, counts]))
+        self._num_entries += entries.shape[1]
+        self._num_rows += len(counts)
+        self._new, self._new_counts = [[] for _ in self._new], []
 
-def _with_room(array: Any, width: int, num_entries: int) -> Any:
-    """``array`` with ``width`` rows and room for so many entries, or a larger one."""
-    if array is not None and array.shape[1] >= num_entries:
-        return array
-    larger = np.zeros((width, 2 * num_entries), dtype=np.int64)
-    if array is not None:
-        larger[:, : array.shape[1]] = array
-    return larger
+
+def _with(array: Any, used: int, more: Any) -> Any:
+    """``array``, of which ``used`` entries are used, or a larger one, with ``more`` behind them."""
+    num_columns, end = len(more), used + more.shape[1]
+    if end > array.shape[1] or num_columns > len(array):
+        larger = np.full((num_columns, max(2 * end, array.shape[1])), _NOTHING, dtype=np.int64)
+        larger[: len(array), :used] = array[:, :used]
+        array = larger
+    array[:, used:end] = more
+    return array
 
 
 class _Region(NamedTuple):
@@ -170,13 +179,9 @@ class CallTables:
         if region.shares:  # what is no buffer has a life as well
             _ = [*map(number, call.outputs)]
         reads = [*map(number, call.inputs), *(number(into.value) for into in call.into)]
-        widest = max(map(len, region.outputs), default=0)
-        made = [
-            [*(number(call.outputs[at]) for at in some), *(widest - len(some)) * (_NOTHING,)]
-            for some in region.outputs
-        ]
-        self.made.add(np.array(made, dtype=np.int64).reshape(len(made), widest).T)
-        return self.reads.add(np.array(reads, dtype=np.int64))
+        numbers = [[number(call.outputs[at]) for at in some] for some in region.outputs]
+        self.made.add(*map(list, itertools.zip_longest(*numbers, fillvalue=_NOTHING)))
+        return self.reads.add(reads)
 
     def _region(self, profile: RegionProfile, inside: frozenset[int]) -> _Region:
         """The region where its buffers ``inside`` lie in other values."""
@@ -196,11 +201,14 @@ class CallTables:
                 inner[buffer.start] += buffer.size_bytes
                 inner[min(buffer.end, profile.num_lines + 1)] -= buffer.size_bytes
         into_ends = [profile.num_lines] * len(inside)
-        self.read_ends.add(np.array([*profile.input_ends, *into_ends], dtype=np.int64))
-        lives = [(own.start, max(own.end, profile.num_lines), own.size_bytes) for own in buffers]
-        self.buffers.add(np.array(lives, dtype=np.int64).reshape(len(lives), 3).T)
+        self.read_ends.add([*profile.input_ends, *into_ends])
+        self.buffers.add(
+            [buffer.start for buffer in buffers],
+            [max(buffer.end, profile.num_lines) for buffer in buffers],
+            [buffer.size_bytes for buffer in buffers],
+        )
         return _Region(
-            number=self.inner.add(np.cumsum(inner)[:-1]),
+            number=self.inner.add(np.cumsum(inner)[:-1].tolist()),
             profile=profile,
             outputs=[crossing[index] for index in own],
             shares=any(

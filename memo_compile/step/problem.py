@@ -487,10 +487,10 @@ def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
     """Every arena buffer with its life, a crossing value's to its last reader. Cost: linear."""
     starts = call_starts(problem)
     last_read = last_reads(problem, starts)
+    outputs = {name: region.outputs_of_buffers() for name, region in problem.regions.items()}
     found = []
     for index, call in enumerate(problem.calls):
-        region = problem.regions[call.region]
-        crossing = region.outputs_of_buffers()
+        region, crossing = problem.regions[call.region], outputs[call.region]
         inside = call.into_buffers()
         for position, buffer in enumerate(region.buffers):
             if position in inside:

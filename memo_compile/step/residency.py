@@ -45,9 +45,18 @@ class Residency:
     """Per interlude what goes of the arena while it runs; no other pages than these come back."""
 
 
-def residency(problem: Problem, offsets: Mapping[str, int], arena_bytes: int) -> Residency:
-    """The residency of a placed step. Cost: buffers x log calls."""
-    fixed, buffers = step_constant_bytes(problem), arena_buffers(problem)
+def residency(
+    problem: Problem,
+    offsets: Mapping[str, int],
+    arena_bytes: int,
+    buffers: Sequence[ArenaBuffer] | None = None,
+) -> Residency:
+    """The residency of a placed step; ``buffers`` are its own, where they are known.
+
+    Cost: buffers x log calls.
+    """
+    fixed = step_constant_bytes(problem)
+    buffers = arena_buffers(problem) if buffers is None else buffers
     ordinary, releases = ordinary_bytes(problem), problem.releases_pages
     tails = [arena_bytes] * len(ordinary.most)
     if releases:

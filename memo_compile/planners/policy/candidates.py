@@ -288,6 +288,7 @@ class CandidateSource:
     quiet machine within 20 s; a plan that the clock has changed says so."""
     searched: SearchedMoves = field(default_factory=SearchedMoves)
     _evaluations: dict[tuple[Moves, tuple[str, ...]], Candidate] = field(default_factory=dict)
+    _least_bytes: dict[Moves, int] = field(default_factory=dict)
 
     def auto(self, most_bytes: int | None = None) -> list[Candidate]:
         """All that policy ``auto`` chooses from: greedy's, the program's and the named plans.
@@ -319,7 +320,12 @@ class CandidateSource:
     def _within(self, found: Iterable[Moves], most_bytes: int | None) -> Iterable[Moves]:
         if most_bytes is None:
             return found
-        return (own for own in found if least_bytes(self.step, own) <= most_bytes)
+        return (own for own in found if self._least_bytes_of(own) <= most_bytes)
+
+    def _least_bytes_of(self, moves: Moves) -> int:
+        if moves not in self._least_bytes:
+            self._least_bytes[moves] = least_bytes(self.step, moves)
+        return self._least_bytes[moves]
 
     def propose(self) -> None:
         """Find all that ``greedy`` simulates, and ask for the regions of the named plans."""
