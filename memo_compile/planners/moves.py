@@ -13,6 +13,7 @@ where the step's memory allows. In a token-wise mix the first rows of a value
 are recomputed into the buffer that its other rows are reloaded to.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,7 +79,10 @@ class _Moved:
 
 @dataclass(slots=True, kw_only=True)
 class _Recomputation:
-    """What one region recomputes for a layer, right before the first call that reads it."""
+    """What one region recomputes for a layer, right before the first call that reads it.
+
+    Calls and recomputations are the *items* of the compute lane.
+    """
 
     layer: int
     number: int
@@ -88,10 +92,6 @@ class _Recomputation:
     """The values of ``region.key.slots``."""
     at: int = -1
     """Index among the step's items."""
-
-
-_Item = int | _Recomputation
-"""What the compute lane does: a call of the step, by index, or a recomputation."""
 
 
 def apply_moves(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> Problem:
@@ -122,8 +122,8 @@ class _Builder:
             for recomputation in self.recomputations
             for value in recomputation.values
         }
-        self.items = self._items()
-        self.place_of = {item: at for at, item in enumerate(self.items) if isinstance(item, int)}
+        self.place_of = self._places()
+        """Per call of the step its index among the items."""
         self.first_read = self._first_reads()
         self.moved = self._moved(moves)
         self.reloaded = {move.value: move for move in self.moved}
@@ -155,25 +155,30 @@ class _Builder:
                     )
         return found
 
-    def _items(self) -> list[_Item]:
+    def _places(self) -> list[int]:
+        """Where the calls come among the items; each recomputation is told its own place."""
         before: dict[int, list[_Recomputation]] = {}
         readers = self.facts.backward_readers
         for recomputation in self.recomputations:
             first = min(readers[value][0] for value in recomputation.values if value in readers)
             before.setdefault(first, []).append(recomputation)
-        items: list[_Item] = []
-        for at in range(len(self.problem.calls)):
-            for recomputation in before.get(at, ()):
-                recomputation.at = len(items)
-                items.append(recomputation)
-            items.append(at)
-        return items
+        places: list[int] = []
+        num_before = 0
+        for call in sorted(before):
+            places += range(len(places) + num_before, call + num_before)
+            for recomputation in before[call]:
+                recomputation.at = call + num_before
+                num_before += 1
+        places += range(len(places) + num_before, len(self.problem.calls) + num_before)
+        return places
 
     def _first_reads(self) -> dict[str, int]:
         """Value -> the first item that reads it, as the step names it before any move."""
+        readers = self.facts.backward_readers
         first = {
-            value: self.place_of[readers[0]]
-            for value, readers in self.facts.backward_readers.items()
+            value: self.place_of[readers[value][0]]
+            for value in self.facts.layered
+            if value in readers
         }
         for recomputation in self.recomputations:
             for value in self._sources(recomputation):
@@ -228,10 +233,10 @@ class _Builder:
 
     def _calls(self) -> list[StepCall]:
         """The items, and at each place between them first what goes to the host."""
-        item_s = [
-            self.facts.call_s[item] if isinstance(item, int) else item.region.seconds
-            for item in self.items
-        ]
+        recomputed = {recomputation.at: recomputation for recomputation in self.recomputations}
+        item_s = list(self.facts.call_s)
+        for place, recomputation in sorted(recomputed.items(), key=operator.itemgetter(0)):
+            item_s.insert(place, recomputation.region.seconds)
         out, back = self._offloads(item_s), self._reloads(item_s)
         renamed = {value: _RECOMPUTED + value for value in self.recomputation_of}
         renamed |= {value: _RELOADED + value for value in self.reloaded}
@@ -239,13 +244,16 @@ class _Builder:
         for index in {at for value in renamed for at in self.facts.backward_readers.get(value, ())}:
             calls[index] = self._reading(index, renamed)
         found: list[StepCall] = []
-        for place, item in enumerate(self.items):
-            if place in out:
-                found += out[place]
-            if place in back:
-                found += back[place]
-            found.append(calls[item] if isinstance(item, int) else self._recompute_call(item))
-        return found + out.get(len(self.items), [])
+        at = num_recomputed = 0
+        for place in sorted({*out, *back, *recomputed}):
+            found += calls[at : place - num_recomputed]
+            at = place - num_recomputed
+            found += out.get(place, [])
+            found += back.get(place, [])
+            if place in recomputed:
+                found.append(self._recompute_call(recomputed[place]))
+                num_recomputed += 1
+        return found + calls[at:]
 
     def _place_before(self, call: int) -> int:
         """The place behind the call before ``call``: what is recomputed for it comes later."""
