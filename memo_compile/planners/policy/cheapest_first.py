@@ -9,6 +9,8 @@ to the step, per byte that it takes off the points above the floor.
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
+import numpy as np
+
 from memo_compile.planners.policy.model import StepModel
 from memo_compile.step.movable import RecomputeKey
 
@@ -104,7 +106,7 @@ def refilled(model: StepModel, chosen: tuple[int, ...], host_budget_bytes: int) 
 
 def _bytes_over(at: Any, floor: int) -> float:
     """Bytes above ``floor``, on average over the points; the highest point counts once more."""
-    return float((at - floor).clip(min=0).mean()) + float(max(int(at.max()) - floor, 0))
+    return float(np.maximum(at - floor, 0).mean()) + float(max(int(at.max()) - floor, 0))
 
 
 def moved(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int, ...]:
