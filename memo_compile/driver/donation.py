@@ -12,7 +12,8 @@ twice (retain_graph) works on a copy of the arena, and nothing outside of the ar
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -33,8 +34,7 @@ def with_donations(step: CutStep) -> dict[str, RegionGraph]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
+class _Use(NamedTuple):
     """A call that makes or reads a value."""
 
     call: CutCall

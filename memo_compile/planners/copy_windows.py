@@ -338,7 +338,8 @@ class _Backward:
             self._issue(reload, min(first, reload.at))
         calls: list[StepCall] = []
         for call, at in zip(self._calls, self._places, strict=True):
-            calls += self._issued.pop(at, ())
+            if at in self._issued:
+                calls += self._issued.pop(at)
             if call.kind is not CallKind.RELOAD:
                 calls.append(call)
         return calls

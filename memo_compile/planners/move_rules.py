@@ -73,6 +73,10 @@ class StepFacts:
     renamed: dict[tuple[int, tuple[str, ...]], StepCall] = field(default_factory=dict)
     """Calls of the backward by index and by the names, after moves, of their ``movable`` values.
     Kept because the decisions that policies try share most of them."""
+    copies: dict[tuple[str, int, str, int, int, int], StepCall] = field(default_factory=dict)
+    """Copies by kind, layer, value, and where their bytes are in the value and on the host."""
+    waits: dict[tuple[str, int, str], StepCall] = field(default_factory=dict)
+    """What waits for them, by kind, layer and value."""
     movable: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Call -> those of the ``layered`` values that it reads or writes into; of some calls."""
 

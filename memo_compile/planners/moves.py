@@ -13,6 +13,7 @@ where the step's memory allows. In a token-wise mix the first rows of a value
 are recomputed into the buffer that its other rows are reloaded to.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,18 +60,29 @@ class _Moved:
     layer: int
     size_bytes: int
     """Bytes of its buffer."""
-    copy: Copy
+    start_bytes: int
+    """The first byte of it that is copied."""
+    end_bytes: int
     issued_call: int
     """Index of the call before which the copy to the host is issued."""
     needed_item: int
     """Index among the step's items of the first of a backward that reads it."""
     latest_item: int
     """Index of the item before which its buffer must exist."""
+    host_offset: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is copied."""
+        return self.end_bytes - self.start_bytes
 
 
 @dataclass(slots=True, kw_only=True)
 class _Recomputation:
-    """What one region recomputes for a layer, right before the first call that reads it."""
+    """What one region recomputes for a layer, right before the first call that reads it.
+
+    Calls and recomputations are the *items* of the compute lane.
+    """
 
     layer: int
     number: int
@@ -80,10 +92,6 @@ class _Recomputation:
     """The values of ``region.key.slots``."""
     at: int = -1
     """Index among the step's items."""
-
-
-_Item = int | _Recomputation
-"""What the compute lane does: a call of the step, by index, or a recomputation."""
 
 
 def apply_moves(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> Problem:
@@ -114,8 +122,8 @@ class _Builder:
             for recomputation in self.recomputations
             for value in recomputation.values
         }
-        self.items = self._items()
-        self.place_of = {item: at for at, item in enumerate(self.items) if isinstance(item, int)}
+        self.place_of = self._places()
+        """Per call of the step its index among the items."""
         self.first_read = self._first_reads()
         self.moved = self._moved(moves)
         self.reloaded = {move.value: move for move in self.moved}
@@ -125,7 +133,7 @@ class _Builder:
         regions.update(copy_regions(dict.fromkeys(move.size_bytes for move in self.moved)))
         for recomputation in self.recomputations:
             regions[recomputation.region.key.region] = recomputation.region.profile
-        host_bytes = sum(align(move.copy.num_bytes) for move in self.moved)
+        host_bytes = sum(align(move.num_bytes) for move in self.moved)
         moved = replace(
             self.problem, regions=regions, calls=tuple(self._calls()), host_bytes=host_bytes
         )
@@ -147,25 +155,30 @@ class _Builder:
                     )
         return found
 
-    def _items(self) -> list[_Item]:
+    def _places(self) -> list[int]:
+        """Where the calls come among the items; each recomputation is told its own place."""
         before: dict[int, list[_Recomputation]] = {}
         readers = self.facts.backward_readers
         for recomputation in self.recomputations:
             first = min(readers[value][0] for value in recomputation.values if value in readers)
             before.setdefault(first, []).append(recomputation)
-        items: list[_Item] = []
-        for at in range(len(self.problem.calls)):
-            for recomputation in before.get(at, ()):
-                recomputation.at = len(items)
-                items.append(recomputation)
-            items.append(at)
-        return items
+        places: list[int] = []
+        num_before = 0
+        for call in sorted(before):
+            places += range(len(places) + num_before, call + num_before)
+            for recomputation in before[call]:
+                recomputation.at = call + num_before
+                num_before += 1
+        places += range(len(places) + num_before, len(self.problem.calls) + num_before)
+        return places
 
     def _first_reads(self) -> dict[str, int]:
         """Value -> the first item that reads it, as the step names it before any move."""
+        readers = self.facts.backward_readers
         first = {
-            value: self.place_of[readers[0]]
-            for value, readers in self.facts.backward_readers.items()
+            value: self.place_of[readers[value][0]]
+            for value in self.facts.layered
+            if value in readers
         }
         for recomputation in self.recomputations:
             for value in self._sources(recomputation):
@@ -204,38 +217,43 @@ class _Builder:
                     value=value,
                     layer=index,
                     size_bytes=size,
-                    copy=Copy(start_bytes=start, end_bytes=end, host_offset=0),
+                    start_bytes=start,
+                    end_bytes=end,
                     issued_call=self.facts.written_at[value] + 1,
                     needed_item=needed,
                     latest_item=latest,
                 )
                 found.append(moved)
-        found.sort(key=lambda move: (move.issued_call, -move.copy.num_bytes, move.value))
+        found.sort(key=lambda move: (move.issued_call, -move.num_bytes, move.value))
         end = 0
         for move in found:  # when the backward begins, all are on the host: each has its own bytes
-            move.copy = replace(move.copy, host_offset=end)
-            end += align(move.copy.num_bytes)
+            move.host_offset = end
+            end += align(move.num_bytes)
         return found
 
-    def _calls(self) -> Iterator[StepCall]:
+    def _calls(self) -> list[StepCall]:
         """The items, and at each place between them first what goes to the host."""
-        item_s = [
-            self.facts.call_s[item] if isinstance(item, int) else item.region.seconds
-            for item in self.items
-        ]
+        recomputed = {recomputation.at: recomputation for recomputation in self.recomputations}
+        item_s = list(self.facts.call_s)
+        for place, recomputation in sorted(recomputed.items(), key=operator.itemgetter(0)):
+            item_s.insert(place, recomputation.region.seconds)
         out, back = self._offloads(item_s), self._reloads(item_s)
         renamed = {value: _RECOMPUTED + value for value in self.recomputation_of}
         renamed |= {value: _RELOADED + value for value in self.reloaded}
         calls = list(self.problem.calls)
         for index in {at for value in renamed for at in self.facts.backward_readers.get(value, ())}:
             calls[index] = self._reading(index, renamed)
-        for place, item in enumerate(self.items):
-            if place in out:
-                yield from out[place]
-            if place in back:
-                yield from back[place]
-            yield calls[item] if isinstance(item, int) else self._recompute_call(item)
-        yield from out.get(len(self.items), ())
+        found: list[StepCall] = []
+        at = num_recomputed = 0
+        for place in sorted({*out, *back, *recomputed}):
+            found += calls[at : place - num_recomputed]
+            at = place - num_recomputed
+            found += out.get(place, [])
+            found += back.get(place, [])
+            if place in recomputed:
+                found.append(self._recompute_call(recomputed[place]))
+                num_recomputed += 1
+        return found + calls[at:]
 
     def _place_before(self, call: int) -> int:
         """The place behind the call before ``call``: what is recomputed for it comes later."""
@@ -246,7 +264,7 @@ class _Builder:
         d2h_s = self.step.costs.d2h_s
         issues = [self._place_before(move.issued_call) for move in self.moved]
         copies = [
-            CopyOut(issued, self._place_before(self._deadline(move)), d2h_s(move.copy.num_bytes))
+            CopyOut(issued, self._place_before(self._deadline(move)), d2h_s(move.num_bytes))
             for move, issued in zip(self.moved, issues, strict=True)
         ]
         return self._copies_at(self.moved, issues, waits_of(item_s, copies), CallKind.OFFLOAD)
@@ -264,7 +282,7 @@ class _Builder:
         """Place -> the copies back that are issued and waited for there."""
         order = sorted(
             self.moved,
-            key=lambda move: (move.latest_item, move.needed_item, -move.copy.num_bytes, move.value),
+            key=lambda move: (move.latest_item, move.needed_item, -move.num_bytes, move.value),
         )
         h2d_s, turn = self.step.costs.h2d_s, self._place_before(self.facts.first_backward)
         copies = [
@@ -272,7 +290,7 @@ class _Builder:
                 self._earliest(move) - turn,
                 move.latest_item - turn,
                 move.needed_item - turn,
-                h2d_s(move.copy.num_bytes),
+                h2d_s(move.num_bytes),
             )
             for move in order
         ]
@@ -297,10 +315,18 @@ class _Builder:
     ) -> dict[int, list[StepCall]]:
         """Place -> the copies that are issued there, then the waits; ``moved`` is their order."""
         found: dict[int, list[StepCall]] = {}
+        known, name = self.facts.copies, kind.value
         for move, place in zip(moved, issues, strict=True):
-            found.setdefault(place, []).append(self._copy_call(move, kind))
+            key = name, move.layer, move.value, move.start_bytes, move.end_bytes, move.host_offset
+            if key not in known:
+                known[key] = self._copy_call(move, kind)
+            found.setdefault(place, []).append(known[key])
+        waiting = self.facts.waits
         for move, place in zip(moved, waits, strict=True):
-            found.setdefault(place, []).append(self._wait_call(move, kind))
+            own = name, move.layer, move.value
+            if own not in waiting:
+                waiting[own] = self._wait_call(move, kind)
+            found.setdefault(place, []).append(waiting[own])
         return found
 
     def _added(self, layer: int, **fields: Any) -> StepCall:
@@ -320,7 +346,11 @@ class _Builder:
             inputs=(move.value,) if offload else (),
             outputs=() if offload else (_RELOADED + move.value,),
             kind=kind,
-            copy=move.copy,
+            copy=Copy(
+                start_bytes=move.start_bytes,
+                end_bytes=move.end_bytes,
+                host_offset=move.host_offset,
+            ),
         )
 
     def _wait_call(self, move: _Moved, kind: CallKind) -> StepCall:

@@ -68,7 +68,7 @@ def placed_step(
     buffers = arena_buffers(problem)
     rectangles = _rectangles(problem, buffers)
     placed = place(rectangles, solver=solver, time_limit_s=time_limit_s)
-    resident = residency(problem, placed.offsets, placed.height_bytes)
+    resident = residency(problem, placed.offsets, placed.height_bytes, buffers)
     return Plan(
         name=name,
         offsets=placed.offsets,
@@ -101,7 +101,7 @@ def beneath_ordinary(
     placed = place(rectangles, solver="greedy", time_limit_s=time_limit_s)
     offsets = offsets_from_above(buffers, placed)
     arena_bytes = max((offsets[own.id] + own.size_bytes for own in buffers), default=0)
-    resident = residency(problem, offsets, arena_bytes)
+    resident = residency(problem, offsets, arena_bytes, buffers)
     if resident.peak_bytes >= plan.peak_bytes:
         return plan
     return replace(

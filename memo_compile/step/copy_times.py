@@ -6,6 +6,7 @@ for at a place.
 """
 
 import bisect
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,14 +106,18 @@ def _run(
     starts: list[float] = []
     ends: list[float] = []
     due: dict[int, float] = {}
-    now, lane = 0.0, CopyLane()
-    for place, seconds in enumerate(call_s):
-        borders.append(now)
-        while len(ends) < len(copies) and copies[len(ends)][0] <= place:
+    now, at, lane = 0.0, 0, CopyLane()
+    events = {max(0, place) for issued, wait, _ in copies for place in (issued, wait)}
+    for event in sorted(place for place in events if place < len(call_s)):
+        apart = list(itertools.accumulate(call_s[at:event], initial=now))  # where nothing happens
+        now, at = apart.pop(), event + 1
+        borders += [*apart, now]
+        while len(ends) < len(copies) and copies[len(ends)][0] <= event:
             _, wait, copy_seconds = copies[len(ends)]
             ends.append(lane.copy(now, copy_seconds)[1])
             due[wait] = ends[-1]
-        now = max(now, due.get(place, 0.0))
-        starts.append(now)
-        now += seconds
-    return borders, starts, ends
+        now = max(now, due.get(event, 0.0))
+        starts += [*apart, now]
+        now += call_s[event]
+    apart = list(itertools.accumulate(call_s[at:], initial=now))[:-1]
+    return [*borders, *apart], [*starts, *apart], ends

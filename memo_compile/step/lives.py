@@ -1,10 +1,12 @@
 """When values are read last, and how many bytes of the arena are alive: of many alike programs.
 
 Programs that are made of one step by different moves share most of their calls. ``CallTables``
-keeps what such a call reads and makes as numbers, so that a program is a few arrays put together.
+keeps what such a call reads and makes as rows of numbers, so that a program is a few arrays, put
+together from the rows of its calls.
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,38 +28,89 @@ MOST_CALLS = 60_000
 _NOTHING = 0
 """The number that stands for no value; nothing reads it."""
 
-_IDLE = np.zeros(2, dtype=np.int64)
-"""What a copy or a wait holds on each of its lines."""
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows of numbers, each found by its own number; an entry is a number in each column."""
+
+    _values: Any = field(default_factory=lambda: np.zeros((1, 0), dtype=np.int64))
+    """(columns, entries), with room for more."""
+    _bounds: Any = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
+    """(2, rows), with room for more: the first entry of a row, and how many it has."""
+    _num_entries: int = 0
+    _num_rows: int = 0
+    _new: list[list[int]] = field(default_factory=lambda: [[]])
+    """Columns of the entries that are not in ``_values`` yet."""
+    _new_counts: list[int] = field(default_factory=list)
+
+    def add(self, *columns: Sequence[int]) -> int:
+        """Keep a row; its number. Columns that it lacks are filled up with ``_NOTHING``."""
+        count = len(columns[0]) if columns else 0
+        while len(self._new) < len(columns):
+            self._new.append([_NOTHING] * len(self._new[0]))
+        for at, column in enumerate(self._new):
+            column += columns[at] if at < len(columns) else [_NOTHING] * count
+        self._new_counts.append(count)
+        return self._num_rows + len(self._new_counts) - 1
+
+    def counts(self, numbers: Any) -> Any:
+        """How many entries each of these rows has."""
+        self._put_away()
+        return self._bounds[1, numbers]
+
+    def joined(self, numbers: Any) -> Any:
+        """(columns, entries) of these rows, one behind the other."""
+        self._put_away()
+        firsts, counts = self._bounds[:, numbers]
+        ends = np.cumsum(counts)
+        return self._values[:, np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1])]
+
+    def _put_away(self) -> None:
+        if not self._new_counts:
+            return
+        entries = np.array(self._new, dtype=np.int64)
+        self._values = _with(self._values, self._num_entries, entries)
+        counts = np.array(self._new_counts, dtype=np.int64)
+        firsts = self._num_entries + np.cumsum(counts) - counts
+        self._bounds = _with(self._bounds, self._num_rows, np.stack([firsts, counts]))
+        self._num_entries += entries.shape[1]
+        self._num_rows += len(counts)
+        self._new, self._new_counts = [[] for _ in self._new], []
+
+
+def _with(array: Any, used: int, more: Any) -> Any:
+    """``array``, of which ``used`` entries are used, or a larger one, with ``more`` behind them."""
+    num_columns, end = len(more), used + more.shape[1]
+    if end > array.shape[1] or num_columns > len(array):
+        larger = np.full((num_columns, max(2 * end, array.shape[1])), _NOTHING, dtype=np.int64)
+        larger[: len(array), :used] = array[:, :used]
+        array = larger
+    array[:, used:end] = more
+    return array
 
 
 class _Region(NamedTuple):
-    """What the calls of one region have in common; lines count from the first of the call."""
+    """What the calls of one region have in common."""
 
+    number: int
+    """Of its rows."""
     profile: RegionProfile
     """Kept, so that its identity stays its own."""
-    read_ends: Any
-    """Per input the line after its last use, and for each value that is written into, the end."""
-    starts: Any
-    """Per buffer that lives at least as long as the call: its first line."""
-    ends: Any
-    sizes: Any
     outputs: list[list[int]]
-    """Per such buffer its outputs, by position."""
-    inner: Any
-    """Per line the bytes of the buffers that die in the call."""
+    """Per buffer that lives at least as long as the call its outputs, by position."""
     shares: bool
     """True where an output has the storage of an input, or of an earlier output."""
 
 
 class _Call(NamedTuple):
-    """What one call reads and makes, by the numbers of values."""
+    """A call whose rows are known."""
 
     call: StepCall
     """Kept, so that its identity stays its own."""
-    region: _Region
-    reads: Any
-    outputs: Any
-    """Per buffer of ``region.starts`` a row of its outputs, filled up with ``_NOTHING``."""
+    profile: RegionProfile
+    row: int
+    region: int
+    """Number of its region."""
 
 
 @dataclass(slots=True)
@@ -65,8 +118,24 @@ class CallTables:
     """The numbers of values, and the calls of programs that share most of them."""
 
     _numbers: dict[str, int] = field(default_factory=dict)
-    _regions: dict[tuple[int, frozenset[int]], _Region] = field(default_factory=dict)
-    _calls: dict[tuple[object, int], _Call] = field(default_factory=dict)
+    _region_of: dict[tuple[int, frozenset[int]], _Region] = field(default_factory=dict)
+    _known: dict[int, _Call] = field(default_factory=dict)
+    """By the identity of calls."""
+    _row_of: dict[object, int] = field(default_factory=dict)
+    """Of copies, by what they read or make: each program has its own calls."""
+    regions: list[_Region] = field(default_factory=list)
+    """By number."""
+    reads: _Rows = field(default_factory=_Rows)
+    """Per call the values that it reads and writes into."""
+    read_ends: _Rows = field(default_factory=_Rows)
+    """Per region likewise the line after each use: of an input its last one, of a value that is
+    written into the end. Lines count from the first of the call."""
+    made: _Rows = field(default_factory=_Rows)
+    """Per call the values in each buffer that lives at least as long as the call."""
+    buffers: _Rows = field(default_factory=_Rows)
+    """Per region of each such buffer its first line, its end, and its bytes."""
+    inner: _Rows = field(default_factory=_Rows)
+    """Per region for each line the bytes of the buffers that die in the call."""
 
     def number(self, value: str) -> int:
         """What stands for ``value``, from 1 on."""
@@ -77,61 +146,76 @@ class CallTables:
         """How many values have numbers."""
         return len(self._numbers)
 
-    def region_of(self, profile: RegionProfile, inside: frozenset[int]) -> _Region:
-        """The region's table where its buffers ``inside`` lie in other values."""
-        key = id(profile), inside
-        if key not in self._regions:
-            self._regions[key] = _region(profile, inside)
-        return self._regions[key]
+    def rows_of(self, problem: Problem) -> tuple[list[int], list[int]]:
+        """Per call the number of its rows, and that of its region's."""
+        if len(self._known) >= MOST_CALLS:
+            self._known.clear()
+            self._row_of.clear()
+            self.reads, self.made = _Rows(), _Rows()
+        known, profiles = self._known, problem.regions
+        rows: list[int] = []
+        regions: list[int] = []
+        for call in problem.calls:
+            found = known.get(id(call))
+            if found is None or found.profile is not profiles[call.region]:
+                found = known[id(call)] = self._learned(call, profiles[call.region])
+            rows.append(found.row)
+            regions.append(found.region)
+        return rows, regions
 
-    def of(self, call: StepCall, profile: RegionProfile) -> _Call:
-        """The call's table; of a copy back what it makes tells all."""
-        key = call.outputs if call.kind is CallKind.RELOAD else id(call), id(profile)
-        found = self._calls.get(key)
-        if found is None:
-            found = self._made(call, self.region_of(profile, call.into_buffers()))
-            if len(self._calls) >= MOST_CALLS:
-                self._calls.clear()
-            self._calls[key] = found
-        return found
+    def _learned(self, call: StepCall, profile: RegionProfile) -> _Call:
+        region = self._region(profile, call.into_buffers())
+        if call.region == COPY_REGION or call.kind is CallKind.RELOAD:
+            key = call.inputs, call.outputs, region.number
+            if key not in self._row_of:
+                self._row_of[key] = self._row(call, region)
+            row = self._row_of[key]
+        else:
+            row = self._row(call, region)
+        return _Call(call, profile, row, region.number)
 
-    def _made(self, call: StepCall, region: _Region) -> _Call:
+    def _row(self, call: StepCall, region: _Region) -> int:
         number = self.number
         if region.shares:  # what is no buffer has a life as well
             _ = [*map(number, call.outputs)]
         reads = [*map(number, call.inputs), *(number(into.value) for into in call.into)]
-        widest = max(map(len, region.outputs), default=0)
-        rows = [
-            [*(number(call.outputs[at]) for at in some), *(widest - len(some)) * (_NOTHING,)]
-            for some in region.outputs
-        ]
-        outputs = np.array(rows, dtype=np.int64).reshape(len(rows), widest)
-        return _Call(call, region, np.array(reads, dtype=np.int64), outputs)
+        numbers = [[number(call.outputs[at]) for at in some] for some in region.outputs]
+        self.made.add(*map(list, itertools.zip_longest(*numbers, fillvalue=_NOTHING)))
+        return self.reads.add(reads)
 
+    def _region(self, profile: RegionProfile, inside: frozenset[int]) -> _Region:
+        """The region where its buffers ``inside`` lie in other values."""
+        key = id(profile), inside
+        if key not in self._region_of:
+            self._region_of[key] = self._new_region(profile, inside)
+            self.regions.append(self._region_of[key])
+        return self._region_of[key]
 
-def _region(profile: RegionProfile, inside: frozenset[int]) -> _Region:
-    crossing = profile.outputs_of_buffers()
-    own = [index for index in crossing if index not in inside]
-    buffers = [profile.buffers[index] for index in own]
-    inner = np.zeros(profile.num_lines + 2, dtype=np.int64)
-    for index, buffer in enumerate(profile.buffers):
-        if index not in crossing and index not in inside:
-            inner[buffer.start] += buffer.size_bytes
-            inner[min(buffer.end, profile.num_lines + 1)] -= buffer.size_bytes
-    into_ends = [profile.num_lines] * len(inside)
-    return _Region(
-        profile=profile,
-        read_ends=np.array([*profile.input_ends, *into_ends], dtype=np.int64),
-        starts=np.array([buffer.start for buffer in buffers], dtype=np.int64),
-        ends=np.array([max(buffer.end, profile.num_lines) for buffer in buffers], dtype=np.int64),
-        sizes=np.array([buffer.size_bytes for buffer in buffers], dtype=np.int64),
-        outputs=[crossing[index] for index in own],
-        inner=np.cumsum(inner)[:-1],
-        shares=any(
-            output.same_as is not None or output.storage is Storage.INPUT
-            for output in profile.outputs
-        ),
-    )
+    def _new_region(self, profile: RegionProfile, inside: frozenset[int]) -> _Region:
+        crossing = profile.outputs_of_buffers()
+        own = [index for index in crossing if index not in inside]
+        buffers = [profile.buffers[index] for index in own]
+        inner = np.zeros(profile.num_lines + 2, dtype=np.int64)
+        for index, buffer in enumerate(profile.buffers):
+            if index not in crossing and index not in inside:
+                inner[buffer.start] += buffer.size_bytes
+                inner[min(buffer.end, profile.num_lines + 1)] -= buffer.size_bytes
+        into_ends = [profile.num_lines] * len(inside)
+        self.read_ends.add([*profile.input_ends, *into_ends])
+        self.buffers.add(
+            [buffer.start for buffer in buffers],
+            [max(buffer.end, profile.num_lines) for buffer in buffers],
+            [buffer.size_bytes for buffer in buffers],
+        )
+        return _Region(
+            number=self.inner.add(np.cumsum(inner)[:-1].tolist()),
+            profile=profile,
+            outputs=[crossing[index] for index in own],
+            shares=any(
+                output.same_as is not None or output.storage is Storage.INPUT
+                for output in profile.outputs
+            ),
+        )
 
 
 class LastReads(Mapping[str, int]):
@@ -167,58 +251,39 @@ class Lives(NamedTuple):
 def lives_of(problem: Problem, tables: CallTables) -> Lives:
     """The lives of ``problem``, whose calls ``tables`` knows or learns. Cost: linear."""
     starts = call_starts(problem)
-    regions = problem.regions
-    copied: list[int] = []
-    copied_at: list[int] = []
-    known: list[_Call] = []
-    known_at: list[int] = []
-    inner: list[Any] = []
-    for at, call in enumerate(problem.calls):
-        if call.region == COPY_REGION:  # makes nothing, and holds nothing of its own
-            copied.append(tables.number(call.inputs[0]))
-            copied_at.append(at)
-            inner.append(_IDLE)
-        else:
-            known.append(tables.of(call, regions[call.region]))
-            known_at.append(at)
-            inner.append(known[-1].region.inner)
-    lines = np.array(starts, dtype=np.int64)
-    begins = lines[np.array(known_at, dtype=np.int64)]
-    last = _last_lines(known, begins, tables.num_values)
-    if copied:
-        np.maximum.at(last, copied, lines[np.array(copied_at, dtype=np.int64)] + 1)
-    _with_shared(last, known, begins, tables)
-    level = _crossing_level(known, begins, last, starts[-1]) + _joined(inner)
-    return Lives(starts, LastReads(tables._numbers, last), level)
+    if not problem.calls:
+        return Lives(starts, LastReads({}, ()), np.zeros(0, dtype=np.int64))
+    some_rows, some_regions = tables.rows_of(problem)
+    rows, regions = np.array(some_rows, dtype=np.int64), np.array(some_regions, dtype=np.int64)
+    begins = np.array(starts[:-1], dtype=np.int64)
+    last = _last_lines(tables, rows, regions, begins)
+    _with_shared(last, problem, starts, tables, some_regions)
+    level = _crossing_level(tables, rows, regions, begins, last, starts[-1])
+    return Lives(starts, LastReads(tables._numbers, last), level + tables.inner.joined(regions)[0])
 
 
-def _joined(arrays: list[Any]) -> Any:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
-
-
-def _repeated(begins: Any, arrays: list[Any]) -> Any:
-    """Each of ``begins`` as often as its array has entries."""
-    return np.repeat(begins, [len(array) for array in arrays])
-
-
-def _last_lines(known: list[_Call], begins: Any, num_values: int) -> Any:
+def _last_lines(tables: CallTables, rows: Any, regions: Any, begins: Any) -> Any:
     """Per value the line after its last read, 0 for none; no storage is shared yet."""
-    last = np.zeros(num_values + 1, dtype=np.int64)
-    ends = [call.region.read_ends for call in known]
-    reads = _joined([call.reads for call in known])
-    np.maximum.at(last, reads, _joined(ends) + _repeated(begins, ends))
+    last = np.zeros(tables.num_values + 1, dtype=np.int64)
+    begun = np.repeat(begins, tables.reads.counts(rows))
+    np.maximum.at(last, tables.reads.joined(rows)[0], tables.read_ends.joined(regions)[0] + begun)
     return last
 
 
-def _with_shared(last: Any, known: list[_Call], begins: Any, tables: CallTables) -> None:
+def _with_shared(
+    last: Any,
+    problem: Problem,
+    starts: Sequence[int],
+    tables: CallTables,
+    regions: Sequence[int],
+) -> None:
     """What shares another value's storage makes that live as long; the last calls first."""
     number = tables.number
-    for call, begin in zip(reversed(known), reversed(begins.tolist()), strict=True):
-        if not call.region.shares:
-            continue
-        end = begin + call.region.profile.num_lines
-        names, outputs = call.call, call.region.profile.outputs
-        for output, value in zip(outputs, names.outputs, strict=True):
+    sharing = {region.number for region in tables.regions if region.shares}
+    for at in reversed([at for at, region in enumerate(regions) if region in sharing]):
+        names, profile = problem.calls[at], tables.regions[regions[at]].profile
+        end = starts[at] + profile.num_lines
+        for output, value in zip(profile.outputs, names.outputs, strict=True):
             alive = last[number(value)]
             if output.same_as is not None:
                 first = number(names.outputs[output.same_as])
@@ -228,24 +293,15 @@ def _with_shared(last: Any, known: list[_Call], begins: Any, tables: CallTables)
                 last[source] = max(last[source], alive, end)
 
 
-def _crossing_level(known: list[_Call], begins: Any, last: Any, num_lines: int) -> Any:
+def _crossing_level(
+    tables: CallTables, rows: Any, regions: Any, begins: Any, last: Any, num_lines: int
+) -> Any:
     """Per line the bytes alive of buffers that live at least as long as a call."""
+    begun = np.repeat(begins, tables.buffers.counts(regions))
+    firsts, ends, sizes = tables.buffers.joined(regions)
+    read = last[tables.made.joined(rows)].max(axis=0)
+    ends = np.minimum(np.maximum(begun + ends, read), num_lines)
     changes = np.zeros(num_lines + 1, dtype=np.int64)
-    making = [at for at, call in enumerate(known) if call.region.outputs]
-    known, begins = [known[at] for at in making], begins[making]
-    if known:
-        firsts = [call.region.starts for call in known]
-        begun = _repeated(begins, firsts)
-        sizes = _joined([call.region.sizes for call in known])
-        widest = max(call.outputs.shape[1] for call in known)
-        made = _joined([_as_wide(call.outputs, widest) for call in known])
-        ends = begun + _joined([call.region.ends for call in known])
-        ends = np.minimum(np.maximum(ends, last[made].max(axis=1)), num_lines)
-        np.add.at(changes, begun + _joined(firsts), sizes)
-        np.subtract.at(changes, ends, sizes)
+    np.add.at(changes, begun + firsts, sizes)
+    np.subtract.at(changes, ends, sizes)
     return np.cumsum(changes)[:-1]
-
-
-def _as_wide(rows: Any, width: int) -> Any:
-    missing = width - rows.shape[1]
-    return np.pad(rows, ((0, 0), (0, missing)), constant_values=_NOTHING) if missing else rows

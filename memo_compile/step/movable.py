@@ -23,6 +23,8 @@ class Action(enum.Enum):
     OFFLOAD = "OFFLOAD"
     RECOMPUTE = "RECOMPUTE"
 
+    __hash__ = object.__hash__  # as members are single; Enum's takes many times as long
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:

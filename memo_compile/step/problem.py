@@ -401,7 +401,7 @@ class FixedBytes:
     """CUDA: what cuBLAS keeps once it has multiplied, and Inductor takes to tune a kernel."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """A whole step to be placed: region profiles, the calls in order, what memory is fixed."""
 
@@ -443,7 +443,7 @@ class Problem:
     """True where the device takes single pages of the arena back, so that the arena falls as
     ordinary memory grows. Else the whole arena stays."""
 
-    @property
+    @functools.cached_property
     def first_backward(self) -> int:
         """Index of the first call of the backward; the number of calls where there is none."""
         for at, call in enumerate(self.calls):
@@ -451,7 +451,7 @@ class Problem:
                 return at
         return len(self.calls)
 
-    @property
+    @functools.cached_property
     def has_one_turn(self) -> bool:
         """True where no forward runs once a backward has begun. Not so in most pipelines."""
         return all(call.phase is Phase.BACKWARD for call in self.calls[self.first_backward :])
@@ -487,10 +487,10 @@ def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
     """Every arena buffer with its life, a crossing value's to its last reader. Cost: linear."""
     starts = call_starts(problem)
     last_read = last_reads(problem, starts)
+    outputs = {name: region.outputs_of_buffers() for name, region in problem.regions.items()}
     found = []
     for index, call in enumerate(problem.calls):
-        region = problem.regions[call.region]
-        crossing = region.outputs_of_buffers()
+        region, crossing = problem.regions[call.region], outputs[call.region]
         inside = call.into_buffers()
         for position, buffer in enumerate(region.buffers):
             if position in inside:

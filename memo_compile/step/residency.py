@@ -45,9 +45,18 @@ class Residency:
     """Per interlude what goes of the arena while it runs; no other pages than these come back."""
 
 
-def residency(problem: Problem, offsets: Mapping[str, int], arena_bytes: int) -> Residency:
-    """The residency of a placed step. Cost: buffers x log calls."""
-    fixed, buffers = step_constant_bytes(problem), arena_buffers(problem)
+def residency(
+    problem: Problem,
+    offsets: Mapping[str, int],
+    arena_bytes: int,
+    buffers: Sequence[ArenaBuffer] | None = None,
+) -> Residency:
+    """The residency of a placed step; ``buffers`` are its own, where they are known.
+
+    Cost: buffers x log calls.
+    """
+    fixed = step_constant_bytes(problem)
+    buffers = arena_buffers(problem) if buffers is None else buffers
     ordinary, releases = ordinary_bytes(problem), problem.releases_pages
     tails = [arena_bytes] * len(ordinary.most)
     if releases:
@@ -167,13 +176,14 @@ def ordinary_level(
 
 def _inside_calls(problem: Problem, starts: Starts) -> Iterator[Any]:
     """(2, n) each: lines, and the bytes that kernels of calls allocate and free there."""
-    begins: dict[str, list[int]] = {}
+    begins: dict[str, list[int]] = {
+        name: [] for name, region in problem.regions.items() if region.outside
+    }
     for call, start in zip(problem.calls, starts, strict=False):
-        begins.setdefault(call.region, []).append(start)
+        if call.region in begins:
+            begins[call.region].append(start)
     for name, first in begins.items():
         outside = problem.regions[name].outside
-        if not outside:
-            continue
         lines = [line for buffer in outside for line in (buffer.start, buffer.end)]
         changes = [
             change for buffer in outside for change in (buffer.size_bytes, -buffer.size_bytes)

@@ -71,6 +71,9 @@ def _kind_name(kind: type) -> str:
     return Plan.__name__ if issubclass(kind, Plan) else kind.__name__
 
 
+_AS_THEY_ARE = frozenset((int, float, str, bool, type(None)))
+
+
 def plain(value: Any) -> Any:
     """``value`` as JSON has it: objects for dataclasses and mappings, lists for tuples."""
     kind: Any = type(value)
@@ -87,7 +90,12 @@ def _plainer(kind: Any) -> Callable[[Any], Any]:
 
         def of_dataclass(value: Any) -> dict[str, Any]:
             left = [name for name, default in may_lack if getattr(value, name) == default]
-            return {name: plain(getattr(value, name)) for name in names if name not in left}
+            return {
+                name: item if type(item) in _AS_THEY_ARE else plain(item)
+                for name in names
+                if name not in left
+                for item in (getattr(value, name),)
+            }
 
         return of_dataclass
     if issubclass(kind, enum.Enum):
@@ -95,7 +103,7 @@ def _plainer(kind: Any) -> Callable[[Any], Any]:
     if issubclass(kind, Mapping):
         return lambda value: {key: plain(item) for key, item in value.items()}
     if issubclass(kind, tuple | list):
-        return lambda value: [plain(item) for item in value]
+        return lambda value: [item if type(item) in _AS_THEY_ARE else plain(item) for item in value]
     return lambda value: value
 
 
@@ -128,6 +136,11 @@ def _restorer(kind: Any) -> Callable[[Any], Any]:
     if origin in (typing.Union, types.UnionType):
         inner = _restorer(next(argument for argument in arguments if argument is not type(None)))
         return lambda value: None if value is None else inner(value)
+    if origin is tuple and arguments[-1] is ... and arguments[0] in _SCALARS:
+        kinds = _kinds_of(arguments[0])
+        return lambda value: tuple(
+            _exactly(list, value) if kinds.issuperset(map(type, value)) else _refuse(value)
+        )
     if origin is tuple and arguments[-1] is ...:
         item_of = _restorer(arguments[0])
         return lambda value: tuple([item_of(item) for item in _exactly(list, value)])
@@ -144,10 +157,15 @@ def _restorer(kind: Any) -> Callable[[Any], Any]:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind
     if kind in _SCALARS:
-        types_of = _SCALARS[kind][0]
-        allowed = frozenset(types_of if isinstance(types_of, tuple) else (types_of,))
+        allowed = _kinds_of(kind)
         return lambda value: value if type(value) in allowed else _refuse(value)
     return lambda value: value
+
+
+def _kinds_of(scalar: Any) -> frozenset[type]:
+    """The types of what is right for a ``scalar``."""
+    kinds = _SCALARS[scalar][0]
+    return frozenset(kinds if isinstance(kinds, tuple) else (kinds,))
 
 
 def _dataclass_restorer(kind: Any) -> Callable[[Any], Any]:

@@ -49,7 +49,8 @@ def simulate(problem: Problem, costs: StepCosts, *, spans: bool = True) -> Timel
     for call in problem.calls:
         begin, kind = now, call.kind
         if kind is CallKind.RUN or kind is CallKind.RECOMPUTE:
-            now += costs.beside_s(costs.call_s(call), ranks.free_s - now)
+            seconds = costs.call_s(call)
+            now += seconds if ranks.free_s <= now else costs.beside_s(seconds, ranks.free_s - now)
             name, end = COMPUTE, now
         elif kind is CallKind.WAIT:
             now = max(now, _end_of(call, ends))
@@ -88,14 +89,18 @@ def _end_of(call: StepCall, ends: Mapping[str, float]) -> float:
     return end
 
 
-def peak_live_bytes(problem: Problem, tables: CallTables | None = None) -> int:
+def peak_live_bytes(
+    problem: Problem, tables: CallTables | None = None, *, alive: Any = None
+) -> int:
     """The peak of a perfect placement: no placed step of this program has a smaller one.
 
     The largest of ``most_per_call``, and the constant; ``step.residency`` adds them likewise.
+    ``alive`` are the former, where they are known.
     """
     if not problem.calls:
         return step_constant_bytes(problem)
-    return step_constant_bytes(problem) + int(most_per_call(problem, tables).max())
+    alive = most_per_call(problem, tables) if alive is None else alive
+    return step_constant_bytes(problem) + int(alive.max())
 
 
 def most_per_call(problem: Problem, tables: CallTables | None = None) -> Any:

@@ -178,16 +178,17 @@ def simulated(
     moves: Moves,
     recompute: RecomputeOf,
     notes: tuple[str, ...] = (),
-    program: Program | None = None,
+    program: Callable[[], Program] | None = None,
 ) -> Candidate:
-    """The step program of ``moves``, simulated; ``program`` is what ``program_before`` returns."""
-    program = program or program_before(step, moves, recompute)
-    wide = program.widened(moves.schedule.widen)
+    """The step program of ``moves``, simulated; ``program`` gives what ``program_before`` does."""
+    before = program_before(step, moves, recompute) if program is None else program()
+    wide = before.widened(moves.schedule.widen)
     problem = wide.problem
-    timeline = simulate(problem, program.costs, spans=False)
+    timeline = simulate(problem, before.costs, spans=False)
+    alive = before.alive if problem.calls == before.problem.calls else None
     figures = Figures(
         timeline=timeline,
-        live_bytes=peak_live_bytes(problem, facts_of(step).tables),
+        live_bytes=peak_live_bytes(problem, facts_of(step).tables, alive=alive),
         host_bytes=problem.host_bytes,
         cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
         next_times=wide.next_times,
@@ -287,6 +288,7 @@ class CandidateSource:
     quiet machine within 20 s; a plan that the clock has changed says so."""
     searched: SearchedMoves = field(default_factory=SearchedMoves)
     _evaluations: dict[tuple[Moves, tuple[str, ...]], Candidate] = field(default_factory=dict)
+    _least_bytes: dict[Moves, int] = field(default_factory=dict)
 
     def auto(self, most_bytes: int | None = None) -> list[Candidate]:
         """All that policy ``auto`` chooses from: greedy's, the program's and the named plans.
@@ -318,7 +320,12 @@ class CandidateSource:
     def _within(self, found: Iterable[Moves], most_bytes: int | None) -> Iterable[Moves]:
         if most_bytes is None:
             return found
-        return (own for own in found if least_bytes(self.step, own) <= most_bytes)
+        return (own for own in found if self._least_bytes_of(own) <= most_bytes)
+
+    def _least_bytes_of(self, moves: Moves) -> int:
+        if moves not in self._least_bytes:
+            self._least_bytes[moves] = least_bytes(self.step, moves)
+        return self._least_bytes[moves]
 
     def propose(self) -> None:
         """Find all that ``greedy`` simulates, and ask for the regions of the named plans."""
@@ -461,17 +468,17 @@ class CandidateSource:
         candidates: list[Candidate] = []
         for moves in found:
             try:
-                candidates += self._with_wider(self._evaluated(moves))
+                candidates += self._with_wider(moves)
             except InvalidPlan as error:
                 log.warning("memo: a plan of policy %s is left out: %s", moves.policy, error)
         return candidates
 
-    def _with_wider(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _with_wider(self, moves: Moves) -> Iterator[Candidate]:
+        program = functools.cache(lambda: program_before(self.step, moves, self.recompute))
+        candidate = self._evaluated(moves, program=program)
         yield candidate
-        moves = candidate.moves
-        if not moves.schedule.widen or not _stalls(candidate):
+        if not moves.schedule.widen:
             return
-        program = program_before(self.step, moves, self.recompute)
         wider, times = candidate, 1.0
         for more in WIDER:
             if wider.next_times > MOST or not _stalls(wider):  # more bytes gain nothing
@@ -482,14 +489,17 @@ class CandidateSource:
             yield wider
 
     def _evaluated(
-        self, moves: Moves, notes: tuple[str, ...] = (), program: Program | None = None
+        self,
+        moves: Moves,
+        notes: tuple[str, ...] = (),
+        program: Callable[[], Program] | None = None,
     ) -> Candidate:
         if (moves, notes) not in self._evaluations:
             self._evaluations[moves, notes] = self._known_or_simulated(moves, notes, program)
         return self._evaluations[moves, notes]
 
     def _known_or_simulated(
-        self, moves: Moves, notes: tuple[str, ...], program: Program | None
+        self, moves: Moves, notes: tuple[str, ...], program: Callable[[], Program] | None
     ) -> Candidate:
         key = moves, self._estimated(moves)
         figures = self.searched.memory.figures.get(key)

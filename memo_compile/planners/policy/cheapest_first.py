@@ -6,10 +6,13 @@ gives the mode to the first one alone. The price of a move is the seconds that i
 to the step, per byte that it takes off the points above the floor.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
+import numpy as np
+
 from memo_compile.planners.policy.model import StepModel
+from memo_compile.step.movable import RecomputeKey
 
 MAX_KEYS = 2
 """Most ways to recompute that the layers of a class take in one plan: each is compiled."""
@@ -103,7 +106,7 @@ def refilled(model: StepModel, chosen: tuple[int, ...], host_budget_bytes: int) 
 
 def _bytes_over(at: Any, floor: int) -> float:
     """Bytes above ``floor``, on average over the points; the highest point counts once more."""
-    return float((at - floor).clip(min=0).mean()) + float(max(int(at.max()) - floor, 0))
+    return float(np.maximum(at - floor, 0).mean()) + float(max(int(at.max()) - floor, 0))
 
 
 def moved(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int, ...]:
@@ -124,10 +127,15 @@ def _moves(
     for (class_key, mode), layers in groups.items():
         size = max(1, model.class_keys.count(class_key) // NUM_CHUNKS)
         movable = layers[:size] if few else layers
+        stay = {
+            model.modes[layer][chosen[layer]].keys
+            for layer, key in enumerate(model.class_keys)
+            if key == class_key and layer not in movable
+        }
         for other in range(1, len(model.modes[movable[0]])):
-            candidate = moved(chosen, movable, other)
-            if other != mode and few_keys(model, candidate, class_key):
-                yield movable, other, candidate
+            keys = stay.union(model.modes[layer][other].keys for layer in movable)
+            if other != mode and _are_few(keys):
+                yield movable, other, moved(chosen, movable, other)
 
 
 def few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
@@ -137,4 +145,8 @@ def few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
         for layer, mode in enumerate(chosen)
         if model.class_keys[layer] == class_key
     }
+    return _are_few(keys)
+
+
+def _are_few(keys: Set[tuple[RecomputeKey, ...]]) -> bool:
     return len(keys - {()}) <= MAX_KEYS

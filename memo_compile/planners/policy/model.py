@@ -10,6 +10,7 @@ recomputations right before the calls that are the first to read one of its slot
 """
 
 import math
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ class StepModel:
     costs: StepCosts
     schedule: Schedule
     stops: "tuple[_Stop, ...]"
+    out_s: tuple[tuple[float, ...], ...]
+    """Per layer and mode the seconds of its copies to the host."""
+    back_s: tuple[tuple[float, ...], ...]
+    """Likewise of its copies back."""
     copy_price: float = 0.0
     """Where copies are made at once: seconds of the step for each second of a copy that fits beside
     the computation. Some of them hide once waits and reloads are moved to where bytes allow it."""
@@ -82,11 +87,10 @@ class StepModel:
 
     def cost_s(self, chosen: Sequence[int]) -> float:
         """Seconds of the step, and COPY_WEIGHT of the seconds of its copies."""
-        modes, costs = self._taken(chosen), self.costs
-        out_s = sum(mode.d2h_s(costs) for mode in modes)
-        back_s = sum(mode.h2d_s(costs) for mode in modes)
+        out_s = sum(map(operator.getitem, self.out_s, chosen))
+        back_s = sum(map(operator.getitem, self.back_s, chosen))
         if self.schedule.at_once:
-            return self._priced_s(modes, out_s, back_s)
+            return self._priced_s(self._taken(chosen), out_s, back_s)
         return self.step_s(chosen) + COPY_WEIGHT * (out_s + back_s)
 
     def _priced_s(self, modes: Sequence[ModeCost], out_s: float, back_s: float) -> float:
@@ -112,14 +116,14 @@ class StepModel:
                 now = max(now, out_end[layer])
             for layer in stop.reloaded:
                 if modes[layer].num_copies:
-                    back_lane = max(back_lane, now) + modes[layer].h2d_s(self.costs)
+                    back_lane = max(back_lane, now) + self.back_s[layer][chosen[layer]]
                     back_end[layer] = back_lane
             for layer in stop.in_backward:
                 now = max(now, back_end[layer]) + modes[layer].recompute_s
             now += stop.call_s
             for layer in stop.in_forward:
                 if modes[layer].num_copies:
-                    out_lane = max(out_lane, now) + modes[layer].d2h_s(self.costs)
+                    out_lane = max(out_lane, now) + self.out_s[layer][chosen[layer]]
                     out_end[layer] = out_lane
         return now
 
@@ -221,6 +225,8 @@ def build_model(
         costs=step.costs,
         schedule=schedule,
         stops=tuple(_stops(facts, freed_at, reload_at)),
+        out_s=tuple(tuple(mode.d2h_s(step.costs) for mode in some) for some in modes),
+        back_s=tuple(tuple(mode.h2d_s(step.costs) for mode in some) for some in modes),
         copy_price=copy_price,
     )
 
@@ -328,7 +334,7 @@ def least_bytes(step: MovableStep, moves: Moves) -> int:
     and what is recomputed to the end: a region may make it in fewer bytes.
     """
     facts, during = facts_of(step), call_bytes(step)[0]
-    gone = np.zeros(len(during) + 1, dtype=np.int64)
+    gone = [0] * (len(during) + 1)
     for layer, mode in zip(step.layers, moves.modes, strict=True):
         for value, action in zip(layer.values, mode.actions, strict=True):
             readers = facts.backward_readers.get(value)
