@@ -184,8 +184,16 @@ class FileStore:
         return [_stored(path) for path in sorted(self.folder.glob("*.json"))]
 
     def clear(self) -> list[RememberedFile]:
-        """Remove every file; what there was. Raises InputError: one cannot be removed."""
+        """Remove every file; what there was. Raises InputError: one cannot be removed.
+
+        What processes left that were killed is removed as well.
+        """
         removed = self.stored()
+        for rest in (*self.folder.glob("*.claim"), *self.folder.glob("tmp*/whole")):
+            with contextlib.suppress(OSError):
+                rest.unlink()
+                if rest.parent != self.folder:
+                    rest.parent.rmdir()
         for entry in removed:
             try:
                 entry.path.unlink(missing_ok=True)

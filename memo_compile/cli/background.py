@@ -7,12 +7,18 @@ import sys
 import warnings
 from collections.abc import Callable
 
-LIMIT_S, GRACE_S = 150, 10
-"""The process ends its work after so many seconds; and so much later whatever it does."""
+LIMIT_S = 150.0
+"""The process ends its work after so many seconds of a processor."""
+
+ALIVE_S = 600
+"""It ends after so many seconds in any case, also where it hangs."""
 
 NICENESS = 19
 """It takes what others leave of the processor."""
 
+
+_MODULE = os.path.join(os.path.dirname(__file__), "main.py")
+"""What ``python -m`` runs."""
 
 _process = {"is_own": False}
 
@@ -25,13 +31,15 @@ def tell(*, is_own: bool) -> None:
 def can_be_left() -> bool:
     """True in a process that is a command's own, on a system where one can be divided.
 
-    Not on macOS, whose libraries do not survive that, and not where the command was called as a
-    function: the caller's files and threads would be divided as well.
+    Not on macOS, whose libraries do not survive that, and not where a program has called the
+    command: its files and threads would be divided as well.
     """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if not _process["is_own"] or script is None or sys.platform != "linux":
         return False
-    return os.path.abspath(script) == os.path.abspath(sys.argv[0])
+    called = os.path.abspath(sys.argv[0])
+    is_command = os.path.basename(called) == "memo" or called == os.path.abspath(_MODULE)
+    return is_command and called == os.path.abspath(script)
 
 
 class _LateError(BaseException):
@@ -39,8 +47,6 @@ class _LateError(BaseException):
 
 
 def _end(*_: object) -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(GRACE_S)
     raise _LateError
 
 
@@ -48,7 +54,7 @@ def leave(work: Callable[[], None]) -> None:
     """Do ``work`` in a process of its own, which nobody waits for and which says nothing.
 
     It has no terminal, so that an interrupt does not end it, and holds none of the files that a
-    caller may wait for.
+    caller may wait for. Raises OSError: there may be no more processes.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch has threads, which have ended
@@ -57,8 +63,10 @@ def leave(work: Callable[[], None]) -> None:
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGALRM, _end)
-        signal.alarm(LIMIT_S)
+        signal.signal(signal.SIGPROF, _end)
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills, whatever Python does
+        signal.alarm(ALIVE_S)
         os.nice(NICENESS)
         for file in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # the one that lists them

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -203,13 +204,15 @@ def _answered(
 
 def _remember(remembering: "Remembering") -> None:
     """Leave that to a process in the background, or do a part of it: who waits may interrupt it."""
-    with contextlib.suppress(KeyboardInterrupt):
-        if background.can_be_left():
-            if remembering.is_needed():
-                background.leave(remembering.fully)
+    if background.can_be_left():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the answer is given, and the rest is short
+        if not remembering.is_needed():
             return
-        with working("remembering for smaller budgets"):
-            remembering.briefly()
+        with contextlib.suppress(OSError):
+            background.leave(remembering.fully)
+        return
+    with contextlib.suppress(KeyboardInterrupt), working("remembering for smaller budgets"):
+        remembering.briefly()
 
 
 def _told(console: Console, bar: StepBar) -> Callable[[int, bool], None]:

@@ -95,6 +95,8 @@ class ModelPlans:
     _sizes: dict[str, Sizes] = field(default_factory=dict)
     answered: MemoConfig | None = None
     """Asked last, once there is an answer."""
+    waited_s: float = 0.0
+    """Seconds that were spent waiting for what another process prepares."""
     _prepares: bool = False
     """True while other budgets are prepared for."""
     _has_read: bool = False

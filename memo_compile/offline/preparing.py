@@ -23,8 +23,9 @@ BRIEFLY = 0.15
 """After this share of the processor seconds that the answer took, no further tiles are begun
 before the command ends: those of the first take a fifth of it."""
 
-WAIT_S, POLL_S = 20.0, 0.1
-"""How long a command waits for tiles that another process makes; alone it takes up to 15 s."""
+WAIT_S, POLL_S = 10.0, 0.1
+"""How long a command waits in all for tiles that another process makes, which may have little of a
+busy processor; alone it takes up to 15 s."""
 
 TILES, FLOOR = "preparing tiles", "preparing the floor"
 
@@ -130,11 +131,12 @@ def awaited(plans: "ModelPlans", options: MemoConfig, find: Callable[[MemoConfig
     if memory is None or plans.is_traced or find(options) is not None:
         return
     store, claimed, key = memory.store, plans.claim_key(options, TILES), plans.record_key(options)
-    seen, until_s = store.variants(key), time.monotonic() + WAIT_S
-    if store.is_claimed(claimed):
+    seen = store.variants(key)
+    if store.is_claimed(claimed) and plans.waited_s < WAIT_S:
         plans.say("waiting for a memo plan that prepares this", 0)
-    while store.is_claimed(claimed) and time.monotonic() < until_s:
+    while store.is_claimed(claimed) and plans.waited_s < WAIT_S:
         time.sleep(POLL_S)
+        plans.waited_s += POLL_S
         if (now := store.variants(key)) != seen:
             seen = now
             if find(options) is not None:

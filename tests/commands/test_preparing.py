@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ import time
 import pytest
 
 from memo_compile.cli import background
+from memo_compile.cli.main import main
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
@@ -196,6 +199,7 @@ def test_a_try_that_was_too_slow_is_not_made_again(tmp_path):
 LEAVES = """
 import os, sys, time
 from memo_compile.cli import background
+from memo_compile.cli.main import main
 
 def work():
     print("nobody reads this", flush=True)
@@ -213,7 +217,7 @@ print(os.getpid(), flush=True)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are divided on Linux only")
 def test_work_is_left_to_a_process_that_holds_nothing_of_the_callers(tmp_path):
-    script, written = tmp_path / "leaves.py", tmp_path / "written"
+    script, written = tmp_path / "memo", tmp_path / "written"
     script.write_text(LEAVES)
     read, write = os.pipe()  # as of a tool that waits until all writers are gone
     begin = time.monotonic()
@@ -241,14 +245,15 @@ def test_work_is_left_to_a_process_that_holds_nothing_of_the_callers(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are divided on Linux only")
 def test_work_that_takes_too_long_is_ended_and_gives_up_what_it_holds(tmp_path):
-    script, written = tmp_path / "leaves.py", tmp_path / "written"
+    script, written = tmp_path / "memo", tmp_path / "written"
     late = LEAVES.replace("time.sleep(1.0)", "hold()").replace(
-        "background.tell(", "background.LIMIT_S = 1\nbackground.tell(", 1
+        "background.tell(", "background.LIMIT_S = 0.2\nbackground.tell(", 1
     )
     holds = """
 def hold():
     try:
-        time.sleep(60)
+        while True:
+            pass
     finally:
         open(sys.argv[1], "w").close()
 """
@@ -262,16 +267,69 @@ def hold():
     assert written.read_text() == ""  # it did not go on
 
 
+HANGS = """
+import hashlib, sys
+from pathlib import Path
+from memo_compile.cli import background
+from memo_compile.cli.main import main
+from memo_compile.file_store import FileStore
+
+def work():
+    claim = FileStore(folder=Path(sys.argv[1])).claim({"kind": "a"})
+    (Path(sys.argv[1]) / "begun").touch()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # no signal is seen in Python
+
+background.LIMIT_S, background.ALIVE_S = 0.1, 2
+background.tell(is_own=True)
+background.leave(work)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are divided on Linux only")
+def test_work_that_hangs_is_ended_and_what_it_claimed_is_free(tmp_path):
+    script, store = tmp_path / "memo", FileStore(folder=tmp_path)
+    script.write_text(HANGS)
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
+    until = time.monotonic() + 60
+    while not (tmp_path / "begun").exists() or store.is_claimed({"kind": "a"}):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    (tmp_path / "tmpabc").mkdir()
+    (tmp_path / "tmpabc" / "whole").touch()  # as of a process that was killed while it wrote
+    store.clear()
+    assert not [*tmp_path.glob("*.claim"), *tmp_path.glob("tmp*")]
+
+
+def test_an_answer_stands_where_no_process_can_be_left(store, monkeypatch, capfd):
+    def refused():
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(background, "can_be_left", lambda: True)
+    monkeypatch.setattr(os, "fork", refused)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as left:
+            main(["plan", SHAPE.name, "--seq", "1024", "--policy", "greedy", "--json"])
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # it has nothing to interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+    out, err = capfd.readouterr()
+    assert (left.value.code, json.loads(out)["fits"], "Error" in err) == (0, True, False)
+
+
 def test_nothing_is_left_behind_by_a_process_that_is_not_the_commands_own(monkeypatch):
-    main = sys.modules["__main__"]
-    monkeypatch.setattr(main, "__file__", "/bin/memo", raising=False)
+    own = sys.modules["__main__"]
+    monkeypatch.setattr(own, "__file__", "/bin/memo", raising=False)
     monkeypatch.setattr(sys, "argv", ["/bin/memo", "plan"])
     for is_own in (False, True):
         background.tell(is_own=is_own)
         assert background.can_be_left() == (is_own and sys.platform == "linux")
     monkeypatch.setattr(sys, "argv", ["/bin/pytest"])  # a test, whose files are another's
     assert not background.can_be_left()
-    monkeypatch.delattr(main, "__file__")
+    monkeypatch.setattr(own, "__file__", "/home/me/my_program.py")
+    monkeypatch.setattr(sys, "argv", ["/home/me/my_program.py", "plan"])  # its own files are others
+    assert not background.can_be_left()
+    monkeypatch.delattr(own, "__file__")
     monkeypatch.setattr(sys, "argv", [""])
     assert not background.can_be_left()
     background.tell(is_own=False)
