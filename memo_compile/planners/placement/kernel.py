@@ -233,6 +233,7 @@ def crowded(tables: Tables, state: State, depth: int, begin: int, end: int, roof
             items[at] = items[at - 1]
             at -= 1
         items[at] = item
+        state.tally[WORK] += position - at
     lowest = state.lowest
     for section in range(first, last):
         lowest[section] = roof
