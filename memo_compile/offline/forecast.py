@@ -228,7 +228,7 @@ class Remembering:
         return self.subject.lacks()
 
     def fully(self) -> None:
-        """What every budget needs, in up to three times the answer's time."""
+        """What every budget needs, in several times the seconds of the answer."""
         self.subject.prepare_all()
 
 

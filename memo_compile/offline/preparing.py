@@ -1,9 +1,9 @@
 """What ``memo plan`` remembers after an answer, so that other budgets are answered in seconds.
 
-An answer is made of the step in one to four ways of tiling it; other budgets need other ways, about
-ten in all, each of which is to be traced or lowered once. ``briefly`` makes the next ones, before
-the command ends. ``fully`` makes all of them, and what says that nothing fits, in a process that is
-left behind; a command that needs one of them meanwhile waits for it (``awaited``).
+An answer is made of the step in one to four ways of tiling it; other budgets need other ways, nine
+to twenty in all, each of which is to be traced or lowered once. ``briefly`` makes the next ones,
+before the command ends. ``fully`` makes all of them, and what says that nothing fits, in a process
+that is left behind; a command that needs one of them meanwhile waits for it (``awaited``).
 """
 
 import time
@@ -53,7 +53,7 @@ def lacks(plans: "ModelPlans") -> bool:
 
 
 def fully(plans: "ModelPlans") -> None:
-    """Remember what every budget needs, in up to three times the seconds of the answer."""
+    """Remember what every budget needs, in several times the seconds of the answer."""
     config, memory = plans.prepares_for, plans.lasting
     claim = None
     if config is not None and memory is not None:

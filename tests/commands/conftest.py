@@ -2,7 +2,8 @@
 
 import pytest
 
-from memo_compile.offline import plan_offline, preparing
+from memo_compile.file_store import FileStore
+from memo_compile.offline import forecast, plan_offline, preparing
 
 
 @pytest.fixture
@@ -16,6 +17,14 @@ def traces(monkeypatch):
 
     monkeypatch.setattr(plan_offline, "tracing", counted)
     return seen
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """Where ``forecast`` remembers, empty."""
+    made = FileStore(folder=tmp_path / "steps")
+    monkeypatch.setattr(forecast, "user_store", lambda: made)
+    return made
 
 
 @pytest.fixture(autouse=True)

@@ -33,17 +33,9 @@ from memo_compile.reporting.emit import Settings, emit
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import CallKind, Phase
 from memo_compile.step.serialise import from_json
+from tests.commands.tiny import TINY
 
-GPT = ModelShape(
-    name="tiny-gpt",
-    hidden=64,
-    num_layers=2,
-    ffn=256,
-    num_heads=4,
-    num_kv_heads=4,
-    vocab=512,
-    gated=False,
-)
+GPT = dataclasses.replace(TINY, name="tiny-gpt")
 LLAMA = ModelShape(
     name="tiny-llama",
     hidden=64,

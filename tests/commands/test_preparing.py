@@ -16,7 +16,6 @@ from memo_compile.cli import background
 from memo_compile.cli.main import main
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
-from memo_compile.costs.models import ModelShape
 from memo_compile.errors import TooSlow
 from memo_compile.file_store import FileStore
 from memo_compile.offline import forecast as forecasting
@@ -24,17 +23,9 @@ from memo_compile.offline import model_plans, preparing
 from memo_compile.offline.forecast import Question
 from memo_compile.offline.remembered_tries import tried
 from memo_compile.step.serialise import to_json
+from tests.commands.tiny import TINY
 
-SHAPE = ModelShape(
-    name="tiny-prepared",
-    hidden=64,
-    num_layers=2,
-    ffn=256,
-    num_heads=4,
-    num_kv_heads=4,
-    vocab=512,
-    gated=False,
-)
+SHAPE = dataclasses.replace(TINY, name="tiny-prepared")
 ASKED = Question(model=SHAPE.name, hardware=find_hardware("h200"), seq=1024, policy="greedy")
 BUDGETS = ("130MiB", "64MiB", "1MiB")
 """The last two fit nothing."""
@@ -46,16 +37,9 @@ def tiny_model(monkeypatch):
     monkeypatch.setenv("MEMO_LOWERING", "aten")
 
 
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    made = FileStore(folder=tmp_path / "steps")
-    monkeypatch.setattr(forecasting, "user_store", lambda: made)
-    return made
-
-
 def text_of(found):
     plan = dataclasses.replace(found.step.plan, planning_s=0.0, lowering_s=0.0)
-    return found.peak_bytes, found.notes, to_json(found.step.problem), to_json(plan)
+    return found.fits, found.peak_bytes, found.notes, to_json(found.step.problem), to_json(plan)
 
 
 def answer(budget=None, *, fully=False, **changes):
@@ -71,6 +55,7 @@ def answer(budget=None, *, fully=False, **changes):
 
 def test_every_budget_is_answered_without_the_model_once_all_is_prepared(store, traces):
     alone = [answer(budget, remembers=False) for budget in BUDGETS]
+    assert [fits for fits, *_ in alone] == [True, False, False]
     answer(fully=True)
     traces.clear()
     assert [answer(budget) for budget in BUDGETS] == alone

@@ -14,7 +14,6 @@ from memo_compile.cli.main import main
 from memo_compile.config import resolve, user_store
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
-from memo_compile.costs.models import ModelShape
 from memo_compile.file_store import FileStore
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline import model_plans, plan_offline, preparing, remembered_places
@@ -29,17 +28,9 @@ from memo_compile.passes.runner import graph_text
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
 from memo_compile.planners.policy import candidates
 from memo_compile.step.serialise import plain, restore, to_json
+from tests.commands.tiny import TINY
 
-SHAPE = ModelShape(
-    name="tiny-remembered",
-    hidden=64,
-    num_layers=2,
-    ffn=256,
-    num_heads=4,
-    num_kv_heads=4,
-    vocab=512,
-    gated=False,
-)
+SHAPE = dataclasses.replace(TINY, name="tiny-remembered")
 ASKED = Question(model=SHAPE.name, hardware=find_hardware("h200"), seq=1024)
 RECOMPUTES = {"policy": "full-recompute"}
 KEEPS = {"policy": "save"}
@@ -51,13 +42,6 @@ BUDGETED = {"policy": "greedy", "budget": "206MiB"}
 def tiny_model(monkeypatch):
     monkeypatch.setitem(models.MODELS, SHAPE.name, SHAPE)
     monkeypatch.setenv("MEMO_LOWERING", "aten")
-
-
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    made = FileStore(folder=tmp_path / "steps")
-    monkeypatch.setattr(forecasting, "user_store", lambda: made)
-    return made
 
 
 def answer(**changes):
