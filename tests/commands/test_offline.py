@@ -11,7 +11,6 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 import memo_compile
-from memo_compile import gpus
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import ConfigError, Infeasible, UnsupportedGraph
@@ -164,8 +163,7 @@ def _peak_of_one_layer():
     return memo_compile.plan(model, x, options={"lowering": "aten"}).peak_bytes
 
 
-def test_a_gpus_plan_is_simulated_with_its_figures(monkeypatch):
-    monkeypatch.setattr(gpus, "missing_for_target", lambda: "triton")
+def test_a_gpus_plan_is_simulated_with_its_figures():
     slow, fast = step_on_fakes("a100"), step_on_fakes("h200")
     assert not slow.exact
     assert slow.costs.d2h_bytes_per_s == 32e9

@@ -9,7 +9,6 @@ from memo_compile.config import resolve
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.file_store import FileStore
-from memo_compile.gpus import target_of
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline import plan_offline, subject
 from memo_compile.offline.forecast import Question, forecast
@@ -17,11 +16,6 @@ from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, is_shape
 from memo_compile.step.serialise import to_json
 from tests.commands.tiny import TINY
-
-pytestmark = pytest.mark.skipif(
-    target_of("h200") is not None,
-    reason="lowered for the GPU, whose operators go by their sizes: each length is traced",
-)
 
 GPT = dataclasses.replace(TINY, name="tiny-lengths")
 LLAMA = dataclasses.replace(GPT, name="tiny-long-llama", num_layers=8, num_kv_heads=2, gated=True)

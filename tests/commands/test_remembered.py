@@ -28,7 +28,7 @@ from memo_compile.passes.runner import graph_text
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
 from memo_compile.planners.policy import candidates
 from memo_compile.step.serialise import plain, restore, to_json
-from tests.commands.tiny import TINY
+from tests.commands.tiny import CPU_BUILD, TINY
 
 SHAPE = dataclasses.replace(TINY, name="tiny-remembered")
 ASKED = Question(model=SHAPE.name, hardware=find_hardware("h200"), seq=1024)
@@ -387,7 +387,9 @@ def test_a_remembered_plan_needs_no_torch(tmp_path, monkeypatch, capsys):
     planned = capsys.readouterr().out
     assert list(tmp_path.rglob("*.json"))
     program = (
-        "import sys; from memo_compile.costs import models; "
+        "import sys; from memo_compile import gpus; real = gpus.version_of; "
+        f"gpus.version_of = lambda of: {CPU_BUILD!r} if of == 'torch' else real(of); "
+        "from memo_compile.costs import models; "
         f"models.MODELS[{SHAPE.name!r}] = models.ModelShape(**{dataclasses.asdict(SHAPE)!r}); "
         "from memo_compile.cli.plan_command import plan_command; import typer; "
         "app = typer.Typer(); app.command()(plan_command); "

@@ -1,4 +1,4 @@
-"""The smallest shape of a language model, which tests of commands give names of their own."""
+"""What tests of commands plan: the smallest language model, on a torch that lowers for no GPU."""
 
 from memo_compile.costs.models import ModelShape
 
@@ -12,3 +12,6 @@ TINY = ModelShape(
     vocab=512,
     gated=False,
 )
+
+CPU_BUILD = "2.0.0+cpu"
+"""The version of a torch that lowers for no GPU."""
