@@ -113,6 +113,11 @@ def own_tracing_context(examples: Sequence[Any]) -> contextlib.AbstractContextMa
     return tracing(TracingContext(mode or detect_fake_mode(examples)))
 
 
+ROUNDED = "low_precision_pointwise_barrier"
+"""In ``node.meta``: Inductor rounds a pointwise operator's float16 and bfloat16 operands and its
+result as eager does, inside of fused kernels too (``make_pointwise``, 2.11 and 2.13). torch sets it
+itself where ``emulate_precision_casts`` is on, which turns off other things as well."""
+
 NO_GRAPH_CACHE: dict[str, Any] = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 """Turns these caches off: on a hit neither partitioner nor wrapper runs. ``force_disable_caches``
 would give each compilation an empty folder, in which Inductor builds its C++ headers anew."""

@@ -95,6 +95,22 @@ def quick_strides() -> Iterator[None]:
         module.stride_at_vec_range = plain
 
 
+@contextlib.contextmanager
+def rounded_on_load() -> Iterator[None]:
+    """Inside, what a C++ kernel stores in low precision and reads again is what it has stored.
+
+    Inductor notes that a conversion to bfloat16 and back is nothing, to spare the second one. In
+    2.11 that undoes the rounding that is asked for (``shim.ROUNDED``); 2.13 leaves that alone.
+    """
+    kernel: Any = cpp.CppKernel
+    plain = kernel.cache_dtype_convert
+    kernel.cache_dtype_convert = lambda self, dst, dst_dtype, src, src_dtype: None
+    try:
+        yield
+    finally:
+        kernel.cache_dtype_convert = plain
+
+
 def _is_polynomial(part: Any) -> bool:
     """True for a part of an expression that a polynomial may have."""
     is_power = part.is_Pow and part.exp.is_Integer and part.exp.is_nonnegative

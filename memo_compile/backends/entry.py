@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from memo_runtime.pages import occupy_free_places
 from torch import fx
 
 from memo_compile import shim, shim_cache, shim_distributed
@@ -27,7 +28,7 @@ from memo_compile.backends.retile import PlannedGraph, Retiled
 from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.host import missing_store
-from memo_compile.costs.measure import keep_large_blocks_apart
+from memo_compile.costs.measure import MIN_OWN_BLOCK_BYTES, keep_large_blocks_apart
 from memo_compile.driver import rank_refusals
 from memo_compile.driver.agreement import RankStep, agree, orders_of, program_of
 from memo_compile.driver.around import has_fsdp_modules
@@ -214,8 +215,9 @@ def _planned(
 ) -> PlannedGraph:
     """``gm`` compiled in the first tiles in which ``request`` fits."""
     facts = GraphFacts(inputs)
-    if facts.device.type == "cpu" and config.memory_budget is not None:
-        keep_large_blocks_apart()  # before anything large is compiled and freed
+    in_heap = facts.device.type == "cpu" and config.memory_budget is not None
+    if in_heap:
+        large_blocks_leave_the_heap()  # before anything large is compiled and freed
     probes = TilingProbes()
 
     def once(graph: fx.GraphModule, options: MemoConfig) -> PlannedGraph:
@@ -223,7 +225,16 @@ def _planned(
             graph, inputs, options, lambda step: _compiled_step(step, options, probes, request)
         )
 
-    return first_that_fits(gm, facts, config, once)
+    planned = first_that_fits(gm, facts, config, once)
+    if in_heap:
+        large_blocks_leave_the_heap()  # in which planning's small blocks have left free places
+    return planned
+
+
+def large_blocks_leave_the_heap() -> None:
+    """Gradients and work space of libraries get mappings of their own, which go with them."""
+    keep_large_blocks_apart()
+    occupy_free_places(MIN_OWN_BLOCK_BYTES)
 
 
 def _planned_once(

@@ -120,6 +120,7 @@ def session(settings: Mapping[str, Any]) -> Iterator[None]:
         shim.inductor_patch({**settings, **INDUCTOR_SETTINGS}),
         shim.functorch_patch(bundled_autograd_cache=False),  # with it Inductor caches no graph
         shim_kernels.quick_strides(),
+        shim_kernels.rounded_on_load(),
         shim_kernels.kernels_in_background(),
     ):
         yield

@@ -23,6 +23,7 @@ from memo_compile.lowering.region_cache import RegionCache
 from memo_compile.passes.cut import content_of
 from memo_compile.passes.cut_again import OtherSizes
 from memo_compile.passes.own_outputs import OwnOutputs
+from memo_compile.passes.round_values import RoundValues
 from memo_compile.passes.runner import GraphPass, PassRunner
 from memo_compile.passes.spread_seeds import SpreadSeeds
 from memo_compile.step.problem import CallKind
@@ -94,7 +95,7 @@ def _lowered(
         return collective_profile.lower(region)
     if region.op_by_op or config.lowering == "aten":
         return aten.lower(region, poison=poison)
-    own: list[GraphPass] = [OwnOutputs(external_outputs=region.external_outputs)]
+    own: list[GraphPass] = [OwnOutputs(external_outputs=region.external_outputs), RoundValues()]
     if region.device.type == "cuda":  # each kernel is launched there, and launches cost time
         own.append(SpreadSeeds(external_outputs=region.external_outputs))
     copied = shim.copied(region.gm)  # lowering rewrites it, and others still read the first

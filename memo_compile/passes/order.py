@@ -15,6 +15,7 @@ from memo_compile.passes.numbers import PutNumbers
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_inputs import OwnInputs
 from memo_compile.passes.own_outputs import OwnOutputs
+from memo_compile.passes.round_values import RoundValues
 from memo_compile.passes.runner import GraphPass, PassSelection, required
 from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.shorten import ShortenTokens
@@ -37,6 +38,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     SeparateResults,  # both halves, as Inductor simplified them
     AccumulateInPlace,  # backward half
     OwnOutputs,  # each region that Inductor lowers
+    RoundValues,  # the same
     SpreadSeeds,  # the same, on CUDA
     ShortenTokens,  # a copy of a region that is too large to be timed whole
 )

@@ -48,6 +48,8 @@ def _libc() -> ctypes.CDLL | None:
     if not hasattr(libc, "malloc_trim") or not hasattr(libc, "mallinfo2"):
         return None
     libc.mallinfo2.restype = _MallocInfo
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    libc.free.argtypes = (ctypes.c_void_p,)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
     return libc
@@ -121,3 +123,28 @@ def trim_heap() -> None:
     libc = _libc()
     if libc is not None and libc.mallinfo2().fordblks >= _MIN_FREE_HEAP_BYTES:
         libc.malloc_trim(0)
+
+
+def occupy_free_places(min_bytes: int) -> None:
+    """Leave no free place of ``min_bytes`` or more in this thread's heap, for good.
+
+    Where glibc maps blocks from ``min_bytes`` on one by one, it still puts one into a free place of
+    the heap that can hold it, and what lies there stays in memory when it is freed. Blocks that
+    nothing is written to fill the places, and take address space only.
+    """
+    libc = _libc()
+    if libc is None:
+        return
+    libc.malloc_trim(0)  # what is in memory there would stay
+    size = 1 << libc.mallinfo2().fordblks.bit_length()
+    while size >= min_bytes:
+        block = libc.malloc(size)
+        if block is None or _is_mapped(block):
+            libc.free(block)
+            size //= 2
+
+
+def _is_mapped(block: int) -> bool:
+    """True for a block of glibc's that has a mapping of its own, as the word before it says."""
+    word_bytes = ctypes.sizeof(ctypes.c_size_t)
+    return bool(ctypes.c_size_t.from_address(block - word_bytes).value & 2)

@@ -19,7 +19,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining import pipeline as traced_pipeline
 
 import memo_compile
-from memo_compile.costs.measure import keep_large_blocks_apart, watch_memory
+from memo_compile.backends.entry import large_blocks_leave_the_heap
+from memo_compile.costs.measure import watch_memory
 from memo_compile.pipelines.split_result import PipelineSplit
 from memo_compile.reporting import state
 from memo_compile.shim_pipelining import pipeline_stages, receive_buffers
@@ -176,7 +177,7 @@ def trained(
     parameters, the batch, where other ranks send to, and what came on top. ``options`` may have a
     memory_budget for each rank.
     """
-    keep_large_blocks_apart()
+    large_blocks_leave_the_heap()
     traced_rows = rows if is_traced else 0
     both = Pipeline(schedule, num_microbatches, hidden, options or {}, traced_rows, is_split)
     parameters = [own for part in both.own for own in part.parameters()]

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import memo_compile
-from memo_compile.costs.measure import keep_large_blocks_apart
+from memo_compile.backends.entry import large_blocks_leave_the_heap
 from memo_compile.errors import Infeasible
 from memo_compile.lowering.workspace import Convolution, convolution_bytes, convolution_of
 from tests.numerics.first_step import watches_of
@@ -92,7 +92,7 @@ def convolutions(x: torch.Tensor, weight: torch.Tensor, rest: Sequence[Any]) -> 
     in_ci([torch.float32, torch.bfloat16, torch.float64], torch.float32, torch.bfloat16),
 )
 def test_what_a_convolution_allocates_is_at_most_what_is_counted(dtype):
-    keep_large_blocks_apart()
+    large_blocks_leave_the_heap()
     shares = []
     for batch, channels, results, kernel, size, stride, dilation, groups, *kind in SHAPES:
         transposed, channels_last = kind

@@ -6,6 +6,7 @@ import pytest
 import torch
 from memo_runtime.pages import MIN_OWN_MAPPING_BYTES, own_mapping
 
+from memo_compile.backends.entry import large_blocks_leave_the_heap
 from memo_compile.costs.measure import MIN_OWN_BLOCK_BYTES, resident_bytes
 
 MIB = 2**20
@@ -51,3 +52,22 @@ def test_its_memory_is_gone_although_the_heap_has_a_hole_for_it():
 
 def test_blocks_that_a_plan_takes_for_gone_have_mappings_of_their_own():
     assert MIN_OWN_BLOCK_BYTES >= MIN_OWN_MAPPING_BYTES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+@pytest.mark.parametrize("num_bytes", [3 * MIB // 2, 8 * MIB, 100 * MIB])
+def test_large_blocks_stay_apart_although_the_heap_has_a_free_place(num_bytes):
+    """What was freed before a budget came lies between blocks that are held."""
+    large_blocks_leave_the_heap()
+    pieces = [torch.zeros(MIB // 16) for _ in range(4 * (num_bytes // MIB + 16))]
+    places = sorted(piece.data_ptr() for piece in pieces)
+    held = [piece for piece in pieces if piece.data_ptr() in (places[0], places[-1])]
+    del pieces
+
+    def lies_there() -> bool:
+        return places[0] < torch.empty(num_bytes, dtype=torch.uint8).data_ptr() < places[-1]
+
+    assert lies_there()
+    large_blocks_leave_the_heap()
+    assert not lies_there()
+    assert len(held) == 2
