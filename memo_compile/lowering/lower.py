@@ -23,7 +23,7 @@ from memo_compile.lowering.region_cache import RegionCache
 from memo_compile.passes.cut import content_of
 from memo_compile.passes.cut_again import OtherSizes
 from memo_compile.passes.own_outputs import OwnOutputs
-from memo_compile.passes.round_values import RoundValues
+from memo_compile.passes.round_values import RoundValues, is_rounded
 from memo_compile.passes.runner import GraphPass, PassRunner
 from memo_compile.passes.spread_seeds import SpreadSeeds
 from memo_compile.step.problem import CallKind
@@ -80,6 +80,7 @@ def _once(
         *(region.is_backward, str(region.device), region.op_by_op, region.donated),
         *(config.lowering, repr(config.inductor_options), "poison" in config.debug),
         tuple(node.name for node in region.gm.graph.nodes) if by_name else (),
+        tuple(map(is_rounded, region.gm.graph.nodes)),
     )
     if key not in _KNOWN[-1]:
         _KNOWN[-1][key] = _lowered(region, config, runner, cache)

@@ -27,6 +27,7 @@ from memo_compile.errors import InputError, described
 from memo_compile.file_store import FileStore, code_digest, digest_of, say_unused
 from memo_compile.lowering.workspace import Convolution
 from memo_compile.passes.cut import content_of
+from memo_compile.passes.round_values import is_rounded
 from memo_compile.step.problem import Layout, RegionProfile, Storage, align
 from memo_compile.step.serialise import plain, restore
 
@@ -76,6 +77,7 @@ def tag_of(region: RegionGraph, convolutions: tuple[Convolution, ...], *, poison
         "device": str(region.device),
         "is_backward": region.is_backward,
         "donated": region.donated,
+        "rounded": list(map(is_rounded, region.gm.graph.nodes)),
         "threads": torch.get_num_threads(),
         "vectors": shim_cache.vector_instructions(region.device.type == "cpu"),
     }

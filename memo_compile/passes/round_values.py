@@ -19,17 +19,17 @@ _SUMS = (_aten.sum, _aten.mean, _aten.prod, _aten.cumsum, _aten.var, _aten.var_m
 
 @dataclass(frozen=True, slots=True)
 class RoundValues:
-    """What is computed again is then what it was, although other kernels compute it.
+    """What the forward computes and what is computed again are then the same, in other kernels too.
 
     Inductor keeps a fused value in float32, and gives it rounded to those only that read it from
     memory. A recomputation starts from what lies in memory. Attention that reads scores of some
     hundred made of the one, and a sum of exponentials that was made of the other, has gradients
-    that are wrong by powers of e.
+    that are wrong by powers of e. Gradients are computed once, and left to Inductor.
 
     Rewrite (``!``: Inductor's note that operands and result are rounded as eager rounds them):
         a = x + y                                  a = x + y !
         b = convert_element_type(f, bfloat16) ->   b = convert_element_type(f, bfloat16)
-        c = b * z                                  r = maximum(b, b) !
+        c = b * z                                  r = b * 1.0 !
         return b, c                                c = r * z !
                                                    return r, c
     """
@@ -39,13 +39,22 @@ class RoundValues:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
-        calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-        touching = [node for node in calls if any(map(_is_low, (node, *node.all_input_nodes)))]
-        for node in touching:
+        chosen = [node for node in gm.graph.nodes if is_rounded(node)]
+        for node in chosen:
             node.meta[shim.ROUNDED] = True
             if _is_low(node) and _keeps_more(node):
                 _round(node)
-        return PassResult(gm, bool(touching))
+        return PassResult(gm, bool(chosen))
+
+
+def is_rounded(node: fx.Node) -> bool:
+    """True for an operator on values of low precision that may be computed again.
+
+    AOTAutograd tags the backward's own operators; what memo's passes make has no tag.
+    """
+    if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
+        return False
+    return any(map(_is_low, (node, *node.all_input_nodes)))
 
 
 def _is_low(node: fx.Node) -> bool:
@@ -53,7 +62,9 @@ def _is_low(node: fx.Node) -> bool:
 
 
 def _keeps_more(node: fx.Node) -> bool:
-    """True for an operator whose result Inductor rounds only where it is stored."""
+    """True for an operator whose result Inductor rounds only where it is stored, if it is read."""
+    if all(user.op == "output" for user in node.users):
+        return False
     target = node.target
     if target is torch.ops.prims.convert_element_type.default:
         return True
@@ -63,6 +74,6 @@ def _keeps_more(node: fx.Node) -> bool:
 def _round(node: fx.Node) -> None:
     """Have all readers, the graph's results too, read ``node`` as it would be stored."""
     with node.graph.inserting_after(node):
-        rounded = node.graph.call_function(_aten.maximum.default, (node, node))
+        rounded = node.graph.call_function(_aten.mul.Tensor, (node, 1.0))  # which reads it once
     rounded.meta.update(val=node.meta["val"], **{shim.ROUNDED: True})
     node.replace_all_uses_with(rounded, lambda user: user is not rounded)

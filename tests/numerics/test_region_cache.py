@@ -141,7 +141,8 @@ def test_code_that_was_changed_on_disk_is_written_anew(store, monkeypatch):
             path.write_bytes(text.replace(b".views[0]", b".views[1]"))
         assert any(path.read_bytes() != text for path, text in code.items())
         assert step(monkeypatch).refused > 0
-        assert all(path.read_bytes() == text for path, text in code.items())
+        for path, text in code.items():  # gone where a remembered graph names its kernels otherwise
+            assert not path.exists() or path.read_bytes() == text
     finally:
         for path, text in code.items():
             path.write_bytes(text)

@@ -33,19 +33,25 @@ def test_all_readers_of_a_conversion_read_it_rounded():
         return low, low * y, low + 1, convert(low, torch.float32)
 
     gm = rounded(function, torch.randn(4, 4), torch.randn(4, 4).bfloat16())
-    first, maximum = list(gm.graph.nodes)[2:4]
-    assert (first.target, maximum.target) == (convert, aten.maximum.default)
-    assert list(first.users) == [maximum]
-    assert len(maximum.users) == 4
+    first, once = list(gm.graph.nodes)[2:4]
+    assert (first.target, once.target, once.args) == (convert, aten.mul.Tensor, (first, 1.0))
+    assert list(first.users) == [once]
+    assert len(once.users) == 4
     assert all(node.meta[shim.ROUNDED] for node in gm.graph.nodes if node.op == "call_function")
 
 
 def test_sums_are_rounded_before_they_are_read():
-    gm = rounded(lambda x: (x.sum(0) * 2, x.mean(1) + 1), torch.randn(4, 4).half())
-    assert targets(gm).count(aten.maximum.default) == 2
+    gm = rounded(lambda x: (x.sum(0) + 2, x.mean(1) + 1), torch.randn(4, 4).half())
+    assert targets(gm).count(aten.mul.Tensor) == 2
+
+
+def test_what_nothing_reads_is_left_alone():
+    convert = torch.ops.prims.convert_element_type.default
+    gm = rounded(lambda x: (convert(x, torch.bfloat16),), torch.randn(4, 4))
+    assert targets(gm) == [convert]
 
 
 def test_nothing_changes_in_a_region_of_float32():
-    gm = rounded(lambda x: (x.sum(0) * 2, x.long().float()), torch.randn(4, 4))
-    assert aten.maximum.default not in targets(gm)
+    gm = rounded(lambda x: (x.sum(0) + 2, x.long().float()), torch.randn(4, 4))
+    assert aten.mul.Tensor not in targets(gm)
     assert not any(shim.ROUNDED in node.meta for node in gm.graph.nodes)
