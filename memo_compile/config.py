@@ -47,6 +47,8 @@ DEBUG_FLAGS = (
     "collectives-late",
     "stalls",
 )
+_KEEPING = ("auto", "greedy", "save", "full-offload")
+"""Policies that compute nothing again, the first two without a budget."""
 ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
 """MEMO's fractions of the tokens (section 4.2 of the paper)."""
 
@@ -194,6 +196,12 @@ class MemoConfig:
         if self.memory_budget is None:
             return None
         return parse_size(self.memory_budget, total_bytes=device_bytes, what="memory_budget")
+
+    @property
+    def recomputes(self) -> bool:
+        """True where a plan may compute something again."""
+        in_tiles = (self.token_tiles or 1) > 1
+        return in_tiles or self.memory_budget is not None or self.policy not in _KEEPING
 
     def declared_host_budget_bytes(self, total_bytes: int | None) -> int | None:
         """The host budget in bytes if the user gave one; ``50%`` is of ``total_bytes``."""

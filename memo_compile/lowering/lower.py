@@ -23,7 +23,7 @@ from memo_compile.lowering.region_cache import RegionCache
 from memo_compile.passes.cut import content_of
 from memo_compile.passes.cut_again import OtherSizes
 from memo_compile.passes.own_outputs import OwnOutputs
-from memo_compile.passes.round_values import RoundValues, is_rounded
+from memo_compile.passes.round_values import RoundValues
 from memo_compile.passes.runner import GraphPass, PassRunner
 from memo_compile.passes.spread_seeds import SpreadSeeds
 from memo_compile.step.problem import CallKind
@@ -80,12 +80,17 @@ def _once(
         *(region.is_backward, str(region.device), region.op_by_op, region.donated),
         *(config.lowering, repr(config.inductor_options), "poison" in config.debug),
         tuple(node.name for node in region.gm.graph.nodes) if by_name else (),
-        tuple(map(is_rounded, region.gm.graph.nodes)),
+        tuple(map(_tag_of, region.gm.graph.nodes)) if config.recomputes else None,
     )
     if key not in _KNOWN[-1]:
         _KNOWN[-1][key] = _lowered(region, config, runner, cache)
     found = _KNOWN[-1][key]
     return replace(found, profile=replace(found.profile, name=region.name))
+
+
+def _tag_of(node: fx.Node) -> Any:
+    """What ``RoundValues`` asks of a node, beside what it computes."""
+    return node.meta.get("partitioner_tag")
 
 
 def _lowered(
@@ -96,7 +101,9 @@ def _lowered(
         return collective_profile.lower(region)
     if region.op_by_op or config.lowering == "aten":
         return aten.lower(region, poison=poison)
-    own: list[GraphPass] = [OwnOutputs(external_outputs=region.external_outputs), RoundValues()]
+    own: list[GraphPass] = [OwnOutputs(external_outputs=region.external_outputs)]
+    if config.recomputes:
+        own.append(RoundValues())
     if region.device.type == "cuda":  # each kernel is launched there, and launches cost time
         own.append(SpreadSeeds(external_outputs=region.external_outputs))
     copied = shim.copied(region.gm)  # lowering rewrites it, and others still read the first

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from memo_runtime import ops
 
-from memo_compile import shim_cache
+from memo_compile import shim, shim_cache
 from memo_compile.analysis.regions import AttentionLine, LoweredRegion, RegionGraph, ViewSpec
 from memo_compile.analysis.views import results_of
 from memo_compile.errors import InputError, described
 from memo_compile.file_store import FileStore, code_digest, digest_of, say_unused
 from memo_compile.lowering.workspace import Convolution
 from memo_compile.passes.cut import content_of
-from memo_compile.passes.round_values import is_rounded
 from memo_compile.step.problem import Layout, RegionProfile, Storage, align
 from memo_compile.step.serialise import plain, restore
 
@@ -77,7 +76,7 @@ def tag_of(region: RegionGraph, convolutions: tuple[Convolution, ...], *, poison
         "device": str(region.device),
         "is_backward": region.is_backward,
         "donated": region.donated,
-        "rounded": list(map(is_rounded, region.gm.graph.nodes)),
+        "rounded": [shim.ROUNDED in node.meta for node in region.gm.graph.nodes],
         "threads": torch.get_num_threads(),
         "vectors": shim_cache.vector_instructions(region.device.type == "cpu"),
     }

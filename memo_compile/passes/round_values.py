@@ -1,5 +1,6 @@
 """Values of low precision are rounded where the graph says, in whatever kernel they are made."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,30 +9,40 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile import shim
-from memo_compile.analysis.views import is_tensor
+from memo_compile.analysis.views import is_tensor, is_view
 
 _aten = torch.ops.aten
 _LOW = (torch.bfloat16, torch.float16)
 
-_SUMS = (_aten.sum, _aten.mean, _aten.prod, _aten.cumsum, _aten.var, _aten.var_mean)
+_convert = torch.ops.prims.convert_element_type.default
+_SUMS = (_aten.sum, _aten.mean, _aten.prod, _aten.cumsum, _aten.var)
 """Reductions that round; those that pick an entry give what was rounded before."""
+
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
+"""Read from memory, and write there."""
+
+_COPIES = (_aten.clone.default, _aten.copy.default, _convert)
+"""Pointwise, but Inductor rounds nothing for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundValues:
-    """What the forward computes and what is computed again are then the same, in other kernels too.
+    """What is computed again begins with what the forward went on with.
 
     Inductor keeps a fused value in float32, and gives it rounded to those only that read it from
     memory. A recomputation starts from what lies in memory. Attention that reads scores of some
     hundred made of the one, and a sum of exponentials that was made of the other, has gradients
-    that are wrong by powers of e. Gradients are computed once, and left to Inductor.
+    that are wrong by powers of e. Sums in float32 may still be taken in another order.
+
+    Rounding costs operations, so each value is rounded once: by its only reader, or where it is
+    made. Gradients are computed once, and left to Inductor.
 
     Rewrite (``!``: Inductor's note that operands and result are rounded as eager rounds them):
-        a = x + y                                  a = x + y !
+        a = x + y                                  a = x + y
         b = convert_element_type(f, bfloat16) ->   b = convert_element_type(f, bfloat16)
-        c = b * z                                  r = b * 1.0 !
-        return b, c                                c = r * z !
-                                                   return r, c
+        c = a * z                                  c = a * z !
+        return b, c, b + 1                         r = b * 1.0 !
+                                                   return r, c, r + 1
     """
 
     name: ClassVar[str] = "round-values"
@@ -39,36 +50,67 @@ class RoundValues:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
-        chosen = [node for node in gm.graph.nodes if is_rounded(node)]
-        for node in chosen:
-            node.meta[shim.ROUNDED] = True
-            if _is_low(node) and _keeps_more(node):
+        unrounded: set[fx.Node] = set()
+        changed = False
+        for node in list(gm.graph.nodes):
+            reads = not unrounded.isdisjoint(node.all_input_nodes)
+            makes = _is_low(node) and not is_view(node) and _is_fused(node)
+            if is_view(node) and reads:
+                unrounded.add(node)
+            elif _is_marked(node) and (reads or (makes and _is_read_twice(node))):
+                node.meta[shim.ROUNDED] = changed = True
+            elif makes and not _is_marked(node) and _is_read_twice(node):
                 _round(node)
-        return PassResult(gm, bool(chosen))
-
-
-def is_rounded(node: fx.Node) -> bool:
-    """True for an operator on values of low precision that may be computed again.
-
-    AOTAutograd tags the backward's own operators; what memo's passes make has no tag.
-    """
-    if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
-        return False
-    return any(map(_is_low, (node, *node.all_input_nodes)))
+                changed = True
+            elif makes:
+                unrounded.add(node)
+        return PassResult(gm, changed)
 
 
 def _is_low(node: fx.Node) -> bool:
     return is_tensor(node) and node.meta["val"].dtype in _LOW
 
 
-def _keeps_more(node: fx.Node) -> bool:
-    """True for an operator whose result Inductor rounds only where it is stored, if it is read."""
-    if all(user.op == "output" for user in node.users):
+def _is_forward(node: fx.Node) -> bool:
+    """AOTAutograd tags the backward's own operators; what memo's passes make has no tag."""
+    return node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward"
+
+
+def _is_marked(node: fx.Node) -> bool:
+    """True for an operator that Inductor can round for, which may be computed again."""
+    if not _is_forward(node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
+    return torch.Tag.pointwise in node.target.tags and node.target not in _COPIES
+
+
+def _is_fused(node: fx.Node) -> bool:
+    """True for an operator whose result Inductor rounds only where it is stored."""
+    if not _is_forward(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    makes = torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _SUMS
+    return makes and node.target is not _aten.clone.default
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads ``node`` or a view of it, other than from memory."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        elif user.op == "call_function" and not _reads_memory(user):
+            yield user
+
+
+def _reads_memory(node: fx.Node) -> bool:
     target = node.target
-    if target is torch.ops.prims.convert_element_type.default:
-        return True
-    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket in _SUMS
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.overloadpacket in _PRODUCTS or shim.falls_back(target)
+
+
+def _is_read_twice(node: fx.Node) -> bool:
+    """True where ``node`` has no reader that alone could round it."""
+    readers = list(_readers(node))
+    return len(readers) > 1 or not all(map(_is_marked, readers))
 
 
 def _round(node: fx.Node) -> None:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import mmap
 import sys
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -125,26 +126,45 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
+_occupied: list[int] = []
+"""Blocks that fill free places of the heap."""
+_occupying = threading.Lock()
+
+MOST_OCCUPIED_BYTES = 2**30
+"""The heap grows by what small blocks no longer find free; what this leaves they do."""
+
+
 def occupy_free_places(min_bytes: int) -> None:
-    """Leave no free place of ``min_bytes`` or more in this thread's heap, for good.
+    """Leave no free place of ``min_bytes`` or more in this thread's heap, until the next call.
 
     Where glibc maps blocks from ``min_bytes`` on one by one, it still puts one into a free place of
     the heap that can hold it, and what lies there stays in memory when it is freed. Blocks that
-    nothing is written to fill the places, and take address space only.
+    nothing is written to fill the places, ``MOST_OCCUPIED_BYTES`` of them at most; they take
+    address space only.
     """
     libc = _libc()
     if libc is None:
         return
-    libc.malloc_trim(0)  # what is in memory there would stay
-    size = 1 << libc.mallinfo2().fordblks.bit_length()
-    while size >= min_bytes:
-        block = libc.malloc(size)
-        if block is None or _is_mapped(block):
-            libc.free(block)
-            size //= 2
+    with _occupying:
+        while _occupied:
+            libc.free(_occupied.pop())
+        libc.malloc_trim(0)  # what is in memory there would stay
+        free_bytes = min(libc.mallinfo2().fordblks, MOST_OCCUPIED_BYTES)
+        size = 1 << free_bytes.bit_length()
+        while size >= min_bytes:
+            block = _in_a_free_place(libc, size) if size <= free_bytes else None
+            if block is None:
+                size //= 2
+            else:
+                _occupied.append(block)
+                free_bytes -= size
 
 
-def _is_mapped(block: int) -> bool:
-    """True for a block of glibc's that has a mapping of its own, as the word before it says."""
-    word_bytes = ctypes.sizeof(ctypes.c_size_t)
-    return bool(ctypes.c_size_t.from_address(block - word_bytes).value & 2)
+def _in_a_free_place(libc: ctypes.CDLL, size: int) -> int | None:
+    """A block that lies where the heap was free; None where it would be mapped, or lie behind."""
+    before_bytes = libc.mallinfo2().fordblks
+    block: int | None = libc.malloc(size)
+    if block is not None and before_bytes - libc.mallinfo2().fordblks >= size:
+        return block
+    libc.free(block)
+    return None

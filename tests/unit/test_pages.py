@@ -1,6 +1,10 @@
 """Results in mappings of their own: what the user drops is the system's at once."""
 
+import mmap
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,3 +75,43 @@ def test_large_blocks_stay_apart_although_the_heap_has_a_free_place(num_bytes):
     large_blocks_leave_the_heap()
     assert not lies_there()
     assert len(held) == 2
+
+
+UNMAPPED = """
+import resource
+from memo_compile.backends.entry import large_blocks_leave_the_heap
+pieces = [bytearray(400_000) for _ in range(100)]
+del pieces[:-1:2]
+resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
+for _ in range(3):
+    large_blocks_leave_the_heap()
+print(int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() // 2**30)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_it_ends_where_glibc_may_map_no_blocks():
+    setting = {**os.environ, "MALLOC_MMAP_MAX_": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", UNMAPPED], env=setting, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) <= 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_what_was_occupied_is_free_again_before_more_is():
+    large_blocks_leave_the_heap()
+    held = [torch.zeros(MIB // 16) for _ in range(200)]
+    places = {piece.data_ptr() for piece in held}
+    del held[1:-1]
+    sizes = []
+    for _ in range(20):
+        large_blocks_leave_the_heap()
+        sizes.append(mapped_bytes())
+    assert max(sizes) - min(sizes) < MIB
+    assert len(places) == 200
+
+
+def mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
