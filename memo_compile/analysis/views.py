@@ -55,8 +55,11 @@ def makers_of(
 
 
 def is_view(node: fx.Node) -> bool:
-    """True when ``node`` returns a view of its first tensor argument."""
-    if node.op != "call_function":
+    """True when ``node`` returns a view of its first tensor argument.
+
+    A number in place of one (``_conj(1 + 2j)``) makes a tensor of its own.
+    """
+    if node.op != "call_function" or not node.all_input_nodes:
         return False
     if node.target is operator.getitem:
         source = node.args[0]

@@ -70,6 +70,14 @@ def test_views(make, part, view, movable):
     assert ("cos" in str(owner.target)) == view
 
 
+def test_a_number_that_is_looked_at_makes_a_tensor_of_its_own():
+    """As the gradient of ``view_as_complex(x) * (1 + 2j)`` has it."""
+    graph = fx.Graph()
+    number = graph.call_function(torch.ops.aten._conj.default, (1 + 2j,))
+    assert not is_view(number)
+    assert storage_of(number) is number
+
+
 def test_parts_of_a_split_are_views():
     gm = traced(lambda x: tuple(x.cos().split(2)), (4, 2))
     items = [node for node in gm.graph.nodes if node.target is operator.getitem]
