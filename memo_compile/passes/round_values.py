@@ -21,7 +21,7 @@ _SUMS = (_aten.sum, _aten.mean, _aten.prod, _aten.cumsum, _aten.var)
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 """Read from memory, and write there."""
 
-_COPIES = (_aten.clone.default, _aten.copy.default, _convert)
+_UNMARKED = (_aten.clone.default, _aten.copy.default, _aten.pow.Tensor_Scalar, _convert)
 """Pointwise, but Inductor rounds nothing for them."""
 
 
@@ -80,7 +80,7 @@ def _is_marked(node: fx.Node) -> bool:
     """True for an operator that Inductor can round for, which may be computed again."""
     if not _is_forward(node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return torch.Tag.pointwise in node.target.tags and node.target not in _COPIES
+    return torch.Tag.pointwise in node.target.tags and node.target not in _UNMARKED
 
 
 def _is_fused(node: fx.Node) -> bool:

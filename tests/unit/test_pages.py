@@ -1,16 +1,13 @@
 """Results in mappings of their own: what the user drops is the system's at once."""
 
-import mmap
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from memo_runtime.pages import MIN_OWN_MAPPING_BYTES, own_mapping
+from memo_runtime.pages import MIN_OWN_MAPPING_BYTES, MOST_OCCUPIED_BYTES, own_mapping
 
-from memo_compile.backends.entry import large_blocks_leave_the_heap
 from memo_compile.costs.measure import MIN_OWN_BLOCK_BYTES, resident_bytes
 
 MIB = 2**20
@@ -58,23 +55,42 @@ def test_blocks_that_a_plan_takes_for_gone_have_mappings_of_their_own():
     assert MIN_OWN_BLOCK_BYTES >= MIN_OWN_MAPPING_BYTES
 
 
+FREE_PLACE = """
+import sys
+import torch
+from memo_compile.backends.entry import large_blocks_leave_the_heap
+large_blocks_leave_the_heap()
+num_bytes = int(sys.argv[1])
+pieces = [torch.zeros(2**16) for _ in range(num_bytes // 2**18 + 64)]
+places = sorted(piece.data_ptr() for piece in pieces)
+held = [piece for piece in pieces if piece.data_ptr() in (places[0], places[-1])]
+del pieces
+def lies_there():
+    return places[0] < torch.empty(num_bytes, dtype=torch.uint8).data_ptr() < places[-1]
+print(lies_there())
+large_blocks_leave_the_heap()
+print(lies_there())
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
 @pytest.mark.parametrize("num_bytes", [3 * MIB // 2, 8 * MIB, 100 * MIB])
 def test_large_blocks_stay_apart_although_the_heap_has_a_free_place(num_bytes):
     """What was freed before a budget came lies between blocks that are held."""
-    large_blocks_leave_the_heap()
-    pieces = [torch.zeros(MIB // 16) for _ in range(4 * (num_bytes // MIB + 16))]
-    places = sorted(piece.data_ptr() for piece in pieces)
-    held = [piece for piece in pieces if piece.data_ptr() in (places[0], places[-1])]
-    del pieces
+    assert outcome(FREE_PLACE, str(num_bytes)) == "True\nFalse\n"
 
-    def lies_there() -> bool:
-        return places[0] < torch.empty(num_bytes, dtype=torch.uint8).data_ptr() < places[-1]
 
-    assert lies_there()
-    large_blocks_leave_the_heap()
-    assert not lies_there()
-    assert len(held) == 2
+def outcome(code: str, *arguments: str, **settings: str) -> str:
+    """What ``code`` prints in a process of its own, whose heap is new."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 UNMAPPED = """
@@ -91,27 +107,28 @@ print(int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() /
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
 def test_it_ends_where_glibc_may_map_no_blocks():
-    setting = {**os.environ, "MALLOC_MMAP_MAX_": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", UNMAPPED], env=setting, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert int(done.stdout) <= 4
+    assert int(outcome(UNMAPPED, MALLOC_MMAP_MAX_="0")) <= 4
+
+
+GROWING = """
+import mmap
+from pathlib import Path
+import torch
+from memo_compile.backends.entry import large_blocks_leave_the_heap
+def mapped_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+large_blocks_leave_the_heap()
+before = mapped_bytes()
+for _ in range(40):
+    pieces = [torch.zeros(2**16) for _ in range(400)]
+    last = pieces[-1]
+    del pieces
+    large_blocks_leave_the_heap()
+print((mapped_bytes() - before) // 2**20)
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_what_was_occupied_is_free_again_before_more_is():
-    large_blocks_leave_the_heap()
-    held = [torch.zeros(MIB // 16) for _ in range(200)]
-    places = {piece.data_ptr() for piece in held}
-    del held[1:-1]
-    sizes = []
-    for _ in range(20):
-        large_blocks_leave_the_heap()
-        sizes.append(mapped_bytes())
-    assert max(sizes) - min(sizes) < MIB
-    assert len(places) == 200
-
-
-def mapped_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+def test_the_heap_does_not_grow_without_bound():
+    """100 MiB of small blocks come and go between two calls, 40 times."""
+    assert int(outcome(GROWING)) <= 1.5 * MOST_OCCUPIED_BYTES / MIB

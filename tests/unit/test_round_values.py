@@ -74,6 +74,12 @@ def test_before_a_reader_that_rounds_nothing(reader):
     assert marked(gm) == [aten.neg.default]
 
 
+def test_powers_are_rounded_around():
+    """Inductor makes a power of a number by its own, and rounds nothing for it."""
+    gm = rounded(lambda x: (convert(x.neg().pow(2), torch.float32), x.cos().pow(2).tanh()), low())
+    assert marked(gm) == [aten.neg.default, aten.mul.Tensor, aten.cos.default, aten.tanh.default]
+
+
 def test_what_is_read_from_memory_is_rounded_there():
     gm = rounded(
         lambda x, y: (torch.mm(x.neg(), y), convert(x.float(), torch.float16)), low(), low()
