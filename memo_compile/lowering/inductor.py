@@ -120,7 +120,6 @@ def session(settings: Mapping[str, Any]) -> Iterator[None]:
         shim.inductor_patch({**settings, **INDUCTOR_SETTINGS}),
         shim.functorch_patch(bundled_autograd_cache=False),  # with it Inductor caches no graph
         shim_kernels.quick_strides(),
-        shim_kernels.rounded_on_load(),
         shim_kernels.kernels_in_background(),
     ):
         yield
@@ -201,8 +200,13 @@ def _compiled(recorder: _Recorder, wrapper: type[ArenaWrapper]) -> Any:
     region.gm.graph.output_node().meta["user_visible_output_idxs"] = [
         index for index, value in enumerate(results) if isinstance(value, torch.fx.Node)
     ]
-    donated = shim_donation.donating(region.donated)
-    with shim.own_tracing_context(examples), _arena_codegen(recorder, wrapper), donated:
+    rounds = any(shim.ROUNDED in node.meta for node in region.gm.graph.nodes)
+    with (
+        shim.own_tracing_context(examples),
+        _arena_codegen(recorder, wrapper),
+        shim_donation.donating(region.donated),
+        shim_kernels.rounded_on_load() if rounds else contextlib.nullcontext(),
+    ):
         return shim.compile_fx_inner(
             region.gm,
             examples,
