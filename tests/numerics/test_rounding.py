@@ -2,7 +2,7 @@
 
 Attention's backward reads the sums that its forward wrote, and scores made of queries and keys that
 may be made again. Scores of some hundred that differ by bfloat16's rounding are wrong by powers of
-e, so the model's are: with unrounded values in fused kernels these gradients were infinite.
+e, so the model's are: with unrounded values in fused kernels these gradients are several times off.
 """
 
 import copy
