@@ -57,6 +57,10 @@ NUDGES = 4
 ROUNDING = 8
 """Parts may differ by so many times what these runs do, since they sum in another order."""
 
+PERIOD = 1_000_003
+"""Random numbers are drawn on the host, which takes seconds for the weight of a large vocabulary: a
+longer tensor repeats so many. It is a prime, so that no two rows are equal."""
+
 MAX_NOT_FINITE = 0.1
 """Share of a result that may be infinite or NaN. Where more is (made-up inputs have roots and
 logarithms that are no numbers), a second run with positive inputs is compared as well."""
@@ -405,13 +409,17 @@ def made_up_inputs(
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
             raise _NotRunError(f"input {node.name} is no tensor but {type(value).__name__}")
-        flat = _numbers(value, _index_bound(node), positive, generator)
+        count = layout_elements(value)
+        some = _numbers(value, min(count, PERIOD), _index_bound(node), positive, generator)
         if wide:
-            flat = flat.to(_WIDE.get(value.dtype, value.dtype))
-        if changes is not None and (flat.is_floating_point() or flat.is_complex()):
-            flat = _nudged(flat, changes)
+            some = some.to(_WIDE.get(value.dtype, value.dtype))
+        if changes is not None and (some.is_floating_point() or some.is_complex()):
+            some = _nudged(some, changes)
         device = torch.device("cpu") if is_read_on_host(node) else value.device
-        tensor = flat.to(device).as_strided(value.shape, value.stride())
+        flat = some.to(device)
+        if count > PERIOD:
+            flat = flat.repeat(-(-count // PERIOD))
+        tensor = flat.as_strided(value.shape, value.stride())
         if value.dtype is torch.bool and value.dim():
             tensor[..., 0] = True
         made.append(tensor)
@@ -419,9 +427,8 @@ def made_up_inputs(
 
 
 def _numbers(
-    value: torch.Tensor, bound: int, positive: bool, generator: torch.Generator
+    value: torch.Tensor, count: int, bound: int, positive: bool, generator: torch.Generator
 ) -> torch.Tensor:
-    count = layout_elements(value)
     if value.dtype is torch.bool:
         return torch.rand(count, generator=generator) < 0.7
     if not (value.is_floating_point() or value.is_complex()):
