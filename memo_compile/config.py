@@ -101,6 +101,9 @@ class MemoConfig:
     """Refuse a plan that takes this many seconds or more: other tiles are faster."""
     enough_s: float = field(default=0.0, metadata={"internal": True})
     """Accept a plan of at most this many seconds even so: no tiles that are left can be faster."""
+    arena_percent: int = field(default=100, metadata={"internal": True})
+    """Percent of the arena that counts under the budget: above 100 for a plan that never runs, of a
+    step that has several frames at once, or of which a frame is an estimate."""
     exact: bool = False
     """Forbid recomputation of a slice of tokens, and tiles of tokens: their results may differ in
     the last bits."""
@@ -196,6 +199,13 @@ class MemoConfig:
         if self.memory_budget is None:
             return None
         return parse_size(self.memory_budget, total_bytes=device_bytes, what="memory_budget")
+
+    def plan_bytes(self, budget_bytes: int, beside_bytes: int) -> int:
+        """The peak that a plan may have, of which so many bytes lie beside its arena."""
+        if self.arena_percent == 100:
+            return budget_bytes
+        room = max(0, budget_bytes - beside_bytes)
+        return min(budget_bytes, beside_bytes + room * 100 // self.arena_percent)
 
     @property
     def recomputes(self) -> bool:

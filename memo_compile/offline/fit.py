@@ -20,7 +20,7 @@ from memo_compile.driver.tile_order import TOKEN_TILES, first_of, order_of
 from memo_compile.driver.tries import ends_planning
 from memo_compile.errors import ConfigError, Infeasible, InputError, described
 from memo_compile.offline.first_call import FirstCall, parameter_names
-from memo_compile.offline.forecast import CONTEXT_BYTES, ESTIMATE_MARGIN, is_exact, missed_bytes
+from memo_compile.offline.forecast import CONTEXT_BYTES
 from memo_compile.offline.length_search import LengthSearch, Need
 from memo_compile.offline.offline_step import OfflineStep, offline_config, planned_offline
 from memo_compile.offline.plan_offline import (
@@ -29,6 +29,7 @@ from memo_compile.offline.plan_offline import (
     plan_step_offline,
     tracing,
 )
+from memo_compile.offline.room import Room
 from memo_compile.offline.scaled_inputs import Arguments, Varied, Vary
 from memo_compile.units import format_bytes, parse_size
 
@@ -202,12 +203,16 @@ class Fitting:
 
     @property
     def available_bytes(self) -> int:
-        """The bytes of the budget that a plan may take: an estimate may miss the rest."""
+        """The bytes of the budget that a plan may take."""
+        return self.room.available_bytes
+
+    @property
+    def room(self) -> Room:
+        """What the budget leaves to a plan."""
         hardware = self._question.hardware
-        if hardware is None or hardware.name == self._device.type or is_exact(hardware):
-            return self._budget_bytes
-        missed = missed_bytes(hardware)
-        return int(max(0, self._budget_bytes - missed) / (1 + ESTIMATE_MARGIN))
+        if hardware is None or hardware.name == self._device.type:
+            return Room(budget_bytes=self._budget_bytes)
+        return Room.on(hardware, self._budget_bytes)
 
     def options(self) -> Mapping[str, Any]:
         """What to give torch.compile, so that the step is planned for the same memory."""
@@ -291,26 +296,38 @@ class Fitting:
 
         Where greed's smallest one is just too large, the whole choice is asked as well.
         """
-        room = self.available_bytes
-        if self._arguments.bytes_with(varied, size) > room:
+        available = self.available_bytes
+        if self._arguments.bytes_with(varied, size) > available:
             return Need(math.inf, False)
         inputs = self._arguments.with_size(varied, size)
         function, hardware = self._call.function, self._question.hardware
         with tracing(function, inputs.args, inputs.kwargs, hardware=hardware) as traced:
             config = offline_config(self._config, hardware)
-            least = _bytes_of(lambda: _smallest(traced, config))
-            if not room < least <= NEAR * room:
-                return Need(least, least <= room)
-            config = replace(config, memory_budget=room)
-            chosen = _bytes_of(lambda: _any_that_fits(traced, config))
-            return Need(min(chosen, least), chosen <= room)
+            least = self._bytes_of(lambda: _smallest(traced, config))
+            if not available < least <= NEAR * available:
+                return Need(least, least <= available)
+            config = self.room.configured(config)
+            chosen = self._bytes_of(lambda: _any_that_fits(traced, config))
+            return Need(min(chosen, least), chosen <= available)
 
     def least_bytes(self, varied: Varied, size: int) -> float:
         """What greed's smallest plan takes at ``size``; infinite where that is unknown."""
         inputs, hardware = self._arguments.with_size(varied, size), self._question.hardware
         with tracing(self._call.function, inputs.args, inputs.kwargs, hardware=hardware) as traced:
             config = offline_config(self._config, hardware)
-            return _bytes_of(lambda: _smallest(traced, config))
+            return self._bytes_of(lambda: _smallest(traced, config))
+
+    def _bytes_of(self, plan: Callable[[], OfflineStep]) -> float:
+        """What the plan takes of what is available; where none fits what the floor takes at most.
+
+        Infinite where that is unknown.
+        """
+        try:
+            return self.room.taken_bytes(plan().plan)
+        except Infeasible as error:
+            if error.floor_bytes is None:
+                return math.inf
+            return self.room.counted_bytes(error.floor_bytes, self._constant_bytes())
 
     def fastest(self, varied: Varied, size: int) -> OfflineStep:
         """The plan that the backend makes. Raises Infeasible."""
@@ -319,17 +336,9 @@ class Fitting:
             self._call.function,
             inputs.args,
             inputs.kwargs,
-            config=replace(self._config, memory_budget=self.available_bytes),
+            config=self.room.configured(self._config),
             hardware=self._question.hardware,
         )
-
-
-def _bytes_of(plan: Callable[[], OfflineStep]) -> float:
-    """The plan's peak; where none fits the floor, infinite where that is unknown."""
-    try:
-        return plan().plan.peak_bytes
-    except Infeasible as error:
-        return error.floor_bytes or math.inf
 
 
 def _smallest(traced: TracedModel, config: MemoConfig) -> OfflineStep:
@@ -406,7 +415,7 @@ class _Sizes:
                 num_bytes = self._fitting.least_bytes(self._varied, size)
             except Exception as error:  # as in ``need``
                 self._refuse(size, error)
-        return None if math.isinf(num_bytes) else int(num_bytes)
+        return None if math.isinf(num_bytes) else int(num_bytes) + self._fitting.room.missed_bytes
 
     def refusal(self, size: int) -> str:
         """Why the next larger size that was tried is no step; empty where memory is the bound."""

@@ -12,11 +12,11 @@ from memo_compile.config import resolve, user_store
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
-from memo_compile.gpus import GPUS, missing_for_target, target_of, version_of
-from memo_compile.lowering.cublas import libraries_bytes
+from memo_compile.gpus import missing_for_target, target_of, version_of
 from memo_compile.offline.length_search import LengthSearch, Need
 from memo_compile.offline.offline_step import OfflineStep
 from memo_compile.offline.remembered_keys import Say, nobody_watches
+from memo_compile.offline.room import Room, is_exact
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, Subject, is_shape
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
@@ -25,13 +25,6 @@ from memo_compile.units import parse_size
 
 CONTEXT_BYTES = 2**30
 """A GPU's memory that no step can have: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
-
-LARGEST = GPUS["b200"]
-"""Where a GPU is not known: its libraries and its L2 cache take no less than others'."""
-
-ESTIMATE_MARGIN = 0.01
-"""Share of the arena that is added where a GPU's step is planned without a GPU: Triton splits long
-reductions in two, with partial sums of 1/128 of the tensor; all other differences are smaller."""
 
 OPTIMIZERS = {"adamw": 2.0, "adamw-fp32": None, "sgd": 0.0, "sgd-momentum": 1.0, "none": 0.0}
 """Optimizer -> its state, in tensors of a parameter's dtype; None: ``ADAMW_FP32_BYTES``."""
@@ -56,17 +49,6 @@ UNBOUNDED_BYTES = 2**60
 
 NUM_LARGEST = 5
 """How many tensors are named at the peak."""
-
-
-def is_exact(hardware: HardwareProfile) -> bool:
-    """True where a plan for ``hardware`` is the backend's: it is lowered for that very device."""
-    return hardware.name == "cpu" or target_of(hardware.name) is not None
-
-
-def missed_bytes(hardware: HardwareProfile) -> int:
-    """What libraries take on a GPU beside an estimate, which counts none."""
-    gpu = GPUS.get(hardware.name, LARGEST)
-    return libraries_bytes(gpu.major, gpu.l2_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +83,14 @@ class Question:
         return total if self.hardware.name == "cpu" else total - CONTEXT_BYTES
 
     @property
+    def room(self) -> Room:
+        """What the budget leaves to a plan."""
+        return Room.on(self.hardware, self.budget_bytes, self.degrees.pp)
+
+    @property
     def available_bytes(self) -> int:
-        """The bytes of the budget that a plan may take: an estimate may miss the rest."""
-        if is_exact(self.hardware):
-            return self.budget_bytes
-        missed = missed_bytes(self.hardware)
-        return int(max(0, self.budget_bytes - missed) / (1 + ESTIMATE_MARGIN))
+        """The bytes of the budget that a plan may take, with all its frames."""
+        return self.room.available_bytes
 
     def state_bytes_per_parameter(self, parameter_bytes: float) -> float:
         """Optimizer state of a parameter of that size, sharded over dp x cp (ZeRO-1)."""
@@ -247,9 +231,10 @@ def _forecast(question: Question, subject: Subject) -> Forecast:
     try:
         return _within_budget(question, subject)
     except Infeasible as error:
-        if error.floor_bytes is None or error.floor_bytes <= question.available_bytes:
+        floor, room = error.floor_bytes, question.room
+        if floor is None or (room.arena_percent == 100 and floor <= room.available_bytes):
             raise
-        return _answer(question, subject, _plan(question, subject, error.floor_bytes))
+        return _answer(question, subject, _plan(question, subject, plan_bytes=floor))
 
 
 def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
@@ -279,22 +264,39 @@ def least_needed(question: Question, lengths: ModelLengths | None = None) -> Nee
     policy = "greedy" if question.policy == "auto" else question.policy
     smallest = replace(question, policy=policy)
     with _subject(question, lengths=lengths) as subject:
-        try:
-            made = _plan(smallest, subject, 1, token_tiles=TOKEN_TILES)
-            num_bytes: float = made.plan.peak_bytes
-        except Infeasible as error:
-            num_bytes = error.floor_bytes or math.inf
-    return Need(num_bytes, num_bytes <= question.available_bytes)
+        return _need_in_tiles(smallest, subject)
+
+
+def _need_in_tiles(question: Question, subject: Subject) -> Need:
+    """A floor does not tell what lies beside its arena: where that matters, its plan is made."""
+    room = question.room
+    try:
+        made = _plan(question, subject, plan_bytes=1, token_tiles=TOKEN_TILES)
+        return _need(room, room.taken_bytes(made.plan))
+    except Infeasible as error:
+        floor = error.floor_bytes
+    if floor is None:
+        return Need(math.inf, False)
+    if floor <= room.available_bytes < room.counted_bytes(floor, 0):
+        made = _plan(question, subject, plan_bytes=floor, token_tiles=TOKEN_TILES)
+        return _need(room, room.taken_bytes(made.plan))
+    constant = subject.constant_bytes(_state_bytes(question, subject))
+    return _need(room, room.counted_bytes(floor, constant))
+
+
+def _need(room: Room, num_bytes: int) -> Need:
+    return Need(num_bytes, num_bytes <= room.available_bytes)
 
 
 def needed(question: Question, lengths: ModelLengths | None = None) -> Need:
     """Whether any plan fits, by the whole choice."""
     with _subject(question, lengths=lengths) as subject:
         try:
-            answer = _within_budget(question, subject)
+            answer = _forecast(question, subject)
         except Infeasible as error:
             return Need(error.floor_bytes or math.inf, False)
-    return Need(math.inf if answer.fits else answer.peak_bytes, answer.fits)
+    taken = question.room.taken_bytes(answer.step.plan)
+    return Need(math.inf if answer.fits else taken, answer.fits)
 
 
 def longest(
@@ -327,8 +329,11 @@ def longest(
 def _constant_bytes(question: Question) -> int:
     """Parameters, their gradients and optimizer state; 0 where the model is a function."""
     with _subject(question) as subject:
-        state = question.state_bytes_per_parameter(subject.facts.parameter_bytes)
-        return subject.constant_bytes(state)
+        return subject.constant_bytes(_state_bytes(question, subject))
+
+
+def _state_bytes(question: Question, subject: Subject) -> float:
+    return question.state_bytes_per_parameter(subject.facts.parameter_bytes)
 
 
 def _subject(
@@ -350,42 +355,44 @@ def _subject(
 def _within_budget(question: Question, subject: Subject) -> Forecast:
     """The answer; the budget is of all micro-batches in flight together.
 
-    Each of n holds a frame of its own: with F = peak - arena, a plan for F + (budget - F) / n has
-    an arena of (budget - F) / n at most, and n of them with F are within the budget. A plan in
-    other tiles may have a smaller F and a larger arena: then its F counts.
+    Each of n holds a frame of its own, of which an estimate may miss a part, so that an arena
+    counts k >= n times. With F = peak - arena, a plan for F + (budget - F) / k has an arena of
+    (budget - F) / k at most, and k of them with F are within the budget. F is first that of the
+    step that keeps everything. A plan may have a smaller F and a larger arena: then its F counts.
     """
-    answer = _answer(question, subject, _plan(question, subject, question.available_bytes))
+    answer, room = _answer(question, subject, _plan(question, subject)), question.room
     for _ in range(MAX_FRAME_PLANS):
-        if answer.fits or answer.in_flight == 1:
+        if answer.fits or room.arena_percent == 100:
             break
         plan = answer.step.plan
-        beside = plan.peak_bytes - plan.arena_bytes
-        per_frame = beside + max(0, question.available_bytes - beside) // answer.in_flight
-        answer = _answer(question, subject, _plan(question, subject, per_frame))
+        plan_bytes = room.plan_bytes(plan.peak_bytes - plan.arena_bytes)
+        answer = _answer(question, subject, _plan(question, subject, plan_bytes=plan_bytes))
     return answer
 
 
-def _plan(question: Question, subject: Subject, budget_bytes: int, **more: Any) -> OfflineStep:
+def _plan(
+    question: Question, subject: Subject, *, plan_bytes: int | None = None, **more: Any
+) -> OfflineStep:
+    """The plan within the budget, or of a peak of at most ``plan_bytes``."""
     options: dict[str, Any] = {
         **more,
-        "memory_budget": budget_bytes,
         "policy": question.policy,
         "placement_time_limit_s": PLACEMENT_S,
-        "optimizer_state_bytes_per_parameter": question.state_bytes_per_parameter(
-            subject.facts.parameter_bytes
-        ),
+        "optimizer_state_bytes_per_parameter": _state_bytes(question, subject),
     }
     if question.host_budget is not None:
         options["host_budget"] = question.host_budget
-    return subject.plan(resolve(options, None))
+    config = resolve(options, None)
+    if plan_bytes is None:
+        return subject.plan(question.room.configured(config))
+    return subject.plan(replace(config, memory_budget=plan_bytes))
 
 
 def _answer(question: Question, subject: Subject, step: OfflineStep) -> Forecast:
-    plan, in_flight = step.plan, question.degrees.pp
+    plan, room = step.plan, question.room
     assert plan.timeline is not None, "an offline plan is simulated"
-    frames = in_flight * plan.arena_bytes
-    missed = int(ESTIMATE_MARGIN * frames) + missed_bytes(question.hardware)
-    missed = 0 if step.exact else missed
+    frames_bytes = plan.peak_bytes + (room.num_frames - 1) * plan.arena_bytes
+    peak_bytes = room.taken_bytes(plan) + room.missed_bytes
     tokens_per_s = None
     if subject.facts.num_tokens is not None and plan.timeline.step_s:
         tokens_per_s = subject.facts.num_tokens * question.degrees.dp / plan.timeline.step_s
@@ -393,11 +400,11 @@ def _answer(question: Question, subject: Subject, step: OfflineStep) -> Forecast
         question=question,
         name=subject.facts.name,
         step=step,
-        peak_bytes=plan.peak_bytes + (in_flight - 1) * plan.arena_bytes + missed,
+        peak_bytes=peak_bytes,
         budget_bytes=question.budget_bytes,
-        outside_bytes=plan.outside_bytes + missed,
-        host_bytes=in_flight * step.problem.host_bytes,
-        in_flight=in_flight,
+        outside_bytes=plan.outside_bytes + peak_bytes - frames_bytes,
+        host_bytes=room.num_frames * step.problem.host_bytes,
+        in_flight=room.num_frames,
         tokens_per_s=tokens_per_s,
         peak_at=_peak_at(step),
         notes=(*subject.facts.notes, *step.notes, *_why_estimated(question.hardware)),

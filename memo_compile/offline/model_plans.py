@@ -158,7 +158,7 @@ class ModelPlans:
             return attempt(replace(config, token_tiles=1) if config.exact else config)
         order = order_of(self._sizes_for(config), config, self._budget_bytes(config))
         made = first_of(order, config, attempt, self._ends_planning)
-        self.answered = config
+        self.answered = replace(config, arena_percent=100)  # smaller budgets are those of plans
         return made
 
     def _tried(self, options: MemoConfig, attempt: Callable[[], OfflineStep]) -> OfflineStep:

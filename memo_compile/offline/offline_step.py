@@ -11,6 +11,7 @@ from memo_compile.driver.step_planner import KnownStep, plan_known
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import CallKind, Problem
+from memo_compile.step.residency import beside_arena_bytes
 from memo_compile.step.simulate import simulate
 
 _PLAIN_LOOPS = {"cpp.simdlen": 1}
@@ -67,7 +68,8 @@ def planned_offline(
     known: KnownStep, config: MemoConfig, facts: OfflineFacts, request: PlanRequest | None = None
 ) -> tuple[PlannedStep, OfflineStep]:
     """The step planned for ``config``, at any speed but one that ends the plan (TooSlow)."""
-    planned = plan_known(known, config, request or PlanRequest())
+    request = request or PlanRequest()
+    planned = plan_known(known, _of_one_arena(known, config, request), request)
     made = planned.plan
     timeline = made.timeline
     if timeline is None:  # everything is kept: no step is faster
@@ -88,6 +90,15 @@ def planned_offline(
         notes=tuple(_not_compared(facts.tiled, planned.plan)),
     )
     return planned, found
+
+
+def _of_one_arena(known: KnownStep, config: MemoConfig, request: PlanRequest) -> MemoConfig:
+    """``config`` with what its budget leaves to a plan, whose arena counts once."""
+    budget_bytes = config.budget_bytes(known.device_bytes())
+    if budget_bytes is None or config.arena_percent == 100:
+        return config
+    beside_bytes = beside_arena_bytes(known.requested(request))
+    return replace(config, memory_budget=config.plan_bytes(budget_bytes, beside_bytes))
 
 
 def _with_recomputation(

@@ -20,7 +20,7 @@ CHOSEN_LATER = frozenset(
     (
         "memory_budget host_budget policy alpha placement_solver placement_time_limit_s strict "
         "max_plans cache tile_above_bytes drop_above_bytes max_over_compute max_step_s "
-        "enough_s"
+        "enough_s arena_percent"
     ).split()
 )
 """Options that no record depends on. Of the budget only counts whether there is one."""

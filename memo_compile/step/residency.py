@@ -128,6 +128,11 @@ def step_constant_bytes(problem: Problem) -> int:
     return given + old_gradients + fixed.earlier_outputs + fixed.libraries
 
 
+def beside_arena_bytes(problem: Problem) -> int:
+    """The most memory of the step beside its arena."""
+    return step_constant_bytes(problem) + max(ordinary_bytes(problem).most, default=0)
+
+
 def retained_peak_bytes(problem: Problem, plan: Plan) -> int:
     """The peak of a step whose backward keeps its graph: its frame exists twice until its end."""
     ordinary = ordinary_bytes(problem)

@@ -1,0 +1,76 @@
+"""What a budget leaves to a plan that never runs: frames in flight and estimates count as well."""
+
+from dataclasses import dataclass, replace
+
+from memo_compile.config import MemoConfig
+from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.gpus import GPUS, target_of
+from memo_compile.lowering.cublas import libraries_bytes
+from memo_compile.step.plans import Plan
+
+LARGEST = GPUS["b200"]
+"""Where a GPU is not known: its libraries and its L2 cache take no less than others'."""
+
+ESTIMATE_PERCENT = 1
+"""Percent of the arena that are added where a GPU's step is planned without a GPU: Triton splits
+long reductions in two, with partial sums of 1/128 of the tensor; all other differences are
+smaller."""
+
+
+def is_exact(hardware: HardwareProfile) -> bool:
+    """True where a plan for ``hardware`` is the backend's: it is lowered for that very device."""
+    return hardware.name == "cpu" or target_of(hardware.name) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """A budget, and what counts under it beside a plan's own peak."""
+
+    budget_bytes: int
+    num_frames: int = 1
+    """Arenas that exist at once."""
+    missed_bytes: int = 0
+    """What libraries take on a GPU beside an estimate, which counts none."""
+    missed_percent: int = 0
+    """Percent of the arenas that an estimate may miss."""
+
+    @classmethod
+    def on(cls, hardware: HardwareProfile, budget_bytes: int, num_frames: int = 1) -> "Room":
+        """For a plan for ``hardware`` that is made on another device."""
+        if is_exact(hardware):
+            return cls(budget_bytes=budget_bytes, num_frames=num_frames)
+        gpu = GPUS.get(hardware.name, LARGEST)
+        return cls(
+            budget_bytes=budget_bytes,
+            num_frames=num_frames,
+            missed_bytes=libraries_bytes(gpu.major, gpu.l2_bytes),
+            missed_percent=ESTIMATE_PERCENT,
+        )
+
+    @property
+    def available_bytes(self) -> int:
+        """The bytes of the budget that a plan with its frames may take."""
+        return max(0, self.budget_bytes - self.missed_bytes)
+
+    @property
+    def arena_percent(self) -> int:
+        """How often the arena of a plan counts, in percent."""
+        return self.num_frames * (100 + self.missed_percent)
+
+    def configured(self, config: MemoConfig) -> MemoConfig:
+        """``config`` with this budget."""
+        return replace(config, memory_budget=self.available_bytes, arena_percent=self.arena_percent)
+
+    def plan_bytes(self, beside_bytes: int) -> int:
+        """The peak that a plan may have, of which so many bytes lie beside its arena."""
+        return self.configured(MemoConfig()).plan_bytes(self.available_bytes, beside_bytes)
+
+    def counted_bytes(self, peak_bytes: int, beside_bytes: int) -> int:
+        """What a plan of that peak takes of ``available_bytes``, so much of it beside its arena."""
+        arena_bytes = max(0, peak_bytes - beside_bytes)
+        more = -(-arena_bytes * (self.arena_percent - 100) // 100)
+        return peak_bytes + more
+
+    def taken_bytes(self, plan: Plan) -> int:
+        """What ``plan`` takes of ``available_bytes``."""
+        return self.counted_bytes(plan.peak_bytes, plan.peak_bytes - plan.arena_bytes)
