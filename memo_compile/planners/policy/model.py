@@ -200,11 +200,11 @@ def build_model(
         delta = np.zeros((len(some), len(base)), dtype=np.int64)
         for row, cost in zip(delta, some, strict=True):
             parts = list(_parts(cost, reads[layer]))
-            made = {slot: part.at for part in parts for slot in part.slots}
+            needed = _needed_at(parts)
             window = freed_at[layer], reload_at[layer]
             if schedule.at_once:
                 window = 0, num_calls
-            for start, end, size_bytes in _absences(step, layer, cost.mode, window, made):
+            for start, end, size_bytes in _absences(step, layer, cost.mode, window, needed):
                 row[start:end] -= size_bytes
             row[len(during) :] = row[point_calls]
             for part in parts:
@@ -251,7 +251,18 @@ class _Part(NamedTuple):
     at: int
     """The call right before which it runs."""
     slots: tuple[int, ...]
+    sources: tuple[int, ...]
+    """The slots that it reads."""
     peak_bytes: int
+
+
+def _needed_at(parts: Iterable[_Part]) -> dict[int, int]:
+    """Slot -> the call before which recomputation makes it, or first reads it."""
+    found: dict[int, int] = {}
+    for part in parts:
+        for slot in (*part.slots, *part.sources):
+            found[slot] = min(part.at, found.get(slot, part.at))
+    return found
 
 
 def _first_reads(facts: StepFacts, layer: Layer) -> dict[int, int]:
@@ -262,19 +273,20 @@ def _first_reads(facts: StepFacts, layer: Layer) -> dict[int, int]:
 
 def _parts(cost: ModeCost, reads: Mapping[int, int]) -> Iterator[_Part]:
     """The recomputations of a mode; those that nothing reads do not run."""
-    for key, peak_bytes in zip(cost.keys, cost.recompute_peaks, strict=True):
+    regions = zip(cost.keys, cost.recompute_sources, cost.recompute_peaks, strict=True)
+    for key, sources, peak_bytes in regions:
         calls = [reads[slot] for slot in key.slots if slot in reads]
         if calls:
-            yield _Part(min(calls), key.slots, peak_bytes)
+            yield _Part(min(calls), key.slots, sources, peak_bytes)
 
 
 def _absences(
-    step: MovableStep, layer: int, mode: Mode, window: tuple[int, int], made: Mapping[int, int]
+    step: MovableStep, layer: int, mode: Mode, window: tuple[int, int], needed: Mapping[int, int]
 ) -> Iterator[tuple[int, int, int]]:
     """(first call, end, bytes) of every slot that ``mode`` takes off the device.
 
-    A copy has ended when ``window`` begins, and the copy back is issued when it ends. ``made``
-    says before which call a slot is recomputed.
+    A copy has ended when ``window`` begins, and the copy back is issued when it ends. ``needed``
+    says before which call a slot is recomputed, or read by what is.
     """
     facts, owner = facts_of(step), step.layers[layer]
     kinds = zip(step.class_of(owner).slots, mode.actions, owner.values, strict=True)
@@ -282,7 +294,8 @@ def _absences(
         if action is Action.SAVE or value not in facts.backward_readers:
             continue
         start = facts.last_use[value] + 1
-        end = made.get(number, facts.backward_readers[value][0])
+        end = facts.backward_readers[value][0]
+        end = min(end, needed.get(number, end))
         if action is Action.OFFLOAD or mode.recompute_rows is not None:
             start, end = max(start, window[0]), min(end, window[1])
         if start < end:

@@ -40,6 +40,9 @@ EIGHTHS = 8
 MAX_APART = 3
 """Most modes, beside ``MAX_MODES``, whose regions make nothing before it is read."""
 
+MAX_LATE = 2
+"""Likewise, whose regions read nothing before the backward does."""
+
 SMALL = 0.002
 """Share of a layer's saved bytes. Copying a tensor of less takes no time, and to make it anew needs
 what may be a thousand times its size: the scale of a norm is made from an activation."""
@@ -94,6 +97,8 @@ class ModeCost:
     recompute_peaks: tuple[int, ...] = ()
     """Device bytes of each of them at its worst, beyond what lives across it: its temporaries, and
     its results unless they are written into a reloaded buffer."""
+    recompute_sources: tuple[tuple[int, ...], ...] = ()
+    """The slots that each of them reads."""
 
     def d2h_s(self, costs: StepCosts) -> float:
         """Seconds of the copies to the host."""
@@ -122,6 +127,10 @@ def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
         keys=keys,
         recompute_peaks=tuple(
             region.profile.most_bytes(own_outputs=own_outputs) for region in regions
+        ),
+        recompute_sources=tuple(
+            tuple(source.slot for source in region.inputs if source.slot is not None)
+            for region in regions
         ),
     )
 
@@ -213,6 +222,9 @@ def class_modes(
     known = {cost.mode for cost in picked}
     apart_modes = _costs(cls, _apart_modes(cls, sets, hideable), recompute)
     picked += [cost for cost in apart_modes if cost.mode not in known][:MAX_APART]
+    known = {cost.mode for cost in picked}
+    late_modes = _costs(cls, _late_modes(cls, sets), recompute)
+    picked += [cost for cost in late_modes if cost.mode not in known][:MAX_LATE]
     half = _half_copied(cls, picked, step.costs)
     picked += [cost for cost in _costs(cls, [half], recompute) if cost.mode not in known]
     if fills_host:
@@ -303,6 +315,46 @@ def _apart_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int)
         parts = apart(cls, recomputed, hideable)
         if parts != recomputed:
             yield make_mode(cls, recompute=parts, offload=set(offload_order(cls)) - parts)
+
+
+def _late_modes(cls: LayerClass, sets: Sequence[frozenset[int]]) -> Iterable[Mode]:
+    """Larger sets first, everything else offloaded; of two alike only the first."""
+    for recomputed in reversed(sets):
+        late = reading_late(cls, recomputed)
+        if late and late != recomputed:
+            yield make_mode(cls, recompute=late, offload=set(offload_order(cls)) - late)
+
+
+def reading_late(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
+    """``recomputed`` without slots whose region reads another slot before the backward reads it.
+
+    That one would have to be at hand while the backward is at its peak, though it is only needed
+    later: a layer's input, from which what its MLP reads is made again.
+    """
+    kept = recomputed
+    while True:
+        early = {slot for part in _parts_of(cls, kept) for slot in _reading_early(cls, part)}
+        if not early:
+            return kept
+        kept -= early
+
+
+def _parts_of(cls: LayerClass, recomputed: frozenset[int]) -> Iterator[tuple[int, ...]]:
+    for key in recompute_keys(cls, make_mode(cls, recompute=recomputed)):
+        yield key.slots
+
+
+def _reading_early(cls: LayerClass, part: tuple[int, ...]) -> Iterator[int]:
+    """The slots of a region which need that it reads a slot too early."""
+    first = min(cls.slots[slot].first_read for slot in part)
+    small = _small(cls, frozenset(range(len(cls.slots))))
+    for slot in part:
+        read = {
+            cls.ops[source].slot for op in closure_of(cls, (slot,)) for source in cls.ops[op].inputs
+        }
+        others = (other for other in read if other is not None and other not in (*part, *small))
+        if any(cls.slots[other].first_read > first for other in others):
+            yield slot
 
 
 def apart(cls: LayerClass, recomputed: frozenset[int], hideable: int = 0) -> frozenset[int]:
