@@ -103,10 +103,7 @@ def _bound_s(
             _added_s(step, _point(facts, lives, at), int(excess[at]), host_budget_bytes, discounts)
             for at in _points(excess, facts.first_backward)
         ]
-        windows = sum(
-            _window_s(step, deadlines, discounts) * count
-            for deadlines, count in _windows(step, facts, lives, excess).items()
-        )
+        windows = _windows_s(step, facts, lives, excess, discounts)
     except ConfigError:  # no engine on this machine
         return compute_s
     return compute_s + max(waits_s + windows, *more, 0.0)
@@ -233,40 +230,62 @@ class _Deadline(NamedTuple):
     """Computation between then and that call."""
 
 
-def _windows(
-    step: MovableStep, facts: StepFacts, lives: Sequence["_Life"], excess: Any
-) -> dict[tuple[_Deadline, ...], int]:
-    """The deadlines of a window -> how many windows have these; each begins in a layer.
+def _windows_s(
+    step: MovableStep,
+    facts: StepFacts,
+    lives: Sequence["_Life"],
+    excess: Any,
+    discounts: Mapping[tuple[str, int], float],
+) -> float:
+    """The seconds beyond computation of windows that follow each other: of those that take most.
 
-    It begins at the call of the layer's backward at which the fewest bytes are free for what is
-    read later, and ends where the next one begins.
+    Some begin at the call of a layer's backward at which the fewest bytes are free for what is read
+    later, and end where the next layer's begins; others, which are shorter, at such a call between
+    two at which something is read first.
     """
     once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
     moved = [life for life in once.values() if _size(step, life)]
     free = np.maximum(0, _off_bytes(step, moved, len(facts.call_s)) - excess)
-    begins = sorted(set(facts.backward_at))
-    starts = [
-        first + int(free[first:end].argmin())
-        for first, end in itertools.pairwise([*begins, len(facts.call_s)])
-    ]
-    of_layer: dict[int, list[_Life]] = {}
+    of_layers = [*_scarcest(free, [*sorted(set(facts.backward_at)), len(free)])]
+    reads = sorted({facts.first_backward, *(life.read for life in moved)})
+    points = sorted({*of_layers, *_scarcest(free, reads, last=True), len(free)})
+    most_s = dict.fromkeys(points, 0.0)
+    known: dict[tuple[_Deadline, ...], float] = {}
+    for at, end in sorted({*itertools.pairwise(points), *itertools.pairwise(of_layers)}):
+        window = tuple(_deadlines(step, facts, moved, (at, end), int(free[at])))
+        if window not in known:
+            known[window] = _window_s(step, window, discounts)
+        most_s[end] = max(most_s[end], most_s[at] + known[window])
+    return most_s[points[-1]]
+
+
+def _scarcest(free: Any, borders: Iterable[int], *, last: bool = False) -> Iterator[int]:
+    """Between each two borders the first call, or the last, at which the fewest bytes are free."""
+    for first, end in itertools.pairwise(borders):
+        some = free[first:end]
+        yield end - 1 - int(some[::-1].argmin()) if last else first + int(some.argmin())
+
+
+def _deadlines(
+    step: MovableStep,
+    facts: StepFacts,
+    moved: Iterable["_Life"],
+    window: tuple[int, int],
+    free_bytes: int,
+) -> Iterator[_Deadline]:
+    """Those of a window from behind one call to the end of another."""
+    at, end = window
+    away: dict[int, list[_Life]] = {}
     for life in moved:
-        of_layer.setdefault(life.layer, []).append(life)
-    found: Counter[tuple[_Deadline, ...]] = Counter()
-    for at, end in itertools.pairwise(starts):
-        away = [[life for life in own if at < life.read] for own in of_layer.values()]
-        away = [own for own in away if any(life.read <= end for life in own)]
-        reads = sorted({life.read for own in away for life in own if life.read <= end})
-        deadlines = tuple(
-            _Deadline(
-                due=tuple(_due_in(step, away, call)),
-                free_bytes=int(free[at]),
-                after_s=sum(facts.call_s[at + 1 : call]),
-            )
-            for call in reads
+        if at < life.read:
+            away.setdefault(life.layer, []).append(life)
+    due = [own for own in away.values() if any(life.read <= end for life in own)]
+    for call in sorted({life.read for own in due for life in own if life.read <= end}):
+        yield _Deadline(
+            due=tuple(_due_in(step, due, call)),
+            free_bytes=free_bytes,
+            after_s=sum(facts.call_s[at + 1 : call]),
         )
-        found[deadlines] += 1
-    return found
 
 
 def _due_in(step: MovableStep, away: Iterable[Sequence["_Life"]], call: int) -> Iterator[_Due]:
