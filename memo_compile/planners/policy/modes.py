@@ -333,7 +333,7 @@ def reading_late(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
     """
     kept = recomputed
     while True:
-        early = {slot for part in _parts_of(cls, kept) for slot in _reading_early(cls, part)}
+        early = frozenset().union(*(_reading_early(cls, part) for part in _parts_of(cls, kept)))
         if not early:
             return kept
         kept -= early
@@ -344,17 +344,24 @@ def _parts_of(cls: LayerClass, recomputed: frozenset[int]) -> Iterator[tuple[int
         yield key.slots
 
 
-def _reading_early(cls: LayerClass, part: tuple[int, ...]) -> Iterator[int]:
-    """The slots of a region which need that it reads a slot too early."""
+def _reading_early(cls: LayerClass, part: tuple[int, ...]) -> set[int]:
+    """The slots of a region which need that it reads or makes another slot too early.
+
+    First those for whose sake it runs so early; of the others, those that share an operator.
+    """
     first = min(cls.slots[slot].first_read for slot in part)
     small = _small(cls, frozenset(range(len(cls.slots))))
+    reads: dict[int, set[int]] = {}
     for slot in part:
-        read = {
-            cls.ops[source].slot for op in closure_of(cls, (slot,)) for source in cls.ops[op].inputs
+        sources = itertools.chain.from_iterable(
+            cls.ops[op].inputs for op in closure_of(cls, (slot,))
+        )
+        others = {cls.ops[source].slot for source in sources} - {None, slot, *small}
+        reads[slot] = {
+            other for other in others if other is not None and cls.slots[other].first_read > first
         }
-        others = (other for other in read if other is not None and other not in (*part, *small))
-        if any(cls.slots[other].first_read > first for other in others):
-            yield slot
+    early = {slot for slot in part if reads[slot] and cls.slots[slot].first_read == first}
+    return early or {slot for slot in part if reads[slot].difference(part)}
 
 
 def apart(cls: LayerClass, recomputed: frozenset[int], hideable: int = 0) -> frozenset[int]:
