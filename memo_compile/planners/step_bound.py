@@ -61,6 +61,10 @@ from memo_compile.step.simulate import most_per_call
 MAX_POINTS = 16
 """Most linear programs that are solved for one bound; each takes milliseconds."""
 
+UNITS = 1e4
+"""Times that go into a step's computation, of the unit of time in programs. Engines leave out what
+costs less than 1e-7: of a step of microseconds such seconds are too much."""
+
 
 def step_lower_bound_s(
     step: MovableStep,
@@ -347,6 +351,7 @@ def _late_s(
     kept: list[tuple[int, Any]] = []
     copied: list[tuple[int, Any]] = []
     runs: list[tuple[float, Any]] = []
+    unit_s = _unit_s(step)
     for class_key, slots, later in deadline.due:
         cls = step.classes[class_key]
         x, y = _slot_variables(model, cls, dict.fromkeys((*slots, *later), 1))
@@ -360,19 +365,19 @@ def _late_s(
         kept += [(cls.slots[slot].size_bytes, own) for slot, own in there.items()]
         copied += [(cls.slots[slot].size_bytes, own) for slot, own in y.items()]
         runs += [
-            (seconds * discounts.get((class_key, op), 1.0), run)
+            (seconds / unit_s * discounts.get((class_key, op), 1.0), run)
             for op, seconds, run in _require_operators(model, cls, 1, x)
         ]
     again = weighted(*zip(*runs, strict=True)) if runs else weighted([], [])
     model.add_constr(weighted(*zip(*kept, strict=True)) <= float(deadline.free_bytes))
-    rate = step.costs.h2d_bytes_per_s
+    rate = step.costs.h2d_bytes_per_s * unit_s
     back = weighted([size / rate for size, _ in copied], [own for _, own in copied])
-    model.add_constr(back <= deadline.after_s + stall + again)
+    model.add_constr(back <= deadline.after_s / unit_s + stall + again)
     model.objective = stall + again
     status = solver.solve(model)
     if status is solver.SolveStatus.INFEASIBLE:
         return math.inf
-    return max(0.0, float(model.objective_bound)) if status.has_solution else 0.0
+    return unit_s * max(0.0, float(model.objective_bound)) if status.has_solution else 0.0
 
 
 def _size(step: MovableStep, life: "_Life") -> int:
@@ -404,11 +409,12 @@ def _added_s(
     stalls = [model.add_var(name=name) for name in ("u", "v")]
     moved: list[tuple[int, Any, Any]] = []
     runs: list[tuple[float, Any]] = []
+    unit_s = _unit_s(step)
     for class_key, slots in point.num_off:
         cls, num_off = step.classes[class_key], dict(slots)
         x, y = _slot_variables(model, cls, num_off)
         runs += [
-            (seconds * discounts.get((class_key, op), 1.0), run)
+            (seconds / unit_s * discounts.get((class_key, op), 1.0), run)
             for op, seconds, run in _require_operators(model, cls, max(num_off.values()), x)
         ]
         moved += [(cls.slots[slot].size_bytes, x.get(slot, 0), y.get(slot, 0)) for slot in x | y]
@@ -423,15 +429,21 @@ def _added_s(
     ):
         if seconds == math.inf:
             continue
-        room = seconds + stall + (again if may_recompute else 0.0)
-        model.add_constr(weighted([size / rate for size in sizes], offloaded) <= room)
+        room = seconds / unit_s + stall + (again if may_recompute else 0.0)
+        copied = weighted([size / rate / unit_s for size in sizes], offloaded)
+        model.add_constr(copied <= room)
     if host_budget_bytes is not None:
         model.add_constr(weighted(sizes, offloaded) <= float(host_budget_bytes), "host")
     model.objective = stalls[0] + stalls[1] + again
     status = solver.solve(model)
     if status is solver.SolveStatus.INFEASIBLE:
         return float("inf")
-    return max(0.0, float(model.objective_value)) if status.has_solution else 0.0
+    return unit_s * max(0.0, float(model.objective_value)) if status.has_solution else 0.0
+
+
+def _unit_s(step: MovableStep) -> float:
+    """The unit of time in programs of ``step``, see ``UNITS``."""
+    return sum(facts_of(step).call_s) / UNITS or 1.0
 
 
 def _slot_variables(

@@ -26,6 +26,10 @@ from tests.steps.movable import (
 from tests.steps.parts import region
 
 
+FAST = 1e-7
+"""A step that takes some ten seconds in these units takes microseconds."""
+
+
 @settings(max_examples=150, deadline=None)
 @given(drawn=moved_steps() | talking_steps(), wide=st.booleans())
 def test_no_plan_is_faster_than_the_bound_at_its_own_peak(drawn, wide):
@@ -96,6 +100,19 @@ def test_what_is_read_first_is_waited_for_though_all_copies_could_hide():
     assert added_s < simulate(problem, step.costs).stall_s
 
 
+@pytest.mark.parametrize("bytes_per_s", [16 * KIB, 100 * KIB])
+@pytest.mark.parametrize("num_layers", [3, 6])
+def test_a_step_of_microseconds_is_bound_like_one_of_seconds(num_layers, bytes_per_s):
+    """Engines leave out what costs less than some 1e-7."""
+    slow = movable_step(num_layers, bytes_per_s=bytes_per_s)
+    fast = _made_fast(slow)
+    most = peak_live_bytes(slow.problem)
+    for less in range(0, 40 * num_layers, 24):
+        budget = most - less * KIB
+        seconds = step_lower_bound_s(slow, budget_bytes=budget)
+        assert step_lower_bound_s(fast, budget_bytes=budget) == pytest.approx(seconds * FAST)
+
+
 def test_copies_need_room_on_the_host():
     step = movable_step(4, bytes_per_s=1e9)
     budget = peak_live_bytes(step.problem) - 150 * KIB
@@ -128,6 +145,18 @@ def _with_calls_that_read_a(step, seconds):
         costs=with_regions(step.costs, {"A": seconds}),
         layers=tuple(replace(layer, backward=f"A{layer.backward[2:]}") for layer in step.layers),
     )
+
+
+def _made_fast(step):
+    costs = replace(
+        step.costs,
+        region_s={name: seconds * FAST for name, seconds in step.costs.region_s.items()},
+        d2h_bytes_per_s=step.costs.d2h_bytes_per_s / FAST,
+        h2d_bytes_per_s=step.costs.h2d_bytes_per_s / FAST,
+    )
+    cls = step.classes["L"]
+    ops = tuple(replace(op, seconds=op.seconds * FAST) for op in cls.ops)
+    return replace(step, costs=costs, classes={"L": replace(cls, ops=ops)})
 
 
 def _with_room_for_forwards(step, size_bytes):
