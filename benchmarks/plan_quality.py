@@ -12,7 +12,8 @@ Each setting that is done is written at once. With ``--resume`` those are not pl
 stand in today's result and were planned by the same code.
 
 Passes when each step takes at most 1.02 of its computation alone under the device's whole
-memory; over the lower bound the median of all must be at most 1.01 and the worst 1.05.
+memory, where that is large enough; over the lower bound the median of all must be at most 1.01 and
+the worst 1.05.
 """
 
 import argparse
@@ -36,8 +37,13 @@ SETTINGS = {
     "gpt-13b tp 8": {"seq": 262144, "hardware": "a800", "tp": 8},
     "benchmarks.hf_shapes:gemma_7b": {"seq": 65536, "hardware": "h200"},
     "benchmarks.hf_shapes:mixtral_8x7b": {"seq": 65536, "hardware": "h200"},
+    "mistral-7b": {"seq": 131072, "hardware": "h100", "tight": True},
+    "qwen3-8b 65536": {"seq": 65536, "hardware": "h100", "tight": True},
+    "llama3-8b 262144": {"seq": 262144, "hardware": "h200", "tight": True},
+    "llama3-70b tp 8": {"seq": 131072, "hardware": "h100", "tp": 8, "tight": True},
 }
-"""The first word is the model's name."""
+"""The first word is the model's name; ``tight``: the device's memory does not let it run at the
+speed of its computation alone, so that only its bound judges it."""
 LEVELS = (0.05, 0.35, 0.65)
 """Budgets: from the floor to what keeping everything takes, or the device's memory if that is
 less."""
@@ -165,6 +171,7 @@ def judge(rows: list[dict[str, Any]]) -> list[str]:
         f"{row['setting']}: {row['step_s'] / row['compute_s']:.3f} x its computation alone"
         for row in planned
         if (row["memory"], row["link"]) == ("device", "own")
+        and "tight" not in SETTINGS[row["setting"]]
         and row["step_s"] > MAX_OVER_COMPUTE * row["compute_s"]
     ]
     ratios = [row["step_s"] / row["bound_s"] for row in planned]
