@@ -59,7 +59,7 @@ ROUNDING = 8
 
 PERIOD = 1_000_003
 """Random numbers are drawn on the host, which takes seconds for the weight of a large vocabulary: a
-longer tensor repeats so many. It is a prime, so that no two rows are equal."""
+longer tensor repeats so many. It is a prime: rows that repeat lie a multiple of it apart."""
 
 MAX_NOT_FINITE = 0.1
 """Share of a result that may be infinite or NaN. Where more is (made-up inputs have roots and

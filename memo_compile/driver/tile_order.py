@@ -264,8 +264,7 @@ def order_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tupl
     first = head if widest >= max(HEAD_BYTES, HEAD_FACTOR * second) else whole
     if budget_bytes is None:
         return (first, whole, everywhere) if first is head else (whole, everywhere)
-    plan_bytes = config.plan_bytes(budget_bytes, sizes.constant_bytes)
-    room = int(plan_bytes * (1 - REST)) - sizes.constant_bytes
+    room = int(budget_bytes * (1 - REST)) - sizes.constant_bytes
     if room <= 0:
         return everywhere, whole
     compiles = config.costs != "roofline"

@@ -43,7 +43,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +55,7 @@ from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, re
 from memo_compile.planners.policy.model import call_bytes
 from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import LayerClass, MovableStep, RecomputeRegion
+from memo_compile.step.problem import Problem
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call
 
@@ -114,13 +115,31 @@ def _bound_s(
 
 
 def _alive(step: MovableStep, facts: StepFacts) -> Any:
-    """Per call (int64) the device bytes with everything kept, collectives in the plans' order."""
+    """Per call (int64) the device bytes with everything kept, collectives in the plans' order.
+
+    What only the loss needs is gone on the backward's first line. In a plan that may be a copy's:
+    then it is gone before the first call has made anything.
+    """
+    problem = step.problem
+    alive = _kept_bytes(step, facts, problem) if facts.talks else call_bytes(step)[0]
+    if not problem.loss_bytes:
+        return alive
+    first = problem.regions[problem.calls[problem.first_backward].region]
+    begun_bytes = sum(
+        sum(made.size_bytes for made in kind if not made.start)
+        for kind in (first.buffers, first.outside, first.outputs)
+    )
+    without_loss = _kept_bytes(step, facts, replace(problem, loss_bytes=0))
+    return np.maximum(without_loss, alive - begun_bytes)
+
+
+def _kept_bytes(step: MovableStep, facts: StepFacts, problem: Problem) -> Any:
     if not facts.talks:
-        return call_bytes(step)[0]
-    problem = late(step.problem) if step.waits_late else at_once(step.problem)
-    alive = most_per_call(problem) + step_constant_bytes(problem)
-    bytes_of = dict(zip((call.name for call in problem.calls), alive, strict=True))
-    return np.array([bytes_of[call.name] for call in step.problem.calls])
+        return most_per_call(problem, facts.tables) + step_constant_bytes(problem)
+    late_or_not = late(problem) if step.waits_late else at_once(problem)
+    alive = most_per_call(late_or_not) + step_constant_bytes(late_or_not)
+    bytes_of = dict(zip((call.name for call in late_or_not.calls), alive, strict=True))
+    return np.array([bytes_of[call.name] for call in problem.calls])
 
 
 def _points(excess: Any, first_backward: int) -> list[int]:

@@ -12,7 +12,7 @@ from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.step.movable import Action, Mode, Moves, Schedule
-from memo_compile.step.problem import Phase
+from memo_compile.step.problem import OutsideBuffer, Phase
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from tests.steps.drawn_moves import moved_steps, regions_of, talking_steps
 from tests.steps.movable import (
@@ -24,7 +24,6 @@ from tests.steps.movable import (
     with_regions,
 )
 from tests.steps.parts import region
-
 
 FAST = 1e-7
 """A step that takes some ten seconds in these units takes microseconds."""
@@ -111,6 +110,22 @@ def test_a_step_of_microseconds_is_bound_like_one_of_seconds(num_layers, bytes_p
         budget = most - less * KIB
         seconds = step_lower_bound_s(slow, budget_bytes=budget)
         assert step_lower_bound_s(fast, budget_bytes=budget) == pytest.approx(seconds * FAST)
+
+
+@pytest.mark.parametrize("releases_pages", [False, True])
+def test_what_only_the_loss_needs_is_gone_before_a_backward_that_begins_with_a_copy(releases_pages):
+    step = movable_step(3)
+    first = step.problem.calls[step.problem.first_backward]
+    region = step.problem.regions[first.region]
+    outside = OutsideBuffer(kind="kernel", size_bytes=64 * KIB, start=0, end=1)
+    regions = {**step.problem.regions, first.region: replace(region, outside=(outside,))}
+    changes = {"loss_bytes": 400 * KIB, "releases_pages": releases_pages}
+    step = replace(step, problem=replace(step.problem, regions=regions, **changes))
+    problem = apply_moves(step, Moves(modes=(Mode(actions=(Action.OFFLOAD,) * 5),) * 3), None)
+    added_bytes = peak_live_bytes(replace(problem, loss_bytes=0)) - peak_live_bytes(problem)
+    assert added_bytes < 0  # the loss is a part of the peak
+    bound_s = step_lower_bound_s(step, budget_bytes=peak_live_bytes(problem))
+    assert bound_s <= simulate(problem, step.costs).step_s
 
 
 def test_copies_need_room_on_the_host():
