@@ -69,7 +69,7 @@ def test_a_smaller_budget_is_not_faster_and_takes_no_more(pp):
         last = answer
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2, 4])
 def test_one_byte_less_than_the_least_fits_nowhere(pp):
     least = forecast(asked(budget=1, pp=pp)).peak_bytes
     for budget, fits in ((least, True), (least - 1, False)):
