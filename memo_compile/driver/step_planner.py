@@ -42,7 +42,8 @@ from memo_compile.planners.comm_windows import (
 from memo_compile.planners.place_step import beneath_ordinary, placed_step, require_budget
 from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.planners.policy import Choice
-from memo_compile.planners.policy.candidates import SearchMemory, costs_with
+from memo_compile.planners.policy.candidate import costs_with
+from memo_compile.planners.policy.candidates import SearchMemory
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.reporting import state
 from memo_compile.step.group import grouped_whole

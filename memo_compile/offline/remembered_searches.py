@@ -10,7 +10,8 @@ from typing import Any
 
 from memo_compile.errors import MemoError
 from memo_compile.file_store import FileStore, digest_of
-from memo_compile.planners.policy.candidates import Figures, SearchMemory
+from memo_compile.planners.policy.candidate import Figures
+from memo_compile.planners.policy.candidates import SearchMemory
 from memo_compile.step.movable import Mode, Moves, Schedule
 from memo_compile.step.serialise import plain, restore
 

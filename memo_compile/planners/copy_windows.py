@@ -38,12 +38,20 @@ class Widened:
 
 
 def widened(
-    problem: Problem, costs: StepCosts, times: float = 1.0, *, alive: Any = None
+    problem: Problem,
+    costs: StepCosts,
+    times: float = 1.0,
+    *,
+    spare: float = 0.0,
+    alive: Any = None,
 ) -> Widened:
     """``problem`` with later waits and earlier reloads; the peak is ``times`` as large at most.
 
-    ``alive`` are its ``most_per_call``, where they are known. Cost: linear in the number of calls,
-    and for each reload in those that it moves across. Raises InputError: a region has no seconds.
+    Waits are put off only as far as they leave ``spare`` of the peak free: where tensors live
+    across each other, as those that wait for the host do with all others, bytes lie unused between
+    them. ``alive`` are its ``most_per_call``, where they are known. Cost: linear in the number of
+    calls, and for each reload in those that it moves across. Raises InputError: a region has no
+    seconds.
     """
     if not problem.host_bytes or not problem.has_one_turn:
         return Widened(problem=problem, next_times=math.inf)
@@ -54,7 +62,9 @@ def widened(
     whole = peak + step_constant_bytes(problem)
     limit = peak + int((times - 1) * whole)
     missing = _Missing()
-    forward = _later_waits(problem, costs, (limit - alive[:border]).tolist(), missing)
+    spare_bytes = int(spare * whole)
+    room = (limit - spare_bytes - alive[:border]).tolist()
+    forward = _later_waits(problem, costs, room, missing)
     backward = _earlier_reloads(problem, costs, limit - alive[border:], missing)
     calls = (*forward, *backward)
     more = missing.least_bytes + limit - peak
@@ -195,7 +205,7 @@ class _Forward:
         """What copies hold during call ``at`` is at most ``free``, or nothing."""
         held = [copy for copy in self._lane if copy.wait is not None and copy.last_read <= at]
         held_bytes = sum(copy.size_bytes for copy in held)
-        if held_bytes <= free:
+        if not held or held_bytes <= free:
             return
         left, first = held_bytes, 0
         while left > free and first < len(held):

@@ -262,19 +262,21 @@ def _windows_s(
 ) -> float:
     """The seconds beyond computation of windows that follow each other: of those that take most.
 
-    Some begin at the call of a layer's backward at which the fewest bytes are free for what is read
-    later, and end where the next layer's begins; others, which are shorter, at such a call between
-    two at which something is read first.
+    Some begin at a call of a layer's backward at which the fewest bytes are free for what is read
+    later, the first or the last, and end where the next layer's begins; others, which are shorter,
+    at such a call between two at which something is read first.
     """
     once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
     moved = [life for life in once.values() if _size(step, life)]
     free = np.maximum(0, _off_bytes(step, moved, len(facts.call_s)) - excess)
-    of_layers = [*_scarcest(free, [*sorted(set(facts.backward_at)), len(free)])]
+    borders = [*sorted(set(facts.backward_at)), len(free)]
+    of_layers = [[*_scarcest(free, borders, last=last)] for last in (False, True)]
     reads = sorted({facts.first_backward, *(life.read for life in moved)})
-    points = sorted({*of_layers, *_scarcest(free, reads, last=True), len(free)})
+    points = sorted({*itertools.chain(*of_layers), *_scarcest(free, reads, last=True), len(free)})
     most_s = dict.fromkeys(points, 0.0)
     known: dict[tuple[_Deadline, ...], float] = {}
-    for at, end in sorted({*itertools.pairwise(points), *itertools.pairwise(of_layers)}):
+    pairs = itertools.chain.from_iterable(map(itertools.pairwise, (points, *of_layers)))
+    for at, end in sorted(set(pairs)):
         window = tuple(_deadlines(step, facts, moved, (at, end), int(free[at])))
         if window not in known:
             known[window] = _window_s(step, window, discounts)

@@ -229,6 +229,9 @@ class Schedule:
     widen: float = 0.0
     """Copies get more time wherever no more bytes are alive than this many times the step's peak;
     0: they do not."""
+    spare: float = 0.0
+    """Copies to the host leave this share of the peak free, where ``widen`` gives them time: for a
+    plan whose tensors cannot be placed without holes otherwise."""
 
     def __post_init__(self) -> None:
         for name in ("offload_lag", "reload_lead"):

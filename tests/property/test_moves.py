@@ -18,7 +18,7 @@ from memo_compile.step.problem import CallKind, Problem, arena_buffers, call_sta
 from memo_compile.step.program_text import program_text
 from memo_compile.step.residency import ordinary_bytes, step_constant_bytes
 from memo_compile.step.serialise import from_json, to_json
-from memo_compile.step.simulate import peak_live_bytes, simulate
+from memo_compile.step.simulate import most_per_call, peak_live_bytes, simulate
 from tests.steps.drawn_moves import moved_steps, regions_of
 from tests.steps.movable import costs_of, recomputer
 
@@ -200,17 +200,29 @@ def test_waits_come_after_their_copies_and_no_later_than_the_deadline(call_s, dr
         assert copy.issued <= wait <= copy.deadline
 
 
+def most_in_forward(problem: Problem) -> int:
+    """The most bytes alive during a call of the forward, with what is always there."""
+    alive = most_per_call(problem)[: problem.first_backward]
+    return int(alive.max()) + step_constant_bytes(problem)
+
+
 @settings(max_examples=80, deadline=None)
-@given(drawn=moved_steps(), times=st.sampled_from([1.0, 1.0, 1.1, 1.5]))
-def test_copies_with_more_time_make_no_step_slower_nor_larger(drawn, times):
+@given(
+    drawn=moved_steps(),
+    times=st.sampled_from([1.0, 1.0, 1.1, 1.5]),
+    spare=st.sampled_from([0.0, 0.0, 0.02, 0.2, 1.0]),
+)
+def test_copies_with_more_time_make_no_step_slower_nor_larger(drawn, times, spare):
     step, moves, problem = drawn
     asked = regions_of(step, moves)
     costs = costs_of(step, *asked)
-    wide = widened(problem, costs, times).problem
+    wide = widened(problem, costs, times, spare=spare).problem
     check_order(wide)
     assert sorted(call.name for call in wide.calls) == sorted(call.name for call in problem.calls)
     peak = peak_live_bytes(problem)
     assert peak <= peak_live_bytes(wide) <= peak * times
+    most = max(most_in_forward(problem), int(peak * (times - spare)) + 1)
+    assert most_in_forward(wide) <= most
     before, after = simulate(problem, costs), simulate(wide, costs)
     assert after.step_s <= before.step_s * (1 + 1e-6)
     assert check_moves(step.problem, wide, recomputations_of(step, wide, asked)).ok

@@ -4,6 +4,7 @@ A floor that one process names is kept by another, which measures other seconds.
 """
 
 import functools
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -65,6 +66,51 @@ def test_smaller_budgets_never_give_larger_peaks(
             assert chosen(spares=True).moves == choice.moves
         assert host_budget_bytes is None or choice.problem.host_bytes <= host_budget_bytes
         assert not exact or all(mode.recompute_rows is None for mode in choice.moves.modes)
+        if before is not None:
+            assert choice.plan.peak_bytes <= before.plan.peak_bytes
+            assert choice.timeline.step_s >= before.timeline.step_s * (1 - 1e-3)
+        before = choice
+    assert floor_bytes is None or floor_bytes > budget_bytes
+
+
+class WithHoles:
+    """A placement that leaves up to a share of the bytes alive unused; which, the program says."""
+
+    def __init__(self, problem: Problem, share: float) -> None:
+        names = ",".join(call.name for call in problem.calls)
+        holes = share * (zlib.crc32(names.encode()) % 100) / 100
+        self.peak_bytes = int(peak_live_bytes(problem) * (1 + holes))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_layers=st.integers(2, 5),
+    bytes_per_s=st.sampled_from((12 * KIB, 40 * KIB, 90 * KIB)),
+    holes=st.sampled_from((0.02, 0.1, 0.3)),
+    policy=st.sampled_from(("auto", "greedy")),
+)
+def test_neither_do_they_where_placements_have_holes(num_layers, bytes_per_s, holes, policy):
+    step = movable_step(num_layers, bytes_per_s=bytes_per_s)
+    top = peak_live_bytes(step.problem)
+    before = floor_bytes = None
+    for percent in range(100, 30, -5):
+        budget_bytes = top * percent // 100
+        chosen = functools.partial(
+            choose,
+            step,
+            budget_bytes=budget_bytes,
+            host_budget_bytes=None,
+            policy=policy,
+            recompute=recomputer(step),
+            place=functools.partial(WithHoles, share=holes),
+            solver=False,
+        )
+        try:
+            choice = chosen()
+        except Infeasible as error:
+            floor_bytes = error.floor_bytes
+            break
+        assert chosen(spares=True).moves == choice.moves
         if before is not None:
             assert choice.plan.peak_bytes <= before.plan.peak_bytes
             assert choice.timeline.step_s >= before.timeline.step_s * (1 - 1e-3)

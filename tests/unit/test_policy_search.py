@@ -12,11 +12,8 @@ from memo_compile.errors import Infeasible
 from memo_compile.planners import solver
 from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy import choose
-from memo_compile.planners.policy.candidates import (
-    ONCE,
-    CandidateSource,
-    simulated,
-)
+from memo_compile.planners.policy.candidate import simulated
+from memo_compile.planners.policy.candidates import ONCE, CandidateSource
 from memo_compile.planners.policy.cheapest_first import (
     MAX_KEYS,
     NUM_CHUNKS,
@@ -24,7 +21,7 @@ from memo_compile.planners.policy.cheapest_first import (
     greedy_sequence,
     refilled,
 )
-from memo_compile.planners.policy.frontier import is_steady
+from memo_compile.planners.policy.frontier import Choice, is_steady
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
 from memo_compile.planners.policy.model import MAX_LAST, StepModel, build_model, last_layer_kept
 from memo_compile.planners.policy.modes import (
@@ -44,8 +41,9 @@ from memo_compile.planners.policy.named import NAMED
 from memo_compile.planners.policy.subsets import MAX_GROUPS, MAX_SETS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Action, Moves, RecomputeKey, Schedule
-from memo_compile.step.problem import Problem
-from memo_compile.step.simulate import peak_live_bytes
+from memo_compile.step.problem import CallKind, Problem
+from memo_compile.step.residency import step_constant_bytes
+from memo_compile.step.simulate import most_per_call, peak_live_bytes
 from tests.steps.movable import KIB, movable_step, recomputer
 
 ROTATING = Schedule(offload_lag=1, reload_lead=1)
@@ -169,6 +167,23 @@ def test_what_is_read_first_is_not_made_again_from_what_is_read_last():
             for slot, first in zip(cls.slots, reads, strict=True)
         )
         assert reading_late(replace(cls, parts={}, slots=slots), everything) == late
+
+
+def test_of_two_regions_that_read_early_each_may_run_without_the_other():
+    """b is made from x and d from a; x and a are read last."""
+    cls = movable_step(2).classes["L"]
+    slots = tuple(
+        replace(slot, size_bytes=64 * KIB, first_read=first)
+        for slot, first in zip(cls.slots, (3, 3, 1, 3, 0), strict=True)
+    )
+    ops = tuple(replace(op, inputs=(1,)) if op.slot == 4 else op for op in cls.ops)
+    cls = replace(cls, parts={}, slots=slots, ops=ops)
+    assert reading_late(cls, frozenset((2, 4))) == set()
+    step = movable_step(2)
+    modes = class_modes(replace(step, classes={"L": cls}), "L", recomputer(step))
+    for slot in (2, 4):
+        others = {0, 1, 2, 3, 4} - {slot}
+        assert any(cost.mode == make_mode(cls, recompute=(slot,), offload=others) for cost in modes)
 
 
 def test_small_slots_join_no_regions_that_are_read_at_different_times():
@@ -387,6 +402,39 @@ def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
     monkeypatch.setattr(CandidateSource, "near_floor_least_s", lambda _: 0.0)
     assert steps() == sparing
     assert len(set(sparing)) > 2
+
+
+@pytest.mark.parametrize("spares", [False, True])
+def test_a_plan_that_has_no_place_keeps_its_copies_out_of_the_way(spares, monkeypatch):
+    """Placements have holes where values that wait for the host fill the forward to the peak."""
+
+    class WithHoles(Live):
+        def __init__(self, problem: Problem) -> None:
+            super().__init__(problem)
+            alive = most_per_call(problem) + step_constant_bytes(problem)
+            waits = any(call.kind is CallKind.WAIT for call in problem.calls)
+            if waits and alive[: problem.first_backward].max() > 0.99 * self.peak_bytes:
+                self.peak_bytes *= 2
+
+    step = movable_step(4, bytes_per_s=40 * KIB, transient_bytes=40 * KIB)
+    budget_bytes = int(0.45 * peak_live_bytes(step.problem))
+
+    def chosen() -> Choice:
+        return choose(
+            step,
+            budget_bytes=budget_bytes,
+            host_budget_bytes=None,
+            policy="greedy",
+            recompute=recomputer(step),
+            place=WithHoles,
+            spares=spares,
+        )
+
+    with_spared = chosen()
+    assert with_spared.moves.schedule.spare > 0
+    assert with_spared.plan.peak_bytes <= budget_bytes
+    monkeypatch.setattr(CandidateSource, "spared", lambda *_: ())
+    assert chosen().timeline.step_s > 1.1 * with_spared.timeline.step_s
 
 
 def test_near_the_floor_the_last_layer_may_do_something_else():

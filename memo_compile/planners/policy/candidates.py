@@ -11,18 +11,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from memo_compile.errors import InvalidPlan
-from memo_compile.planners.comm_windows import overlapped
-from memo_compile.planners.copy_windows import Widened, widened
 from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
-from memo_compile.planners.moves import apply_moves
+from memo_compile.planners.policy.candidate import (
+    Candidate,
+    Figures,
+    Program,
+    program_before,
+    program_of,
+    simulated,
+)
 from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
 from memo_compile.planners.policy.lynx_policies import lynx_moves
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import (
-    COPY_WEIGHT,
     StepModel,
     build_model,
     ever_smaller,
@@ -32,11 +35,8 @@ from memo_compile.planners.policy.model import (
 from memo_compile.planners.policy.modes import ModeCost, layer_modes
 from memo_compile.planners.policy.named import NAMED, QUANTA, named_moves, steady_moves
 from memo_compile.planners.solver import SolveStatus
-from memo_compile.step.movable import Layer, MovableStep, Moves, Schedule, StepCosts
-from memo_compile.step.plans import Timeline
-from memo_compile.step.problem import CallKind, Problem
-from memo_compile.step.residency import step_constant_bytes
-from memo_compile.step.simulate import most_per_call, peak_live_bytes, simulate
+from memo_compile.step.movable import Layer, MovableStep, Moves, Schedule
+from memo_compile.step.problem import Problem
 
 log = logging.getLogger("memo")
 
@@ -48,6 +48,11 @@ NEXT = Schedule(offload_lag=1, reload_lead=1, widen=1.0)
 
 ONCE = Schedule(offload_lag=0, reload_lead=0, at_once=True, widen=1.0)
 """Nothing is in flight beside a call, until waits and reloads are moved to where bytes allow it."""
+
+SPARES = (0.02, 0.06)
+"""Shares of the peak that copies to the host leave free, for plans that cannot be placed without
+holes: a few percent of the step's seconds at most, where the next plan may take half as long again
+(Llama-3-70B, tp 8, near its floor: three gathered inputs of 2 GiB, and copies of 0.25 between)."""
 
 COPY_PRICES = (0.2, 1.0)
 """Near the floor some of each copy stalls, the more the fewer bytes are free: greedy's plans for
@@ -89,148 +94,6 @@ ENDED_BY_CLOCK = (
 
 MAX_GREEDY = 20
 """Most plans of one greedy sequence that are simulated; they are spread evenly over it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """What a simulation tells of a plan."""
-
-    timeline: Timeline
-    """Without spans."""
-    live_bytes: int
-    """A lower bound of the placed peak."""
-    host_bytes: int
-    """Bytes of the step's host frame."""
-    cost_s: float
-    """Seconds of the step, and a little for each second of copying; cheaper plans come first."""
-    next_times: float = math.inf
-    """With how many times its peak its copies get more time."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
-    """A plan before it is placed."""
-
-    moves: Moves
-    figures: Figures
-    make: Callable[[], Problem]
-    notes: tuple[str, ...] = ()
-
-    @functools.cached_property
-    def problem(self) -> Problem:
-        """The step program."""
-        return self.make()
-
-    @property
-    def timeline(self) -> Timeline:
-        """Without spans."""
-        return self.figures.timeline
-
-    @property
-    def live_bytes(self) -> int:
-        """A lower bound of its placed peak."""
-        return self.figures.live_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the step's host frame."""
-        return self.figures.host_bytes
-
-    @property
-    def cost_s(self) -> float:
-        """As of ``Figures``."""
-        return self.figures.cost_s
-
-    @property
-    def next_times(self) -> float:
-        """As of ``Figures``."""
-        return self.figures.next_times
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """The step program of some decisions before its copies get more time."""
-
-    problem: Problem
-    costs: StepCosts
-    alive: Any
-    """Per call the most bytes alive during it; None where the copies' times stay as they are."""
-    has_windows: bool
-    """True where recomputations may move to where the step waits for other ranks."""
-
-    def widened(self, times: float) -> Widened:
-        """The program whose copies get more time within ``times`` its peak; 0: no more.
-
-        Likewise recomputations move into the windows of collectives.
-        """
-        if not times:
-            return Widened(problem=self.problem, next_times=math.inf)
-        wide = widened(self.problem, self.costs, times, alive=self.alive)
-        if self.has_windows:
-            peak_bytes = int(self.alive.max()) + step_constant_bytes(self.problem)
-            limit_bytes = int(times * peak_bytes)
-            wide.problem = overlapped(wide.problem, self.costs, limit_bytes=limit_bytes)
-        return wide
-
-
-def simulated(
-    step: MovableStep,
-    moves: Moves,
-    recompute: RecomputeOf,
-    notes: tuple[str, ...] = (),
-    program: Callable[[], Program] | None = None,
-) -> Candidate:
-    """The step program of ``moves``, simulated; ``program`` gives what ``program_before`` does."""
-    before = program_before(step, moves, recompute) if program is None else program()
-    wide = before.widened(moves.schedule.widen)
-    problem = wide.problem
-    timeline = simulate(problem, before.costs, spans=False)
-    alive = before.alive if problem.calls == before.problem.calls else None
-    figures = Figures(
-        timeline=timeline,
-        live_bytes=peak_live_bytes(problem, facts_of(step).tables, alive=alive),
-        host_bytes=problem.host_bytes,
-        cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
-        next_times=wide.next_times,
-    )
-    return Candidate(moves=moves, figures=figures, make=lambda: problem, notes=notes)
-
-
-def program_before(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> Program:
-    """The program of ``moves`` before copies get more time."""
-    problem = apply_moves(step, moves, recompute)
-    alive = most_per_call(problem, facts_of(step).tables) if moves.schedule.widen else None
-    return Program(
-        problem=problem,
-        costs=costs_with(step, moves, recompute),
-        alive=alive,
-        has_windows=step.waits_late and facts_of(step).talks,
-    )
-
-
-def program_of(
-    step: MovableStep, moves: Moves, recompute: RecomputeOf
-) -> tuple[Problem, StepCosts]:
-    """The step program of ``moves``, and its costs."""
-    program = program_before(step, moves, recompute)
-    return program.widened(moves.schedule.widen).problem, program.costs
-
-
-def costs_with(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> StepCosts:
-    """The step's costs and those of the recompute regions that ``moves`` call."""
-    more = {}
-    for layer, mode in zip(step.layers, moves.modes, strict=True):
-        for key in recompute_keys(step.class_of(layer), mode):
-            more[key.region] = recompute(key).seconds
-    return replace(step.costs, region_s={**step.costs.region_s, **more})
-
-
-def copy_seconds(step: MovableStep, problem: Problem) -> float:
-    """Seconds that the copies of ``problem`` keep their lanes busy."""
-    seconds = {CallKind.OFFLOAD: step.costs.d2h_s, CallKind.RELOAD: step.costs.h2d_s}
-    return sum(
-        seconds[call.kind](call.copy.num_bytes) for call in problem.calls if call.copy is not None
-    )
 
 
 def _stalls(candidate: Candidate) -> bool:
@@ -358,6 +221,18 @@ class CandidateSource:
     def simulated(self, moves: Moves) -> list[Candidate]:
         """The plans of ``moves``: with more time for copies where they stall."""
         return self._valid([moves])
+
+    def spared(self, candidate: Candidate) -> list[Candidate]:
+        """``candidate`` with copies to the host that leave a share of the peak free.
+
+        Only where they have their time within the peak, so that as many bytes are alive.
+        """
+        moves = candidate.moves
+        schedule = moves.schedule
+        if schedule.widen != 1 or schedule.spare or not candidate.host_bytes:
+            return []
+        others = (replace(schedule, spare=spare) for spare in SPARES)
+        return [self._evaluated(replace(moves, schedule=other)) for other in others]
 
     def near_floor(self) -> list[Candidate]:
         """Those of ``greedy`` that need the fewest bytes."""

@@ -8,8 +8,12 @@ then c2 fits B1, and no earlier one does (it would have fitted B2), so that c1 =
 Else p1 <= B1 < p2. Candidates whose bytes alive exceed the budget are skipped unplaced, because a
 placed peak is never below the bytes alive. It may be far above them, and a plan with more bytes
 alive may have the smaller peak: so some more plans follow those that none beats (``in_order``).
+And where a plan's peak is above its bytes alive, the same plan comes again, behind all that are as
+fast, with fewer bytes alive beside its peak (``CandidateSource.spared``). It has the plan's own
+bytes alive, so that both are skipped or neither is, and the proof holds for the longer order.
 """
 
+import bisect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,13 +21,8 @@ from typing import NamedTuple
 
 from memo_compile.errors import ConfigError, Infeasible, TooSlow
 from memo_compile.planners.move_rules import RecomputeOf, facts_of
-from memo_compile.planners.policy.candidates import (
-    Candidate,
-    CandidateSource,
-    SearchedMoves,
-    costs_with,
-    program_of,
-)
+from memo_compile.planners.policy.candidate import Candidate, costs_with, program_of
+from memo_compile.planners.policy.candidates import CandidateSource, SearchedMoves
 from memo_compile.planners.policy.lynx_policies import LYNX
 from memo_compile.planners.policy.modes import with_launches
 from memo_compile.planners.policy.named import NAMED, QUANTA
@@ -143,7 +142,7 @@ def choose(
         solver=solver,
         searched=searched or SearchedMoves(),
     )
-    chooser = _Chooser(budget_bytes, host_budget_bytes, place, max_step_s)
+    chooser = _Chooser(budget_bytes, host_budget_bytes, place, source.spared, max_step_s)
     considered, found = _search(source, chooser, policy, alpha, wanted_s, spares=spares)
     if found is None and chooser.least_left_s is not None:
         raise TooSlow("all other plans of these tiles are slower", step_s=chooser.least_left_s)
@@ -279,15 +278,15 @@ def _far_from_floor(
     """
     least_s = source.near_floor_least_s()
 
-    def picked(best: Iterable[Candidate]) -> tuple[Candidate, Plan] | None:
-        fast = (plan for plan in best if plan.cost_s < least_s and plan.timeline.step_s <= fast_s)
-        return chooser.pick(fast)
+    def picked(best: Iterable[Candidate], below_s: float) -> tuple[Candidate, Plan] | None:
+        fast = (plan for plan in best if plan.cost_s < below_s and plan.timeline.step_s <= fast_s)
+        return chooser.pick(fast, below_s=below_s, most_s=fast_s)
 
     if not spares:
         considered = [*others, *source.greedy(near_floor=False)]
-        return considered, picked(unbeaten(considered, chooser.host_budget_bytes))
+        return considered, picked(unbeaten(considered, chooser.host_budget_bytes), least_s)
     for known in _by_least_s(source, chooser, others, near_floor=False):
-        found = picked(known.safe)
+        found = picked(known.safe, min(least_s, known.next_s))
         if found is not None or known.next_s >= least_s:
             break
     return known.plans, found
@@ -303,7 +302,7 @@ def _near_and_far(
     most_bytes = None
     if spares:
         for known in _by_least_s(source, chooser, others, near_floor=True):
-            found = chooser.pick(known.safe)
+            found = chooser.pick(known.safe, below_s=known.next_s)
             if found is not None:
                 return known.plans, found
         most_bytes = chooser.most_of_floor([*others, *source.near_floor()])
@@ -387,23 +386,49 @@ class _Chooser:
     budget_bytes: int | None
     host_budget_bytes: int | None
     _place: Callable[[Problem], Plan]
+    _spared: Callable[[Candidate], Sequence[Candidate]]
     max_step_s: float = math.inf
     least_left_s: float | None = None
     """Seconds of the fastest plan that was left because it takes ``max_step_s`` or more."""
     _placed: dict[tuple[tuple[Mode, ...], Schedule], Plan] = field(default_factory=dict)
 
-    def pick(self, ordered: Iterable[Candidate]) -> tuple[Candidate, Plan] | None:
-        """The first candidate that fits, with its placement."""
+    def pick(
+        self, ordered: Iterable[Candidate], *, below_s: float = math.inf, most_s: float = math.inf
+    ) -> tuple[Candidate, Plan] | None:
+        """The first candidate that fits, with its placement.
+
+        What ``_spared`` makes of one that has no place comes before the next that is slower. It is
+        left out where it costs ``below_s`` or its step takes more than ``most_s``: it comes later.
+        """
+        spared: list[Candidate] = []
         for candidate in ordered:
-            if self._host_fits(candidate) and self.may_fit(candidate):
-                step_s = candidate.timeline.step_s
-                if step_s >= self.max_step_s:
-                    self.least_left_s = min(step_s, self.least_left_s or step_s)
-                    continue
-                plan = self._plan_of(candidate)
-                if self.budget_bytes is None or plan.peak_bytes <= self.budget_bytes:
-                    return candidate, plan
-        return None
+            while spared and spared[0].cost_s <= candidate.cost_s:
+                if found := self._fitting(spared.pop(0)):
+                    return found
+            if found := self._fitting(candidate):
+                return found
+            for other in self._spared_of(candidate):
+                if other.cost_s < below_s and other.timeline.step_s <= most_s:
+                    bisect.insort(spared, other, key=_preference)
+        return next(filter(None, map(self._fitting, spared)), None)
+
+    def _fitting(self, candidate: Candidate) -> tuple[Candidate, Plan] | None:
+        """``candidate`` with its placement, where it fits."""
+        if not self._host_fits(candidate) or not self.may_fit(candidate):
+            return None
+        step_s = candidate.timeline.step_s
+        if step_s >= self.max_step_s:
+            self.least_left_s = min(step_s, self.least_left_s or step_s)
+            return None
+        plan = self._plan_of(candidate)
+        fits = self.budget_bytes is None or plan.peak_bytes <= self.budget_bytes
+        return (candidate, plan) if fits else None
+
+    def _spared_of(self, candidate: Candidate) -> Sequence[Candidate]:
+        """What ``_spared`` makes of a candidate whose placement has holes."""
+        plan = self._placed_already(candidate)
+        has_holes = plan is not None and plan.peak_bytes > candidate.live_bytes
+        return self._spared(candidate) if has_holes else ()
 
     def least_s(self, candidates: Iterable[Candidate]) -> float:
         """Seconds of the fastest of the plans that may fit; 0 where none may."""
@@ -531,9 +556,10 @@ class _Chooser:
                 if not left:
                     continue
                 left -= 1
-            peak = self._plan_of(candidate).peak_bytes
-            if best is None or peak < best[0]:
-                best = peak, candidate.problem
+            for own in (candidate, *self._spared_of(candidate)):
+                peak = self._plan_of(own).peak_bytes
+                if best is None or peak < best[0]:
+                    best = peak, own.problem
         return best
 
 

@@ -43,6 +43,9 @@ MAX_APART = 3
 MAX_LATE = 2
 """Likewise, whose regions read nothing before the backward does."""
 
+MAX_PARTLY_LATE = 2
+"""Likewise, of which all regions but one may: that one runs where the step is at its peak."""
+
 SMALL = 0.002
 """Share of a layer's saved bytes. Copying a tensor of less takes no time, and to make it anew needs
 what may be a thousand times its size: the scale of a norm is made from an activation."""
@@ -225,6 +228,10 @@ def class_modes(
     known = {cost.mode for cost in picked}
     late_modes = _costs(cls, _late_modes(cls, sets), recompute)
     picked += [cost for cost in late_modes if cost.mode not in known][:MAX_LATE]
+    known = {cost.mode for cost in picked}
+    partly_late = _costs(cls, _partly_late_modes(cls, sets), recompute)
+    picked += [cost for cost in partly_late if cost.mode not in known][:MAX_PARTLY_LATE]
+    known = {cost.mode for cost in picked}
     half = _half_copied(cls, picked, step.costs)
     picked += [cost for cost in _costs(cls, [half], recompute) if cost.mode not in known]
     if fills_host:
@@ -323,6 +330,19 @@ def _late_modes(cls: LayerClass, sets: Sequence[frozenset[int]]) -> Iterable[Mod
         late = reading_late(cls, recomputed)
         if late and late != recomputed:
             yield make_mode(cls, recompute=late, offload=set(offload_order(cls)) - late)
+
+
+def _partly_late_modes(cls: LayerClass, sets: Sequence[frozenset[int]]) -> Iterable[Mode]:
+    """Of sets with several regions that read early those without one of them; smaller sets first.
+
+    Everything else is offloaded.
+    """
+    for recomputed in sets:
+        found = [_reading_early(cls, part) for part in _parts_of(cls, recomputed)]
+        early = [slots for slots in found if slots]
+        for slots in early if len(early) > 1 else ():
+            kept = recomputed - slots
+            yield make_mode(cls, recompute=kept, offload=set(offload_order(cls)) - kept)
 
 
 def reading_late(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
