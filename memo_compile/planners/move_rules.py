@@ -184,6 +184,16 @@ def recompute_closure(
     return tuple(sorted(found))
 
 
+def can_split(cls: LayerClass, recomputed: Iterable[int]) -> bool:
+    """True when these slots can be recomputed for a part of their rows."""
+    slots = tuple(recomputed)
+    rows = {cls.slots[slot].num_rows for slot in slots}
+    split = all(cls.slots[slot].can_offload and cls.slots[slot].row_bytes for slot in slots)
+    if len(rows) != 1 or rows == {1} or not split:
+        return False
+    return all(cls.ops[op].row_wise for op in closure_of(cls, slots))
+
+
 def closure_of(cls: LayerClass, slots: Collection[int]) -> tuple[int, ...]:
     """The operators that recompute ``slots``, with every other slot at hand."""
     others = [slot for slot in range(len(cls.slots)) if slot not in slots]

@@ -51,7 +51,13 @@ import numpy as np
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
 from memo_compile.planners.comm_windows import at_once, late, least_of
-from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, recompute_seconds
+from memo_compile.planners.move_rules import (
+    StepFacts,
+    can_split,
+    closure_of,
+    facts_of,
+    recompute_seconds,
+)
 from memo_compile.planners.policy.model import call_bytes
 from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import LayerClass, MovableStep, RecomputeRegion
@@ -103,15 +109,23 @@ def _bound_s(
         return compute_s
     excess = _alive(step, facts) - budget_bytes
     lives, discounts = list(_lives(step, facts)), _discounts(step, regions)
+    once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
+    moved = [life for life in once.values() if _size(step, life)]
+    free = np.maximum(0, _off_bytes(step, moved, len(facts.call_s)) - excess)
+    never = frozenset(_never_again(step, moved, free))
     try:
         more = [
-            _added_s(step, _point(facts, lives, at), int(excess[at]), host_budget_bytes, discounts)
+            _added_s(
+                step, _point(facts, lives, never, at), int(excess[at]), host_budget_bytes, discounts
+            )
             for at in _points(excess, facts.first_backward)
         ]
-        windows = _windows_s(step, facts, lives, excess, discounts)
+        windows_s = _windows_s(step, facts, moved, free, never, discounts)
     except ConfigError:  # no engine on this machine
         return compute_s
-    return compute_s + max(waits_s + windows, *more, 0.0)
+    forward_s = max((point.forward_s for point in more), default=0.0)
+    whole_s = max((point.step_s for point in more), default=0.0)
+    return compute_s + max(max(waits_s, forward_s) + windows_s, whole_s, 0.0)
 
 
 def _alive(step: MovableStep, facts: StepFacts) -> Any:
@@ -175,11 +189,17 @@ def _discounts(
 class _Point:
     """What may be off the device during one call, and the time around it."""
 
-    num_off: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
-    """(class, (slot, layers that hold it and do not need it all through the call))."""
+    num_off: "_Counts"
+    """Layers that hold a slot and do not need it all through the call."""
+    num_again: "_Counts"
+    """Those of them that may recompute it."""
     before_s: float
     after_s: float
     in_backward: bool
+
+
+_Counts = Mapping[str, Mapping[int, int]]
+"""Class -> slot -> how many of its layers."""
 
 
 class _Life(NamedTuple):
@@ -215,22 +235,46 @@ def _lives(step: MovableStep, facts: StepFacts) -> Iterator[_Life]:
                 yield _Life(value, number, layer.class_key, slot, made, last_use, readers[0])
 
 
-def _point(facts: StepFacts, lives: Sequence[_Life], at: int) -> _Point:
+def _never_again(step: MovableStep, moved: Sequence[_Life], free: Any) -> Iterator[tuple[int, int]]:
+    """(layer, slot) of what no plan recomputes.
+
+    A region reads tensors that stay on the device until the backward reads them, since nothing is
+    copied back twice. ``free`` are the bytes that there are for them during each call.
+    """
+    lives = {(life.layer, life.slot): life for life in moved}
+    known: dict[tuple[str, int], frozenset[int]] = {}
+    for life in moved:
+        key = life.class_key, life.slot
+        if key not in known:
+            known[key] = _sources(step.classes[life.class_key], life.slot)
+        found = (lives.get((life.layer, source)) for source in known[key])
+        held = [source for source in found if source is not None and source.read > life.read]
+        for until in sorted({source.read for source in held}):
+            held_bytes = sum(_size(step, source) for source in held if source.read >= until)
+            if held_bytes > free[life.read : until].min():
+                yield life.layer, life.slot
+                break
+
+
+def _point(
+    facts: StepFacts, lives: Sequence[_Life], never: Collection[tuple[int, int]], at: int
+) -> _Point:
     off = [life for life in lives if life.may_be_off(at)]
     seconds = facts.call_s
     return _Point(
         num_off=_counted(off),
+        num_again=_counted(life for life in off if (life.layer, life.slot) not in never),
         before_s=sum(seconds[min(life.made for life in off) + 1 : at]) if off else 0.0,
         after_s=sum(seconds[at + 1 : max(life.read for life in off)]) if off else 0.0,
         in_backward=at >= facts.first_backward,
     )
 
 
-def _counted(lives: Iterable["_Life"]) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
+def _counted(lives: Iterable[_Life]) -> _Counts:
     found: dict[str, Counter[int]] = {}
     for life in lives:
         found.setdefault(life.class_key, Counter())[life.slot] += 1
-    return tuple((key, tuple(sorted(slots.items()))) for key, slots in found.items())
+    return found
 
 
 class _Due(NamedTuple):
@@ -241,6 +285,8 @@ class _Due(NamedTuple):
     """Those that are read by then."""
     later: tuple[int, ...]
     """Those that are read later, but that recomputing one of ``slots`` reads."""
+    again: frozenset[int]
+    """Those of all that may be recomputed."""
 
 
 class _Deadline(NamedTuple):
@@ -256,8 +302,9 @@ class _Deadline(NamedTuple):
 def _windows_s(
     step: MovableStep,
     facts: StepFacts,
-    lives: Sequence["_Life"],
-    excess: Any,
+    moved: Sequence[_Life],
+    free: Any,
+    never: Collection[tuple[int, int]],
     discounts: Mapping[tuple[str, int], float],
 ) -> float:
     """The seconds beyond computation of windows that follow each other: of those that take most.
@@ -266,9 +313,6 @@ def _windows_s(
     later, the first or the last, and end where the next layer's begins; others, which are shorter,
     at such a call between two at which something is read first.
     """
-    once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
-    moved = [life for life in once.values() if _size(step, life)]
-    free = np.maximum(0, _off_bytes(step, moved, len(facts.call_s)) - excess)
     borders = [*sorted(set(facts.backward_at)), len(free)]
     of_layers = [[*_scarcest(free, borders, last=last)] for last in (False, True)]
     reads = sorted({facts.first_backward, *(life.read for life in moved)})
@@ -277,7 +321,7 @@ def _windows_s(
     known: dict[tuple[_Deadline, ...], float] = {}
     pairs = itertools.chain.from_iterable(map(itertools.pairwise, (points, *of_layers)))
     for at, end in sorted(set(pairs)):
-        window = tuple(_deadlines(step, facts, moved, (at, end), int(free[at])))
+        window = tuple(_deadlines(step, facts, moved, never, (at, end), int(free[at])))
         if window not in known:
             known[window] = _window_s(step, window, discounts)
         most_s[end] = max(most_s[end], most_s[at] + known[window])
@@ -294,7 +338,8 @@ def _scarcest(free: Any, borders: Iterable[int], *, last: bool = False) -> Itera
 def _deadlines(
     step: MovableStep,
     facts: StepFacts,
-    moved: Iterable["_Life"],
+    moved: Iterable[_Life],
+    never: Collection[tuple[int, int]],
     window: tuple[int, int],
     free_bytes: int,
 ) -> Iterator[_Deadline]:
@@ -307,20 +352,26 @@ def _deadlines(
     due = [own for own in away.values() if any(life.read <= end for life in own)]
     for call in sorted({life.read for own in due for life in own if life.read <= end}):
         yield _Deadline(
-            due=tuple(_due_in(step, due, call)),
+            due=tuple(_due_in(step, due, never, call)),
             free_bytes=free_bytes,
             after_s=sum(facts.call_s[at + 1 : call]),
         )
 
 
-def _due_in(step: MovableStep, away: Iterable[Sequence["_Life"]], call: int) -> Iterator[_Due]:
+def _due_in(
+    step: MovableStep,
+    away: Iterable[Sequence[_Life]],
+    never: Collection[tuple[int, int]],
+    call: int,
+) -> Iterator[_Due]:
     for own in away:
         slots = tuple(life.slot for life in own if life.read <= call)
         if slots:
             cls = step.classes[own[0].class_key]
-            read = frozenset().union(*(_sources(cls, slot) for slot in slots))
+            again = frozenset(life.slot for life in own if (life.layer, life.slot) not in never)
+            read = frozenset().union(*(_sources(cls, slot) for slot in again.intersection(slots)))
             later = (life.slot for life in own if life.read > call)
-            yield _Due(own[0].class_key, slots, tuple(read.intersection(later)))
+            yield _Due(own[0].class_key, slots, tuple(sorted(read.intersection(later))), again)
 
 
 def _sources(cls: LayerClass, slot: int) -> frozenset[int]:
@@ -373,9 +424,10 @@ def _late_s(
     copied: list[tuple[int, Any]] = []
     runs: list[tuple[float, Any]] = []
     unit_s = _unit_s(step)
-    for class_key, slots, later in deadline.due:
+    for class_key, slots, later, may_again in deadline.due:
         cls = step.classes[class_key]
-        x, y = _slot_variables(model, cls, dict.fromkeys((*slots, *later), 1))
+        off = dict.fromkeys((*slots, *later), 1)
+        x, y = _slot_variables(model, cls, off, dict.fromkeys(may_again, 1), whole=True)
         there = {slot: model.add_var(var_type="B") for slot in (*slots, *later)}
         at_hand = {slot: there[slot] + x.get(slot, 0) + y.get(slot, 0) for slot in there}
         for slot in slots:
@@ -394,20 +446,16 @@ def _late_s(
     rate = step.costs.h2d_bytes_per_s * unit_s
     back = weighted([size / rate for size, _ in copied], [own for _, own in copied])
     model.add_constr(back <= deadline.after_s / unit_s + stall + again)
-    model.objective = stall + again
-    status = solver.solve(model)
-    if status is solver.SolveStatus.INFEASIBLE:
-        return math.inf
-    return unit_s * max(0.0, float(model.objective_bound)) if status.has_solution else 0.0
+    return _least_s(model, stall + again, unit_s)
 
 
-def _size(step: MovableStep, life: "_Life") -> int:
+def _size(step: MovableStep, life: _Life) -> int:
     """Bytes of a slot that may be off the device; 0 for one that must stay."""
     slot = step.classes[life.class_key].slots[life.slot]
     return slot.size_bytes if slot.can_offload or slot.can_recompute else 0
 
 
-def _off_bytes(step: MovableStep, moved: Iterable["_Life"], num_calls: int) -> Any:
+def _off_bytes(step: MovableStep, moved: Iterable[_Life], num_calls: int) -> Any:
     """Per call (int64) the bytes of ``moved`` that may be off the device during it."""
     changes = np.zeros(num_calls + 1, dtype=np.int64)
     for life in moved:
@@ -418,22 +466,30 @@ def _off_bytes(step: MovableStep, moved: Iterable["_Life"], num_calls: int) -> A
     return changes.cumsum()[:-1]
 
 
+class _Added(NamedTuple):
+    """Seconds beyond computation that a point takes at least."""
+
+    forward_s: float
+    """In the forward alone, whatever is recomputed."""
+    step_s: float
+
+
 def _added_s(
     step: MovableStep,
     point: _Point,
     excess_bytes: int,
     host_budget_bytes: int | None,
     discounts: Mapping[tuple[str, int], float],
-) -> float:
+) -> _Added:
     """The seconds beyond computation that the point's linear program finds."""
     model = solver.make_model("bound of a step")
     stalls = [model.add_var(name=name) for name in ("u", "v")]
     moved: list[tuple[int, Any, Any]] = []
     runs: list[tuple[float, Any]] = []
     unit_s = _unit_s(step)
-    for class_key, slots in point.num_off:
-        cls, num_off = step.classes[class_key], dict(slots)
-        x, y = _slot_variables(model, cls, num_off)
+    for class_key, num_off in point.num_off.items():
+        cls = step.classes[class_key]
+        x, y = _slot_variables(model, cls, num_off, point.num_again.get(class_key, {}))
         runs += [
             (seconds / unit_s * discounts.get((class_key, op), 1.0), run)
             for op, seconds, run in _require_operators(model, cls, max(num_off.values()), x)
@@ -455,11 +511,22 @@ def _added_s(
         model.add_constr(copied <= room)
     if host_budget_bytes is not None:
         model.add_constr(weighted(sizes, offloaded) <= float(host_budget_bytes), "host")
-    model.objective = stalls[0] + stalls[1] + again
+    step_s = _least_s(model, stalls[0] + stalls[1] + again, unit_s)
+    if point.in_backward or step_s in (0.0, math.inf):
+        return _Added(0.0, step_s)
+    return _Added(_least_s(model, stalls[0] + 0.0, unit_s), step_s)
+
+
+def _least_s(model: Any, objective: Any, unit_s: float) -> float:
+    """The least ``objective``, whose unit are so many seconds; infinite where nothing keeps it."""
+    model.objective = objective
     status = solver.solve(model)
     if status is solver.SolveStatus.INFEASIBLE:
-        return float("inf")
-    return unit_s * max(0.0, float(model.objective_value)) if status.has_solution else 0.0
+        return math.inf
+    if not status.has_solution:
+        return 0.0
+    least = model.objective_bound if model.num_int else model.objective_value
+    return unit_s * max(0.0, float(least))
 
 
 def _unit_s(step: MovableStep) -> float:
@@ -468,15 +535,24 @@ def _unit_s(step: MovableStep) -> float:
 
 
 def _slot_variables(
-    model: Any, cls: LayerClass, num_off: Mapping[int, int]
+    model: Any,
+    cls: LayerClass,
+    num_off: Mapping[int, int],
+    num_again: Mapping[int, int],
+    *,
+    whole: bool = False,
 ) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Per slot the layers that recompute it, and that offload it."""
+    """Per slot the layers that recompute it, and that offload it.
+
+    With ``whole``, of one layer: what cannot be recomputed for a part of its rows is or is not.
+    """
     x: dict[int, Any] = {}
     y: dict[int, Any] = {}
     for slot, kind in enumerate(cls.slots):
-        count = num_off.get(slot, 0)
-        if count and kind.can_recompute:
-            x[slot] = model.add_var(ub=count)
+        count, again = num_off.get(slot, 0), num_again.get(slot, 0)
+        if again and kind.can_recompute:
+            is_whole = whole and not can_split(cls, (slot,))
+            x[slot] = model.add_var(var_type="B") if is_whole else model.add_var(ub=again)
         if count and kind.can_offload:
             y[slot] = model.add_var(ub=count)
         if slot in x and slot in y:

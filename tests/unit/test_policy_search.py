@@ -10,7 +10,7 @@ from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.errors import Infeasible
 from memo_compile.planners import solver
-from memo_compile.planners.move_rules import recompute_keys
+from memo_compile.planners.move_rules import can_split, recompute_keys
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import ONCE, CandidateSource
@@ -29,7 +29,6 @@ from memo_compile.planners.policy.modes import (
     MAX_APART,
     MAX_MODES,
     apart,
-    can_split,
     class_modes,
     layer_modes,
     make_mode,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.planners.move_rules import (
     RecomputeOf,
+    can_split,
     closure_of,
     facts_of,
     recomputable,
@@ -477,16 +478,6 @@ def make_mode(
     for slot in recompute:
         actions[slot] = Action.RECOMPUTE
     return Mode(actions=tuple(actions), recompute_rows=rows)
-
-
-def can_split(cls: LayerClass, recomputed: Iterable[int]) -> bool:
-    """True when these slots can be recomputed for a part of their rows."""
-    slots = tuple(recomputed)
-    rows = {cls.slots[slot].num_rows for slot in slots}
-    split = all(cls.slots[slot].can_offload and cls.slots[slot].row_bytes for slot in slots)
-    if len(rows) != 1 or rows == {1} or not split:
-        return False
-    return all(cls.ops[op].row_wise for op in closure_of(cls, slots))
 
 
 def splittable(cls: LayerClass, recomputed: Iterable[int]) -> frozenset[int]:
