@@ -12,7 +12,12 @@ those waits, so that the two do not add up, but for the forward's with the windo
 What is not on the device at p and read before a later point q of the backward must come back
 between the two, so that for points p, q, r, ... of the backward the seconds of such windows add up.
 What is read first must come first: a window takes what its worst deadline does. Where few bytes are
-free windows take more than a single point, and count.
+free windows take more than a single point, and count. They lie in the backward, so that the seconds
+for which the forward stands still come on top: the least ``u`` of the program below for a point of
+the forward, whatever is recomputed.
+
+Nothing is copied back or made again twice. So what a recomputation reads stays on the device until
+the backward reads it too; where there is no room for it, no plan recomputes the slot.
 
 Symbols, for each class of layers with n layers whose slot s is not in use at p:
 
@@ -32,7 +37,7 @@ Symbols, for each class of layers with n layers whose slot s is not in use at p:
 For a deadline d of a window that begins at p, with s of each layer by itself, first read by d or
 read by what recomputes such a slot, and w[s] = 1 where s is on the device at p as a whole:
 
-    minimise      v + R
+    minimise      v + R,   x[s] whole where s cannot be recomputed for a part of its rows
     at hand       w[s] + x[s] + y[s] >= 1 where s is read by d,
                   w[t] + x[t] + y[t] >= x[s] for each t that recomputing s reads
     bytes         sum size[s] w[s] <= free bytes at p
