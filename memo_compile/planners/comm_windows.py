@@ -79,6 +79,8 @@ class Least(NamedTuple):
     forward_s: float
     """Until the first call of the backward."""
     step_s: float
+    in_flight_s: float
+    """Collectives that may be begun and not waited for at one time: no single call hides more."""
 
 
 def least_s(problem: Problem, costs: StepCosts) -> float:
@@ -100,7 +102,21 @@ def least_of(problem: Problem, costs: StepCosts) -> Least:
     forward = fastest.calls[: fastest.first_backward]
     waited_s = simulate(replace(fastest, calls=forward), alone, spans=False).exposed_comm_s
     computed_s = sum(alone.call_s(call) for call in forward if call.kind is CallKind.RUN)
-    return Least(computed_s + waited_s, simulate(fastest, alone, spans=False).step_s)
+    step_s = simulate(fastest, alone, spans=False).step_s
+    return Least(computed_s + waited_s, step_s, _in_flight_s(fastest, alone))
+
+
+def _in_flight_s(problem: Problem, costs: StepCosts) -> float:
+    """The most seconds of collectives that have begun before one place and are not waited for."""
+    begun: dict[str, float] = {}
+    most_s = 0.0
+    for call in problem.calls:
+        if call.kind is CallKind.ISSUE:
+            begun[call.name] = costs.comm_s(call.region, comm_bytes(problem, call))
+            most_s = max(most_s, math.fsum(begun.values()))
+        elif call.kind is CallKind.COMM_WAIT and call.waits_for is not None:
+            begun.pop(call.waits_for, None)
+    return most_s
 
 
 def least_wait_s(problem: Problem, costs: StepCosts) -> float:

@@ -7,7 +7,8 @@ placement or layers as wholes, so it is never above the time of a plan.
 
 Among ranks a second bound counts where it is larger: the computation with every wait for a
 collective as late as its first reader, as if memory were free. Recomputation and copies may hide in
-those waits, so that the two do not add up, but for the forward's with the windows below.
+those waits, so that the two do not add up, but for the forward's with the windows below, and for
+what an operator that cannot be split takes beyond all collectives that may be in flight beside it.
 
 What is not on the device at p and read before a later point q of the backward must come back
 between the two, so that for points p, q, r, ... of the backward the seconds of such windows add up.
@@ -93,44 +94,62 @@ def step_lower_bound_s(
     """
     facts = facts_of(step)
     if not facts.talks:
-        return _bound_s(step, facts, budget_bytes, host_budget_bytes, regions)
+        found = _found(step, facts, budget_bytes, host_budget_bytes, regions)
+        return sum(facts.call_s) + found.beyond_s(0.0)
     alone = least_of(step.problem, step.costs)
     waits_s = max(0.0, alone.forward_s - facts.halves_s[0])
-    bound_s = _bound_s(step, facts, budget_bytes, host_budget_bytes, regions, waits_s)
-    return max(alone.step_s, bound_s)
+    found = _found(step, facts, budget_bytes, host_budget_bytes, regions, alone.in_flight_s)
+    return max(alone.step_s + found.unhidden_s, sum(facts.call_s) + found.beyond_s(waits_s))
 
 
-def _bound_s(
+class _Found(NamedTuple):
+    """Seconds beyond computation that a step takes at least."""
+
+    windows_s: float
+    """In the backward, which waits for copies back."""
+    forward_s: float
+    """In the forward, which waits for copies to the host."""
+    whole_s: float
+    """Of the worst single point."""
+    unhidden_s: float
+    """Of recomputation that no wait for other ranks hides."""
+
+    def beyond_s(self, waits_s: float) -> float:
+        """All of them, where the forward waits so long for other ranks."""
+        return max(max(waits_s, self.forward_s) + self.windows_s, self.whole_s)
+
+
+_NOTHING = _Found(0.0, 0.0, 0.0, 0.0)
+
+
+def _found(
     step: MovableStep,
     facts: StepFacts,
     budget_bytes: int | None,
     host_budget_bytes: int | None,
     regions: Collection[RecomputeRegion],
-    waits_s: float = 0.0,
-) -> float:
-    """The bound of one device, whose forward waits for others so long."""
-    compute_s = sum(facts.call_s)
+    in_flight_s: float = math.inf,
+) -> _Found:
+    """What keeping the budgets takes. Collectives of ``in_flight_s`` may hide a recomputation."""
     if budget_bytes is None or not step.problem.has_one_turn:  # in pipelines: of compute alone
-        return compute_s
+        return _NOTHING
     excess = _alive(step, facts) - budget_bytes
     lives, discounts = list(_lives(step, facts)), _discounts(step, regions)
     once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
     moved = [life for life in once.values() if _size(step, life)]
     free = np.maximum(0, _off_bytes(step, moved, len(facts.call_s)) - excess)
     never = frozenset(_never_again(step, moved, free))
+    hosts = host_budget_bytes, discounts, in_flight_s
     try:
-        more = [
-            _added_s(
-                step, _point(facts, lives, never, at), int(excess[at]), host_budget_bytes, discounts
-            )
+        added = [
+            _added_s(step, _point(facts, lives, never, at), int(excess[at]), *hosts)
             for at in _points(excess, facts.first_backward)
         ]
         windows_s = _windows_s(step, facts, moved, free, never, discounts)
     except ConfigError:  # no engine on this machine
-        return compute_s
-    forward_s = max((point.forward_s for point in more), default=0.0)
-    whole_s = max((point.step_s for point in more), default=0.0)
-    return compute_s + max(max(waits_s, forward_s) + windows_s, whole_s, 0.0)
+        return _NOTHING
+    most = (max(kind) for kind in zip(_Added(0.0, 0.0, 0.0), *added, strict=True))
+    return _Found(windows_s, *most)
 
 
 def _alive(step: MovableStep, facts: StepFacts) -> Any:
@@ -477,6 +496,8 @@ class _Added(NamedTuple):
     forward_s: float
     """In the forward alone, whatever is recomputed."""
     step_s: float
+    unhidden_s: float
+    """Of operators that cannot be split: what they take beyond the collectives in flight."""
 
 
 def _added_s(
@@ -485,20 +506,23 @@ def _added_s(
     excess_bytes: int,
     host_budget_bytes: int | None,
     discounts: Mapping[tuple[str, int], float],
+    in_flight_s: float,
 ) -> _Added:
     """The seconds beyond computation that the point's linear program finds."""
     model = solver.make_model("bound of a step")
     stalls = [model.add_var(name=name) for name in ("u", "v")]
     moved: list[tuple[int, Any, Any]] = []
     runs: list[tuple[float, Any]] = []
+    unhidden: list[tuple[float, Any]] = []
     unit_s = _unit_s(step)
     for class_key, num_off in point.num_off.items():
         cls = step.classes[class_key]
         x, y = _slot_variables(model, cls, num_off, point.num_again.get(class_key, {}))
-        runs += [
-            (seconds / unit_s * discounts.get((class_key, op), 1.0), run)
-            for op, seconds, run in _require_operators(model, cls, max(num_off.values()), x)
-        ]
+        for op, seconds, run in _require_operators(model, cls, max(num_off.values()), x):
+            least_s = seconds * discounts.get((class_key, op), 1.0)
+            runs.append((least_s / unit_s, run))
+            if least_s > in_flight_s and not cls.ops[op].row_wise:
+                unhidden.append(((least_s - in_flight_s) / unit_s, run))
         moved += [(cls.slots[slot].size_bytes, x.get(slot, 0), y.get(slot, 0)) for slot in x | y]
     again = weighted([seconds for seconds, _ in runs], [run for _, run in runs])
     sizes = [size_bytes for size_bytes, _, _ in moved]
@@ -517,9 +541,11 @@ def _added_s(
     if host_budget_bytes is not None:
         model.add_constr(weighted(sizes, offloaded) <= float(host_budget_bytes), "host")
     step_s = _least_s(model, stalls[0] + stalls[1] + again, unit_s)
-    if point.in_backward or step_s in (0.0, math.inf):
-        return _Added(0.0, step_s)
-    return _Added(_least_s(model, stalls[0] + 0.0, unit_s), step_s)
+    is_open = 0 < step_s < math.inf
+    in_forward = is_open and not point.in_backward
+    forward_s = _least_s(model, stalls[0] + 0.0, unit_s) if in_forward else 0.0
+    beyond = weighted(*zip(*unhidden, strict=True)) if unhidden and is_open else None
+    return _Added(forward_s, step_s, 0.0 if beyond is None else _least_s(model, beyond, unit_s))
 
 
 def _least_s(model: Any, objective: Any, unit_s: float) -> float:
