@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from memo_compile.planners.comm_windows import overlapped
+from memo_compile.planners.comm_windows import least_of, overlapped
 from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.moves import apply_moves
@@ -23,6 +23,7 @@ from tests.steps.movable import (
     recomputer,
     with_regions,
 )
+from tests.steps.parallel_gpt import ROWS, SLOTS, parallel_step
 from tests.steps.parts import region
 
 FAST = 1e-7
@@ -190,3 +191,28 @@ def _recompute_everything(step):
 
 def _in_half_the_time(region):
     return replace(region, seconds=region.seconds / 2)
+
+
+def test_of_an_operator_that_no_collective_is_as_long_as_something_shows():
+    """Attention takes 3 s and no more than 2.05 s of collectives are in flight at one time."""
+    seconds = {row: 3.0 if row == "attention" else 1.0 for row in ROWS}
+    step = parallel_step(
+        dict.fromkeys(SLOTS, 1024),
+        seconds,
+        num_rows=2,
+        num_layers=4,
+        copy_bytes_per_s=1000,
+        comm_bytes_per_s=500,
+    )
+    alone = least_of(step.problem, step.costs)
+    assert 2 < alone.in_flight_s < 2.1
+    again = [
+        Action.RECOMPUTE if own.can_recompute else Action.SAVE for own in step.classes["L"].slots
+    ]
+    moves = Moves(modes=(Mode(actions=tuple(again)),) * 4)
+    problem = apply_moves(step, moves, recomputer(step))
+    peak_bytes, costs = peak_live_bytes(problem), costs_of(step, *regions_of(step, moves))
+    bound_s = step_lower_bound_s(step, budget_bytes=peak_bytes, host_budget_bytes=0)
+    assert bound_s > alone.step_s + 2
+    fastest = overlapped(problem, costs, limit_bytes=peak_bytes)
+    assert bound_s <= simulate(fastest, costs).step_s

@@ -61,21 +61,21 @@ def talking_steps(draw):
         num_rows=2,
         num_layers=draw(st.integers(1, 4)),
         copy_bytes_per_s=draw(st.sampled_from([100, 1000])),
-        comm_bytes_per_s=draw(st.sampled_from([100, 500, 5000])),
+        comm_bytes_per_s=draw(st.sampled_from([100, 500, 5000, 50_000])),
     )
     step = replace(step, waits_late=draw(st.booleans()))
+    moved = draw(st.sampled_from([(OFFLOAD,), (OFFLOAD,), ()]))
     choices = [
-        (SAVE, OFFLOAD, RECOMPUTE) if slot.can_recompute else (SAVE, OFFLOAD)
+        (SAVE, *moved, RECOMPUTE) if slot.can_recompute else (SAVE, *moved)
         for slot in step.classes["L"].slots
     ]
     waiting = st.none() | st.integers(0, 2)
-    moves = Moves(
-        modes=tuple(
-            Mode(actions=tuple(draw(st.sampled_from(some)) for some in choices))
-            for _ in step.layers
-        ),
-        schedule=Schedule(offload_lag=draw(waiting), reload_lead=draw(waiting)),
-    )
+    schedules = st.builds(Schedule, offload_lag=waiting, reload_lead=waiting)
+    drawn = st.tuples(*map(st.sampled_from, choices)).map(lambda actions: Mode(actions=actions))
+    modes = st.tuples(*[drawn] * len(step.layers))
+    alike = drawn.map(lambda mode: (mode,) * len(step.layers))
+    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+    moves = Moves(modes=draw(modes | alike), schedule=draw(schedules | st.just(once)))
     return step, moves, apply_moves(step, moves, recomputer(step))
 
 
