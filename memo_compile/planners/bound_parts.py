@@ -1,0 +1,163 @@
+"""What the bound of a step is made of: saved values, how long they live, and variables for them."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memo_compile.planners import solver
+from memo_compile.planners.move_rules import StepFacts, can_split, closure_of, facts_of
+from memo_compile.step.movable import LayerClass, MovableStep
+
+UNITS = 1e4
+"""Times that go into a step's computation, of the unit of time in programs. Engines leave out what
+costs less than 1e-7: of a step of microseconds such seconds are too much."""
+
+
+class Life(NamedTuple):
+    """A saved value of one layer."""
+
+    value: str
+    layer: int
+    class_key: str
+    slot: int
+    made: int
+    """The forward's call that makes it."""
+    last_use: int
+    """The forward's last call that has to do with it."""
+    read: int
+    """The backward's first that reads it."""
+
+    def may_be_off(self, at: int) -> bool:
+        """True where some of call ``at`` can run without it.
+
+        A value that an earlier call made may be gone before the end of the call that reads it last.
+        """
+        done = self.last_use < at or self.made < self.last_use == at
+        return done and at < self.read
+
+
+def lives_of(step: MovableStep, facts: StepFacts) -> Iterator[Life]:
+    """What layers save and the backward reads; what two layers save comes twice."""
+    for number, layer in enumerate(step.layers):
+        for slot, value in enumerate(layer.values):
+            readers = facts.backward_readers.get(value, ())
+            if readers and value in facts.last_use:
+                made = facts.written_at.get(value, 0)
+                last_use = facts.last_use[value]
+                yield Life(value, number, layer.class_key, slot, made, last_use, readers[0])
+
+
+def never_again(step: MovableStep, moved: Sequence[Life], free: Any) -> Iterator[tuple[int, int]]:
+    """(layer, slot) of what no plan recomputes.
+
+    A region reads tensors that stay on the device until the backward reads them, since nothing is
+    copied back twice. ``free`` are the bytes that there are for them during each call.
+    """
+    lives = {(life.layer, life.slot): life for life in moved}
+    known: dict[tuple[str, int], frozenset[int]] = {}
+    for life in moved:
+        key = life.class_key, life.slot
+        if key not in known:
+            known[key] = sources_of(step.classes[life.class_key], life.slot)
+        found = (lives.get((life.layer, source)) for source in known[key])
+        held = [source for source in found if source is not None and source.read > life.read]
+        for until in sorted({source.read for source in held}):
+            held_bytes = sum(size_of(step, source) for source in held if source.read >= until)
+            if held_bytes > free[life.read : until].min():
+                yield life.layer, life.slot
+                break
+
+
+def sources_of(cls: LayerClass, slot: int) -> frozenset[int]:
+    """The other slots that recomputing ``slot`` reads; none where it cannot be recomputed."""
+    if not cls.slots[slot].can_recompute:
+        return frozenset()
+    read = {
+        cls.ops[source].slot for op in closure_of(cls, (slot,)) for source in cls.ops[op].inputs
+    }
+    return frozenset(other for other in read if other is not None and other != slot)
+
+
+def size_of(step: MovableStep, life: Life) -> int:
+    """Bytes of a slot that may be off the device; 0 for one that must stay."""
+    slot = step.classes[life.class_key].slots[life.slot]
+    return slot.size_bytes if slot.can_offload or slot.can_recompute else 0
+
+
+def off_bytes(step: MovableStep, moved: Iterable[Life], num_calls: int) -> Any:
+    """Per call (int64) the bytes of ``moved`` that may be off the device during it."""
+    changes = np.zeros(num_calls + 1, dtype=np.int64)
+    for life in moved:
+        start = life.last_use + (life.made == life.last_use)
+        if start < life.read:
+            changes[start] += size_of(step, life)
+            changes[life.read] -= size_of(step, life)
+    return changes.cumsum()[:-1]
+
+
+def minimum_s(model: Any, objective: Any, unit_s: float) -> float:
+    """The least ``objective``, whose unit are so many seconds; infinite where nothing keeps it."""
+    model.objective = objective
+    status = solver.solve(model)
+    if status is solver.SolveStatus.INFEASIBLE:
+        return math.inf
+    if not status.has_solution:
+        return 0.0
+    least = model.objective_bound if model.num_int else model.objective_value
+    return unit_s * max(0.0, float(least))
+
+
+def unit_of_s(step: MovableStep) -> float:
+    """The unit of time in programs of ``step``, see ``UNITS``."""
+    return sum(facts_of(step).call_s) / UNITS or 1.0
+
+
+def slot_variables(
+    model: Any,
+    cls: LayerClass,
+    num_off: Mapping[int, int],
+    num_again: Mapping[int, int],
+    *,
+    whole: bool = False,
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Per slot the layers that recompute it, and that offload it.
+
+    With ``whole``, of one layer: what cannot be recomputed for a part of its rows is or is not.
+    """
+    x: dict[int, Any] = {}
+    y: dict[int, Any] = {}
+    for slot, kind in enumerate(cls.slots):
+        count, again = num_off.get(slot, 0), num_again.get(slot, 0)
+        if again and kind.can_recompute:
+            is_whole = whole and not can_split(cls, (slot,))
+            x[slot] = model.add_var(var_type="B") if is_whole else model.add_var(ub=again)
+        if count and kind.can_offload:
+            y[slot] = model.add_var(ub=count)
+        if slot in x and slot in y:
+            model.add_constr(x[slot] + y[slot] <= count)
+    return x, y
+
+
+def require_operators(
+    model: Any, cls: LayerClass, num_layers: int, x: Mapping[int, Any]
+) -> list[tuple[int, float, Any]]:
+    """Each operator that a recomputed slot needs: its seconds, and how many layers run it again."""
+    makers = {op.slot: at for at, op in enumerate(cls.ops) if op.slot is not None}
+    users: dict[int, list[int]] = {}
+    for at, op in enumerate(cls.ops):
+        for source in op.inputs:
+            users.setdefault(source, []).append(at)
+    runs: dict[int, Any] = {}
+    for at in reversed(range(len(cls.ops))):
+        op = cls.ops[at]
+        if op.slot is None:
+            needs = [runs[user] for user in users.get(at, ()) if user in runs]
+        else:
+            needs = [x[op.slot]] if op.slot in x and makers[op.slot] == at else []
+        if op.can_recompute and needs:
+            runs[at] = model.add_var(ub=num_layers)
+            for need in needs:
+                model.add_constr(runs[at] >= need)
+    return [(at, cls.ops[at].seconds, run) for at, run in runs.items()]
