@@ -9,6 +9,7 @@ import numpy as np
 from memo_compile.planners import solver
 from memo_compile.planners.move_rules import StepFacts, can_split, closure_of, facts_of
 from memo_compile.step.movable import LayerClass, MovableStep
+from memo_compile.step.problem import CallKind, Problem
 
 UNITS = 1e4
 """Times that go into a step's computation, of the unit of time in programs. Engines leave out what
@@ -40,13 +41,25 @@ class Life(NamedTuple):
 
 def lives_of(step: MovableStep, facts: StepFacts) -> Iterator[Life]:
     """What layers save and the backward reads; what two layers save comes twice."""
+    uses = _last_uses(step.problem) if facts.talks else facts.last_use
     for number, layer in enumerate(step.layers):
         for slot, value in enumerate(layer.values):
             readers = facts.backward_readers.get(value, ())
-            if readers and value in facts.last_use:
+            if readers and value in uses:
                 made = facts.written_at.get(value, 0)
-                last_use = facts.last_use[value]
-                yield Life(value, number, layer.class_key, slot, made, last_use, readers[0])
+                yield Life(value, number, layer.class_key, slot, made, uses[value], readers[0])
+
+
+def _last_uses(problem: Problem) -> dict[str, int]:
+    """Value -> the last call of the forward that makes or reads it.
+
+    A wait reads what its collective did, and may stand right behind the beginning of that.
+    """
+    found: dict[str, int] = {}
+    for at, call in enumerate(problem.calls[: problem.first_backward]):
+        read = () if call.kind is CallKind.COMM_WAIT else call.inputs
+        found.update(dict.fromkeys((*read, *call.outputs), at))
+    return found
 
 
 def never_again(step: MovableStep, moved: Sequence[Life], free: Any) -> Iterator[tuple[int, int]]:

@@ -46,6 +46,7 @@ import numpy as np
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
+from memo_compile.planners.begin_order import gathers_of
 from memo_compile.planners.bound_parts import (
     Life,
     lives_of,
@@ -63,7 +64,7 @@ from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, re
 from memo_compile.planners.policy.model import call_bytes
 from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import MovableStep, RecomputeRegion
-from memo_compile.step.problem import Problem
+from memo_compile.step.problem import CallKind, Problem
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call
 
@@ -164,12 +165,15 @@ def _alive(step: MovableStep, facts: StepFacts) -> Any:
 
 
 def _kept_bytes(step: MovableStep, facts: StepFacts, problem: Problem) -> Any:
+    """Per call the bytes; 0 for what stands at another place in plans, where others are alive."""
     if not facts.talks:
         return most_per_call(problem, facts.tables) + step_constant_bytes(problem)
-    late_or_not = late(problem) if step.waits_late else at_once(problem)
-    alive = most_per_call(late_or_not) + step_constant_bytes(late_or_not)
-    bytes_of = dict(zip((call.name for call in late_or_not.calls), alive, strict=True))
-    return np.array([bytes_of[call.name] for call in problem.calls])
+    plan = late(problem) if step.waits_late else at_once(problem)
+    alive = most_per_call(plan) + step_constant_bytes(plan)
+    bytes_of = {call.name: own for call, own in zip(plan.calls, alive, strict=True)}
+    gathers = {call.name for own in gathers_of(problem).values() for call in own.calls}
+    stays = [call.kind is CallKind.RUN and call.name not in gathers for call in problem.calls]
+    return np.where(stays, [bytes_of[call.name] for call in problem.calls], 0)
 
 
 def _points(excess: Any, first_backward: int) -> list[int]:

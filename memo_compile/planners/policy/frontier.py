@@ -7,10 +7,12 @@ let ci with peak pi be the first candidate in order whose placed peak is within 
 then c2 fits B1, and no earlier one does (it would have fitted B2), so that c1 = c2 and p1 = p2.
 Else p1 <= B1 < p2. Candidates whose bytes alive exceed the budget are skipped unplaced, because a
 placed peak is never below the bytes alive. It may be far above them, and a plan with more bytes
-alive may have the smaller peak: so some more plans follow those that none beats (``in_order``).
+alive may have the smaller peak: so some more plans follow those that none beats (``_beaten``).
 And where a plan's peak is above its bytes alive, the same plan comes again, behind all that are as
 fast, with fewer bytes alive beside its peak (``CandidateSource.spared``). It has the plan's own
-bytes alive, so that both are skipped or neither is, and the proof holds for the longer order.
+bytes alive, so that both are skipped or neither is, and the proof holds for the longer order: each
+of the two parts, those that none beats and what follows them, is in the order of cost, so that what
+is skipped leaves the others in their places.
 """
 
 import bisect
@@ -218,11 +220,9 @@ def _search(
         if policy == "greedy" or (found is not None and found[0].cost_s <= limit_s):
             return ordered, found
         most_bytes = chooser.most_of_floor(ordered) if spares and found is None else None
-        ordered = in_order(source.auto(most_bytes), chooser.host_budget_bytes)
-        return ordered, chooser.pick(ordered)
+        return _picked(source.auto(most_bytes), chooser)
     if policy in LYNX:
-        ordered = in_order(source.lynx(policy), chooser.host_budget_bytes)
-        return ordered, chooser.pick(ordered)
+        return _picked(source.lynx(policy), chooser)
     if policy not in NAMED:
         known = ", ".join((*NAMED, *LYNX))
         raise ConfigError(f"policy: expected auto, greedy, {known}, got {policy!r}")
@@ -244,7 +244,7 @@ def _require_fast(
     least_s = 0.0
     for near_floor in (False, True):
         some = source.greedy(near_floor=near_floor, most_bytes=chooser.budget_bytes)
-        least_s = chooser.least_s(in_order([*others, *some], chooser.host_budget_bytes))
+        least_s = chooser.least_s([*others, *some])
         if 0 < least_s <= fast_s:
             return
     if least_s > fast_s:
@@ -306,8 +306,16 @@ def _near_and_far(
             if found is not None:
                 return known.plans, found
         most_bytes = chooser.most_of_floor([*others, *source.near_floor()])
-    ordered = in_order([*others, *source.greedy(most_bytes=most_bytes)], chooser.host_budget_bytes)
-    return ordered, chooser.pick(ordered)
+    return _picked([*others, *source.greedy(most_bytes=most_bytes)], chooser)
+
+
+def _picked(
+    candidates: Sequence[Candidate], chooser: "_Chooser"
+) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
+    """The candidates to try, and the first that fits; those that some beat after all others."""
+    best = unbeaten(candidates, chooser.host_budget_bytes)
+    more = _beaten(candidates, best)
+    return [*best, *more], chooser.pick(best) or chooser.pick(more)
 
 
 class _Simulated(NamedTuple):
@@ -352,20 +360,19 @@ def unbeaten(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> 
     return kept
 
 
-def in_order(candidates: Sequence[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
-    """The candidates to try: unbeaten ones, then named and steady plans, then the smallest others.
+def _beaten(candidates: Sequence[Candidate], best: Sequence[Candidate]) -> list[Candidate]:
+    """What is tried after ``best``: named and steady plans and the smallest others, fastest first.
 
     With named plans no choice needs more than full recomputation; steady ones keep a named floor.
     """
-    best = unbeaten(candidates, host_budget_bytes)
     known = {id(candidate) for candidate in best}
-    left = [candidate for candidate in candidates if id(candidate) not in known]
     named: list[Candidate] = []
     others: list[Candidate] = []
-    for candidate in sorted(left, key=_bytes_first):
+    for candidate in sorted(candidates, key=_bytes_first):
         is_named = candidate.moves.policy in NAMED or is_steady(candidate)
-        (named if is_named else others).append(candidate)
-    return [*best, *named, *others[:MAX_MORE]]
+        if id(candidate) not in known:
+            (named if is_named else others).append(candidate)
+    return sorted([*named, *others[:MAX_MORE]], key=_preference)
 
 
 def is_steady(candidate: Candidate) -> bool:
@@ -541,18 +548,18 @@ class _Chooser:
     def _lowest(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
         """The smallest placed peak among ``candidates``, and its step.
 
-        They are tried in the order of bytes alive, full recomputation first, until none can be
-        lower. At most ``MAX_FLOOR_PLACEMENTS`` that were not placed yet are.
+        Steady plans come first: their placements have the fewest holes. Then the others in the
+        order of bytes alive, if they can be lower; at most ``MAX_FLOOR_PLACEMENTS`` of those that
+        were not placed yet.
         """
         best: tuple[int, Problem] | None = None
         left = MAX_FLOOR_PLACEMENTS
-        recomputed = [
-            candidate for candidate in candidates if candidate.moves.policy == "full-recompute"
-        ]
-        for candidate in [*recomputed, *sorted(candidates, key=_bytes_first)]:
+        for candidate in sorted(
+            candidates, key=lambda own: (not is_steady(own), *_bytes_first(own))
+        ):
             if best is not None and candidate.live_bytes >= best[0]:
-                break
-            if self._placed_already(candidate) is None:
+                continue
+            if not is_steady(candidate) and self._placed_already(candidate) is None:
                 if not left:
                     continue
                 left -= 1
