@@ -19,6 +19,9 @@ NUM_PLANS = 40
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), talks=st.booleans())
+@example(seed=2, talks=False)
+@example(seed=46, talks=False)
+@example(seed=68, talks=False)
 @example(seed=318, talks=True)
 @example(seed=390, talks=True)
 def test_no_plan_is_faster_than_the_bound_where_calls_read_different_slots(seed, talks):
