@@ -21,7 +21,7 @@ from memo_compile.planners.policy.cheapest_first import (
     greedy_sequence,
     refilled,
 )
-from memo_compile.planners.policy.frontier import Choice, is_steady
+from memo_compile.planners.policy.frontier import Choice, is_steady, unbeaten
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
 from memo_compile.planners.policy.model import MAX_LAST, StepModel, build_model, last_layer_kept
 from memo_compile.planners.policy.modes import (
@@ -434,6 +434,33 @@ def test_a_plan_that_has_no_place_keeps_its_copies_out_of_the_way(spares, monkey
     assert with_spared.plan.peak_bytes <= budget_bytes
     monkeypatch.setattr(CandidateSource, "spared", lambda *_: ())
     assert chosen().timeline.step_s > 1.1 * with_spared.timeline.step_s
+
+
+def test_where_none_of_the_best_has_a_place_the_fastest_of_the_others_is_taken(monkeypatch):
+    """Not a steady plan, which copies at once and is several times as slow."""
+    step = movable_step(5, bytes_per_s=12 * KIB)
+    source = CandidateSource(step=step, recompute=recomputer(step))
+    steady = source.steady()
+    candidates = [*source.named("save"), *steady, *source.greedy()]
+    best = {candidate.problem.calls for candidate in unbeaten(candidates, None)}
+
+    class WithHoles(Live):
+        def __init__(self, problem: Problem) -> None:
+            super().__init__(problem)
+            self.peak_bytes *= 2 if problem.calls in best else 1
+
+    monkeypatch.setattr(CandidateSource, "spared", lambda *_: ())
+    fits = max(plan.live_bytes for plan in steady if plan.problem.calls not in best)
+    choice = choose(
+        step,
+        budget_bytes=fits,
+        host_budget_bytes=None,
+        policy="greedy",
+        recompute=recomputer(step),
+        place=WithHoles,
+    )
+    assert choice.problem.calls not in best
+    assert choice.timeline.step_s < 0.9 * min(plan.timeline.step_s for plan in steady)
 
 
 def test_near_the_floor_the_last_layer_may_do_something_else():
