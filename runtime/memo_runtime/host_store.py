@@ -46,9 +46,9 @@ class HostStoreError(MemoryError):
 class HostStore:
     """``size_bytes`` of page-aligned host memory.
 
-    ``kind`` is ``shm`` (anonymous shared memory, in /proc ``RssShmem``), ``pinned`` (the same,
-    registered with CUDA, so that copies run beside kernels) or ``file:DIR``. Raises HostStoreError:
-    the memory, the disk space or its registration was refused.
+    ``kind`` is ``shm`` (anonymous shared memory, in /proc ``RssShmem``), ``pinned`` (private memory
+    that is registered with CUDA, so that copies run beside kernels) or ``file:DIR``. Raises
+    HostStoreError: the memory, the disk space or its registration was refused.
     """
 
     def __init__(self, kind: str, size_bytes: int, device: torch.device = _CPU) -> None:
@@ -93,7 +93,9 @@ def _mapped(kind: str, size_bytes: int) -> torch.Tensor:
     try:
         if kind.startswith(FILE_PREFIX):
             memory = _mapped_file(Path(kind.removeprefix(FILE_PREFIX)), size_bytes)
-        elif kind in ("shm", "pinned"):
+        elif kind == "pinned":
+            memory = _mapped_to_pin(size_bytes)
+        elif kind == "shm":
             memory = mmap.mmap(-1, size_bytes)
         else:
             raise HostStoreError(
@@ -105,6 +107,19 @@ def _mapped(kind: str, size_bytes: int) -> torch.Tensor:
             f"({error}). Lower host_budget, or choose another host_store"
         ) from error
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _mapped_to_pin(size_bytes: int) -> mmap.mmap:
+    """Memory in huge pages, where the system has them: CUDA registers it twice as fast.
+
+    A forked child does not get it: it cannot use CUDA, and no page may be copied away from under
+    the device.
+    """
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return memory
 
 
 def _mapped_file(folder: Path, size_bytes: int) -> mmap.mmap:
