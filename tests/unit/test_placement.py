@@ -161,6 +161,48 @@ def test_compiled_greedy_places_as_the_plain_one_does(monkeypatch, name, best_fi
         assert found[0] == found[1]
 
 
+def deep_step(seed, num_layers=150, num_buffers=14, lines=12):
+    """One layer's buffers again and again, and of each layer a copy that ends within the next."""
+    rng = np.random.default_rng(seed)
+    lower = rng.integers(0, lines - 1, num_buffers)
+    upper, size = rng.integers(lower + 1, lines + 1), rng.integers(1, 9, num_buffers)
+    buffers = []
+    for layer in range(num_layers):
+        at = layer * lines
+        for number, (low, high, bytes_) in enumerate(zip(lower, upper, size, strict=True)):
+            name = f"{layer}.{number}"
+            buffers.append(Buffer(id=name, lower=at + low, upper=at + high, size=int(bytes_)))
+        middle = at + lines // 2
+        copied = int(rng.integers(1, 4))
+        buffers.append(Buffer(id=f"{layer}", lower=middle, upper=middle + lines, size=copied))
+    return problem(*buffers)
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is an optional extra")
+@pytest.mark.parametrize("seed", [23, 35])
+def test_what_greedy_leaves_above_the_bound_is_placed_earlier(seed):
+    step = deep_step(seed)
+    quick, repaired = place(step, solver="greedy"), place(step)
+    assert quick.height_bytes > quick.lower_bound_bytes
+    assert repaired.height_bytes == repaired.lower_bound_bytes
+    assert repaired.solver == "greedy"
+    check_placement(step, repaired)
+    assert place(step).offsets == repaired.offsets
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is an optional extra")
+@pytest.mark.parametrize("effort_s", [0.0, 0.01, 1.0])
+def test_a_repair_is_never_higher_and_keeps_what_is_fixed(effort_s):
+    step = deep_step(47)  # greedy misses its bound by a byte, and so does its repair
+    kept = dataclasses.replace(step.buffers[700], offset=5)
+    step = problem(*step.buffers[:700], kept, *step.buffers[701:])
+    quick = place(step, solver="greedy", time_limit_s=effort_s)
+    repaired = place(step, time_limit_s=effort_s)
+    assert repaired.height_bytes <= quick.height_bytes
+    assert repaired.offsets[kept.id] == 5
+    check_placement(step, repaired)
+
+
 @pytest.mark.parametrize("name", ["B", "C", "H"])
 def test_public_hard_instances_in_plain_python(name):
     hard = read_problem(DATA / f"{name}.1048576.csv", capacity=1048576)

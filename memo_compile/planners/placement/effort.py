@@ -23,8 +23,12 @@ PLAIN_S, PLAIN_NODE_S = 1e-7, 8e-5
 """The same in plain Python: 0.7 to 1.3 times."""
 
 ORDER_S, ORDER_PAIR_S = 5e-6, 3e-10
-"""Seconds of a greedy order for each buffer, and for each pair of buffers: for the 1,168 to 4,687
-buffers of Llama-3-8B 0.7 to 1.5 times what it takes where it is compiled, else a seventh."""
+"""Seconds of a greedy order for each buffer, and for each pair of buffers: for 1,168 buffers of
+Llama-3-8B a seventh of what it takes in plain Python."""
+
+COMPILED_ORDER_S, NEAR_PAIR_S = 3e-7, 5e-9
+"""The same where it is compiled, with pairs that live near each other only: for 800 to 22,000
+buffers of Llama-3-8B and 70B 0.7 to 1.1 times what was measured."""
 
 
 class Effort:
@@ -73,8 +77,3 @@ class Effort:
     def part(self, seconds: float) -> Self:
         """At most ``seconds`` of what is left."""
         return type(self)(min(seconds, self.left_s), self)
-
-
-def order_s(num_buffers: int) -> float:
-    """Seconds of placing so many buffers in one order."""
-    return num_buffers * (ORDER_S + ORDER_PAIR_S * num_buffers)

@@ -9,11 +9,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 from memo_compile.planners.placement.compiled import compiled_greedy, greedy_is_loaded, has_numba
-from memo_compile.planners.placement.effort import Effort, order_s
+from memo_compile.planners.placement.effort import (
+    COMPILED_ORDER_S,
+    NEAR_PAIR_S,
+    ORDER_PAIR_S,
+    ORDER_S,
+    Effort,
+)
+from memo_compile.planners.placement.greedy_kernel import STRETCH
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, PlacedSpans
 
 _COMPILED_FROM = 2000
 """From so many buffers on numba is loaded for greedy; fewer are placed before it has loaded."""
+
+_REPAIR_ROUNDS = 100
+"""Most rounds of each order in ``repaired_offsets``: what they reach, 10 to 90 mostly do."""
 
 Order = Callable[[Instance], Ints]
 """Ranks the buffers: (N,) keys, the smallest is placed first."""
@@ -53,11 +63,9 @@ def greedy_offsets(
         orders = {"hint": _by_hint, **orders}
 
     def candidates() -> Iterator[Ints]:
-        # Ties: longer life, then larger, then as given: the result is deterministic.
-        ties = (-instance.size, instance.first - instance.last)
         sequences = []
         for order in orders.values():
-            sequences.append(np.lexsort((*ties, order(instance))))
+            sequences.append(_sequence(instance, order))
             yield place_in_order(instance, sequences[-1], best_fit=False)
         # The tightest hole rarely beats the lowest one, so it has its turn after all orders.
         for sequence in sequences:
@@ -66,16 +74,55 @@ def greedy_offsets(
     return lowest(instance, candidates(), target, effort)
 
 
+def repaired_offsets(instance: Instance, offsets: Ints, target: int, effort: Effort) -> Ints:
+    """``offsets`` (N,), or lower ones: what ends above ``target`` bytes comes earlier next time.
+
+    Squeaky wheel optimization (Joslin and Clements, 1999): a buffer moves before all that stood out
+    less often. Two orders take turns. It mends each layer of a deep step at once, where the exact
+    search, whose tables are quadratic in the buffers, is not practical. Nothing is tried without
+    compiled code: a round would take too long.
+    """
+    if not is_compiled_by_size(instance):
+        return offsets
+
+    def candidates() -> Iterator[Ints]:
+        yield offsets
+        takes_turns = [_blamed(instance, target, ORDERS[name]) for name in ("load", "length")]
+        for _ in range(_REPAIR_ROUNDS):
+            for turns in takes_turns:
+                yield next(turns)
+
+    return lowest(instance, candidates(), target, effort)
+
+
+def _blamed(instance: Instance, target: int, order: Order) -> Iterator[Ints]:
+    """Placements without end, in ``order`` but for what stood out before."""
+    sequence = _sequence(instance, order)
+    rank = np.argsort(sequence)
+    blame = np.zeros(instance.num_buffers, dtype=np.int64)
+    while True:
+        offsets = place_in_order(instance, sequence, best_fit=False)
+        yield offsets
+        blame += offsets + instance.size > target
+        sequence = np.lexsort((rank, -blame))
+
+
+def _sequence(instance: Instance, order: Order) -> Ints:
+    """Indices (N,) in ``order``. Ties: longer life, then larger, then as given."""
+    return np.lexsort((-instance.size, instance.first - instance.last, order(instance)))
+
+
 def lowest(instance: Instance, candidates: Iterable[Ints], target: int, effort: Effort) -> Ints:
     """The lowest of ``candidates``, offsets (N,), which are made one by one.
 
     No more are made once ``target`` bytes are reached or ``effort`` is over; the first always is.
     """
     best: Ints | None = None
+    seconds = order_s(instance)
     for offsets in candidates:
         if best is None or instance.height(offsets) < instance.height(best):
             best = offsets
-        effort.spend(order_s(instance.num_buffers))
+        effort.spend(seconds)
         if instance.height(best) <= target or effort.is_over:
             break
     assert best is not None, "no candidate was made"
@@ -88,7 +135,7 @@ def place_in_order(instance: Instance, sequence: Ints, *, best_fit: bool) -> Int
     Each goes to the lowest hole that holds it, with ``best_fit`` to the smallest; fixed ones first.
     """
     sequence = sequence[np.argsort(instance.fixed[sequence] == FREE, kind="stable")]
-    if greedy_is_loaded() or (instance.num_buffers >= _COMPILED_FROM and has_numba()):
+    if greedy_is_loaded() or is_compiled_by_size(instance):
         return _place_compiled(instance, sequence, best_fit)
     placed = PlacedSpans(instance)
     for item in sequence:
@@ -98,6 +145,23 @@ def place_in_order(instance: Instance, sequence: Ints, *, best_fit: bool) -> Int
             offset = _hole(*placed.walls(item), size, align, best_fit)
         placed.add(item, offset)
     return placed.offsets
+
+
+def is_compiled_by_size(instance: Instance) -> bool:
+    """True where greedy is compiled for ``instance``, whatever was placed before."""
+    return instance.num_buffers >= _COMPILED_FROM and has_numba()
+
+
+def order_s(instance: Instance) -> float:
+    """Seconds of placing ``instance`` in one order."""
+    count = instance.num_buffers
+    if not is_compiled_by_size(instance):
+        return count * (ORDER_S + ORDER_PAIR_S * count)
+    change = np.zeros(instance.num_sections // STRETCH + 2, dtype=np.int64)
+    np.add.at(change, instance.first // STRETCH, 1)
+    np.subtract.at(change, (instance.last - 1) // STRETCH + 1, 1)
+    listed = np.cumsum(change)
+    return COMPILED_ORDER_S * count + NEAR_PAIR_S * int((listed * (listed - 1) // 2).sum())
 
 
 def _place_compiled(instance: Instance, sequence: Ints, best_fit: bool) -> Ints:
