@@ -1,10 +1,10 @@
 """The one interface to all placement solvers.
 
 `auto` is flat: greedy, then its repair, then canonical search. On training steps the flat search is
-as fast as the two levels and never higher, while rigid frames cost up to 12 % where offload and recompute make
-every layer a peak (``python -m benchmarks.placement``): a hole that fits one call of a class need
-not exist in the next. The two levels remain for ablation, for frames that must be one table for a
-class (``bilevel=True``), and as a second greedy where numba is missing.
+as fast as the two levels and never higher, while rigid frames cost up to 12 % where offload and
+recompute make every layer a peak (``python -m benchmarks.placement``): a hole that fits one call of
+a class need not exist in the next. The two levels remain for ablation, for frames that must be one
+table for a class (``bilevel=True``), and as a second greedy where numba is missing.
 """
 
 import time
