@@ -219,7 +219,9 @@ def run_arms(
         try:
             row.update(harness.run_arm(MODULE, arm, timeout_s=limit_s))
         except harness.ChildFailed as error:
-            row["failure"] = _reason(str(error).splitlines())
+            # What ends behind the first length has told what it could.
+            what = "failure" if error.sent is None else "ended"
+            row.update({**(error.sent or {}), what: _reason(str(error).splitlines())})
         save()
 
 
@@ -245,6 +247,8 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
         refusal = trainer.try_length(tokens, rows)
         if refusal is None:
             rows[-1]["took_s"] = time.monotonic() - begin
+            if options.max_lengths > 1:  # the next one may be stopped
+                harness.send_result({"lengths": rows, "ended": "stopped"})
         else:
             ended = refusal
             growth.pop(0)

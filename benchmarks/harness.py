@@ -43,6 +43,9 @@ class Arm:
 class ChildFailed(RuntimeError):
     """An arm's process died, timed out, or sent no result; the message ends with its last lines."""
 
+    sent: Mapping[str, Any] | None = None
+    """What it had sent before."""
+
 
 def run_arm(module: str, arm: Arm, *, timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
     """Run ``python -m module *arm.arguments`` and return the object that it sent.
@@ -141,7 +144,10 @@ class _Child:
         failure = self._failure or (f"exit code {code}" if code else "")
         if failure or not self._result.exists():
             tail = "\n".join(self._log.read_text().splitlines()[-15:])
-            raise ChildFailed(f"arm {self.arm.name}: {failure or 'sent no result'}\n{tail}")
+            failed = ChildFailed(f"arm {self.arm.name}: {failure or 'sent no result'}\n{tail}")
+            if self._result.exists():
+                failed.sent = json.loads(self._result.read_text())
+            raise failed
         return dict(json.loads(self._result.read_text()))
 
 
@@ -154,12 +160,17 @@ def wait_turn() -> None:
 
 
 def send_result(result: Mapping[str, Any]) -> None:
-    """In the child: hand ``result`` to the parent; without one (run by hand) print it."""
+    """In the child: hand ``result`` to the parent; without one (run by hand) print it.
+
+    The last one counts; of a child that fails later it is ``ChildFailed.sent``.
+    """
     path = os.environ.get(_RESULT_FILE)
     if path is None:
         print(json.dumps(result, indent=2))
     else:
-        Path(path).write_text(json.dumps(result))
+        written = Path(f"{path}.new")  # the parent may stop this process at any time
+        written.write_text(json.dumps(result))
+        written.replace(path)
 
 
 def interleaved(

@@ -93,6 +93,27 @@ def test_memory_that_ends_is_an_answer_and_other_failures_are_not(monkeypatch):
     assert rows == []
 
 
+def test_lengths_before_the_one_that_is_stopped_are_kept(monkeypatch):
+    def run_arm(_module, _arm, *, timeout_s):
+        error = harness.ChildFailed(f"arm memo: no result within {timeout_s:.0f} s\nlast line")
+        error.sent = {"lengths": [length()], "ended": "stopped"}
+        raise error
+
+    monkeypatch.setattr(harness, "run_arm", run_arm)
+    chosen = gpu.arguments(["--models=1b", "--arms=memo", "--time-limit=100"])
+    rows = []
+    gpu.run_arms("fits", chosen, gpu.time.monotonic() + 100, rows, lambda: None)
+    assert rows == [
+        {
+            "model": "1b",
+            "arm": "memo",
+            "lengths": [length()],
+            "ended": "arm memo: no result within 100 s",
+        }
+    ]
+    assert gpu.judge(rows) == []
+
+
 def test_arms_share_the_time_and_a_dead_one_is_a_row(monkeypatch):
     asked = []
 

@@ -49,6 +49,19 @@ def test_a_child_without_a_result_is_an_error(module):
         run_arm("benched", Arm(name="mute", environment=module("print('hello')")))
 
 
+def test_what_a_child_sent_before_it_hangs_is_kept(module):
+    environment = module("""
+        import time
+        from benchmarks.harness import send_result
+        for number in (1, 2):
+            send_result({"lengths": list(range(number))})
+        time.sleep(60)
+    """)
+    with pytest.raises(ChildFailed, match="arm slow: no result within") as stopped:
+        run_arm("benched", Arm(name="slow", environment=environment), timeout_s=8.0)
+    assert stopped.value.sent == {"lengths": [0, 1]}
+
+
 def test_a_child_that_hangs_is_stopped(module):
     environment = module("import time; time.sleep(60)")
     with pytest.raises(ChildFailed, match="arm slow: no result within 1 s"):
