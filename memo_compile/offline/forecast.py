@@ -41,9 +41,6 @@ START_SEQ = 32_768
 MAX_FRAME_PLANS = 4
 """Most plans of one of several frames; each counts what the last one holds beside its arena."""
 
-MAX_LOWER = 3
-"""Plans that are made to find a smaller one than the floor's; mostly one, which does not fit."""
-
 PLACEMENT_S = 2.0
 """Most seconds for a placement: what the search has not found by then takes minutes mostly."""
 
@@ -230,33 +227,14 @@ def forecasting(
         yield answer, Remembering(subject=subject, answer_s=time.process_time() - begin)
 
 
-def _forecast(question: Question, subject: Subject, *, lower: bool = True) -> Forecast:
-    """As ``forecast``. Unless ``lower``, the plan of a floor is the first that keeps it."""
+def _forecast(question: Question, subject: Subject) -> Forecast:
     try:
         return _within_budget(question, subject)
     except Infeasible as error:
         floor, room = error.floor_bytes, question.room
         if floor is None or (room.arena_percent == 100 and floor <= room.available_bytes):
             raise
-        made = _plan(question, subject, plan_bytes=floor)
-        return _answer(question, subject, _lower(question, subject, made, floor) if lower else made)
-
-
-def _lower(question: Question, subject: Subject, made: OfflineStep, floor: int) -> OfflineStep:
-    """``made``, which keeps ``floor``, or a plan of a smaller peak.
-
-    The floor is that of the tiles that no budget at all leads to. Those that it leads to itself may
-    need less; then so may those of what they need.
-    """
-    for _ in range(MAX_LOWER):
-        if made.plan.peak_bytes >= floor:
-            break
-        floor = made.plan.peak_bytes
-        try:
-            made = _plan(question, subject, plan_bytes=floor - 1)
-        except Infeasible:
-            break
-    return made
+        return _answer(question, subject, _plan(question, subject, plan_bytes=floor))
 
 
 def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
@@ -314,7 +292,7 @@ def needed(question: Question, lengths: ModelLengths | None = None) -> Need:
     """Whether any plan fits, by the whole choice."""
     with _subject(question, lengths=lengths) as subject:
         try:
-            answer = _forecast(question, subject, lower=False)
+            answer = _forecast(question, subject)
         except Infeasible as error:
             return Need(error.floor_bytes or math.inf, False)
     taken = question.room.taken_bytes(answer.step.plan)

@@ -20,7 +20,7 @@ from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
 from memo_compile.driver import step_planner
-from memo_compile.errors import Infeasible, InputError, RuntimeMisuse
+from memo_compile.errors import InputError, RuntimeMisuse
 from memo_compile.file_store import FileStore
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline.forecast import Need, Question, forecast, longest
@@ -480,35 +480,6 @@ def test_a_sweep_goes_from_the_floor_to_no_budget(capsys, monkeypatch):
     assert rows[0]["recompute_s"] == answer.recompute_s == 0
     _, text, _ = plan(capsys, *arguments)
     assert text.count("save") == 5
-
-
-@pytest.mark.parametrize(
-    ("peak_of", "wanted", "asked"),
-    [
-        ({100: 100}, 100, [100]),
-        ({100: 90, 89: 80}, 80, [100, 89, 79]),
-        ({100: 90, 89: 80, 79: 70, 69: 60, 59: 50}, 60, [100, 89, 79, 69]),
-    ],
-)
-def test_where_a_floor_leads_to_tiles_that_need_less_so_do_they(
-    monkeypatch, peak_of, wanted, asked
-):
-    answer, budgets = forecast(question()), []
-
-    def planned(_question, _subject, *, plan_bytes):
-        budgets.append(plan_bytes)
-        if plan_bytes not in peak_of:
-            raise Infeasible("nothing fits", floor_bytes=plan_bytes + 1)
-        plan = dataclasses.replace(answer.step.plan, peak_bytes=peak_of[plan_bytes])
-        return dataclasses.replace(answer.step, plan=plan)
-
-    def refused(_question, _subject):
-        raise Infeasible("nothing fits", floor_bytes=100)
-
-    monkeypatch.setattr(forecasting, "_plan", planned)
-    monkeypatch.setattr(forecasting, "_within_budget", refused)
-    assert forecast(question(budget=1)).step.plan.peak_bytes == wanted
-    assert budgets == asked
 
 
 def test_the_seconds_of_recomputation_are_told():
