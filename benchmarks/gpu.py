@@ -219,9 +219,10 @@ def run_arms(
         try:
             row.update(harness.run_arm(MODULE, arm, timeout_s=limit_s))
         except harness.ChildFailed as error:
-            # What ends behind the first length has told what it could.
-            what = "failure" if error.sent is None else "ended"
-            row.update({**(error.sent or {}), what: _reason(str(error).splitlines())})
+            lines = str(error).splitlines()
+            # What is stopped behind the first length has told what it could.
+            is_told = error.sent is not None and "exit code" not in lines[0]
+            row.update({**(error.sent or {}), "ended" if is_told else "failure": _reason(lines)})
         save()
 
 

@@ -93,9 +93,12 @@ def test_memory_that_ends_is_an_answer_and_other_failures_are_not(monkeypatch):
     assert rows == []
 
 
-def test_lengths_before_the_one_that_is_stopped_are_kept(monkeypatch):
-    def run_arm(_module, _arm, *, timeout_s):
-        error = harness.ChildFailed(f"arm memo: no result within {timeout_s:.0f} s\nlast line")
+@pytest.mark.parametrize(
+    ("what", "is_failure"), [("no result within 9 s", False), ("exit code -11", True)]
+)
+def test_lengths_before_the_one_that_is_stopped_are_kept(monkeypatch, what, is_failure):
+    def run_arm(*_arguments, **_more):
+        error = harness.ChildFailed(f"arm memo: {what}\nlast line")
         error.sent = {"lengths": [length()], "ended": "stopped"}
         raise error
 
@@ -103,15 +106,9 @@ def test_lengths_before_the_one_that_is_stopped_are_kept(monkeypatch):
     chosen = gpu.arguments(["--models=1b", "--arms=memo", "--time-limit=100"])
     rows = []
     gpu.run_arms("fits", chosen, gpu.time.monotonic() + 100, rows, lambda: None)
-    assert rows == [
-        {
-            "model": "1b",
-            "arm": "memo",
-            "lengths": [length()],
-            "ended": "arm memo: no result within 100 s",
-        }
-    ]
-    assert gpu.judge(rows) == []
+    assert rows[0]["lengths"] == [length()]
+    assert rows[0]["ended"] == ("stopped" if is_failure else f"arm memo: {what}")
+    assert gpu.judge(rows) == (["1b memo: last line"] if is_failure else [])
 
 
 def test_arms_share_the_time_and_a_dead_one_is_a_row(monkeypatch):
