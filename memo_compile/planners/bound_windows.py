@@ -1,7 +1,8 @@
-"""The seconds for which a backward waits for what must come back between two of its calls.
+"""The seconds for which a step waits for copies between two of its calls.
 
-For a deadline d of a window that begins at p, with s of each layer by itself, first read by d or
-read by what recomputes such a slot, and w[s] = 1 where s is on the device at p as a whole:
+For a deadline d of a window of the backward that begins at p, with s of each layer by itself, first
+read by d or read by what recomputes such a slot, and w[s] = 1 where s is on the device at p as a
+whole:
 
     minimise      v + R,   x[s] whole where s cannot be recomputed for a part of its rows
     at hand       w[s] + x[s] + y[s] >= 1 where s is read by d,
@@ -10,18 +11,31 @@ read by what recomputes such a slot, and w[s] = 1 where s is on the device at p 
     back          sum h2d[s] y[s] <= computation between p and d + v + R
 
 with ``x``, ``y`` and ``R`` as in ``step_bound``.
+
+A window of the forward ends at p. For a call m in it, with s made by m or later and not in use at
+p, and u the seconds for which the forward stands still:
+
+    minimise      u + R
+    gone          w[s] + x[s] + y[s] >= 1
+    bytes         sum size[s] w[s] <= free bytes at p
+    out           sum d2h[s] y[s] <= computation between m and p + u
+
+What is recomputed takes its seconds once. So ``R`` counts in the windows of one half of the step
+only, and of a layer in one of the forward's: in that in which its largest tensor is made.
 """
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from memo_compile.planners import solver
 from memo_compile.planners.bound_parts import (
     Life,
+    Never,
     minimum_s,
     require_operators,
+    size_of,
     slot_variables,
     sources_of,
     unit_of_s,
@@ -29,57 +43,102 @@ from memo_compile.planners.bound_parts import (
 from memo_compile.planners.move_rules import StepFacts
 from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import MovableStep
+from memo_compile.step.problem import CallKind
+
+MAX_SKIP = 3
+"""A window ends at one of so many points that follow: in between more bytes may be free."""
 
 
-def seconds_of_windows(
-    step: MovableStep,
-    facts: StepFacts,
-    moved: Sequence[Life],
-    free: Any,
-    never: Collection[tuple[int, int]],
-    discounts: Mapping[tuple[str, int], float],
-) -> float:
+class Room(NamedTuple):
+    """What may be off the device, and the bytes that there are for it."""
+
+    step: MovableStep
+    facts: StepFacts
+    moved: Sequence[Life]
+    free: Any
+    """Per call (int64) the bytes for those of ``moved`` that may be off during it."""
+    never: Never
+    discounts: Mapping[tuple[str, int], float]
+    """(class, operator) -> the least share of its seconds that a recomputation takes."""
+
+
+def backward_waits_s(room: Room, *, counts: bool) -> float:
     """The seconds beyond computation of windows that follow each other: of those that take most.
 
     Some begin at a call of a layer's backward at which the fewest bytes are free for what is read
     later, the first or the last, and end where the next layer's begins; others, which are shorter,
-    at such a call between two at which something is read first.
+    at such a call between two at which something is read first. Without ``counts`` recomputation
+    takes no time.
     """
-    borders = [*sorted(set(facts.backward_at)), len(free)]
-    of_layers = [[*_scarcest(free, borders, last=last)] for last in (False, True)]
-    reads = sorted({facts.first_backward, *(life.read for life in moved)})
-    points = sorted({*itertools.chain(*of_layers), *_scarcest(free, reads, last=True), len(free)})
-    most_s = dict.fromkeys(points, 0.0)
-    known: dict[tuple[_Deadline, ...], float] = {}
-    pairs = itertools.chain.from_iterable(map(itertools.pairwise, (points, *of_layers)))
-    for at, end in sorted(set(pairs)):
-        window = tuple(_deadlines(step, facts, moved, never, (at, end), int(free[at])))
-        if window not in known:
-            known[window] = _window_s(step, window, discounts)
-        most_s[end] = max(most_s[end], most_s[at] + known[window])
-    return most_s[points[-1]]
+    end = len(room.free)
+    borders = [*sorted(set(room.facts.backward_at)), end]
+    reads = sorted({room.facts.first_backward, *(life.read for life in room.moved)})
+    return _longest_s(room, borders, reads, (end,), _due_back, counts=counts)
+
+
+def forward_waits_s(room: Room, *, counts: bool) -> float:
+    """Likewise of the forward, whose windows end where the fewest bytes are free."""
+    turn = room.facts.first_backward
+    made = {life.made for life in room.moved}
+    borders = [*sorted({0, *room.facts.forward_at}), turn]
+    return _longest_s(room, borders, [*sorted({0, *made}), turn], (), _due_out, counts=counts)
 
 
 class _Due(NamedTuple):
-    """Of one layer what a window must have at hand by some call."""
+    """Of one layer what a window must have at hand by some call, or gone by its end."""
 
     class_key: str
     slots: tuple[int, ...]
-    """Those that are read by then."""
+    """Those that are read by then, or made since."""
     later: tuple[int, ...]
     """Those that are read later, but that recomputing one of ``slots`` reads."""
     again: frozenset[int]
     """Those of all that may be recomputed."""
+    apart: frozenset[tuple[int, int]]
+    """Pairs of which one may be."""
+    counts: bool
+    """The seconds of their recomputation count."""
 
 
 class _Deadline(NamedTuple):
-    """What a window has for all that is read in it by some call."""
+    """What a window has for all that is read in it by some call, or made in it since."""
 
     due: tuple[_Due, ...]
     free_bytes: int
-    """What of it, in whole tensors, may be on the device when the window begins."""
-    after_s: float
-    """Computation between then and that call."""
+    """What of it, in whole tensors, may be on the device at the window's point."""
+    beside_s: float
+    """Computation between that and the call."""
+    is_forward: bool
+
+
+_Window = tuple[int, int]
+"""From behind one call to the other."""
+
+
+def _longest_s(
+    room: Room,
+    borders: Sequence[int],
+    reads: Sequence[int],
+    ends: Iterable[int],
+    due_in: Callable[[Room, _Window, bool], Iterator[_Deadline]],
+    *,
+    counts: bool,
+) -> float:
+    """The seconds of the path of windows that takes most, see ``backward_waits_s``."""
+    of_layers = [[*_scarcest(room.free, borders, last=last)] for last in (False, True)]
+    each = {*itertools.chain(*of_layers), *_scarcest(room.free, reads, last=True), *ends}
+    points = sorted(each)
+    most_s = dict.fromkeys(points, 0.0)
+    known: dict[tuple[_Deadline, ...], float] = {}
+    pairs = {*itertools.chain.from_iterable(map(itertools.pairwise, of_layers))}
+    for skip in range(1, MAX_SKIP + 1):
+        pairs.update(zip(points, points[skip:], strict=False))
+    for at, end in sorted(pairs):
+        window = tuple(due_in(room, (at, end), counts))
+        if window not in known:
+            known[window] = _window_s(room, window)
+        most_s[end] = max(most_s[end], most_s[at] + known[window])
+    return max(most_s.values(), default=0.0)
 
 
 def _scarcest(free: Any, borders: Iterable[int], *, last: bool = False) -> Iterator[int]:
@@ -89,62 +148,94 @@ def _scarcest(free: Any, borders: Iterable[int], *, last: bool = False) -> Itera
         yield end - 1 - int(some[::-1].argmin()) if last else first + int(some.argmin())
 
 
-def _deadlines(
-    step: MovableStep,
-    facts: StepFacts,
-    moved: Iterable[Life],
-    never: Collection[tuple[int, int]],
-    window: tuple[int, int],
-    free_bytes: int,
-) -> Iterator[_Deadline]:
-    """Those of a window from behind one call to the end of another."""
+def _due_back(room: Room, window: _Window, counts: bool) -> Iterator[_Deadline]:
+    """The deadlines of a window of the backward."""
     at, end = window
-    away: dict[int, list[Life]] = {}
-    for life in moved:
-        if at < life.read:
-            away.setdefault(life.layer, []).append(life)
-    due = [own for own in away.values() if any(life.read <= end for life in own)]
+    due = [
+        own
+        for own in _by_layer(life for life in room.moved if at < life.read)
+        if any(life.read <= end for life in own)
+    ]
     for call in sorted({life.read for own in due for life in own if life.read <= end}):
         yield _Deadline(
-            due=tuple(_due_in(step, due, never, call)),
-            free_bytes=free_bytes,
-            after_s=sum(facts.call_s[at + 1 : call]),
+            due=tuple(_read_by(room, own, call, counts) for own in due if _is_read(own, call)),
+            free_bytes=int(room.free[at]),
+            beside_s=sum(room.facts.call_s[at + 1 : call]),
+            is_forward=False,
         )
 
 
-def _due_in(
-    step: MovableStep,
-    away: Iterable[Sequence[Life]],
-    never: Collection[tuple[int, int]],
-    call: int,
-) -> Iterator[_Due]:
-    for own in away:
-        slots = tuple(life.slot for life in own if life.read <= call)
-        if slots:
-            cls = step.classes[own[0].class_key]
-            again = frozenset(life.slot for life in own if (life.layer, life.slot) not in never)
-            read = frozenset().union(*(sources_of(cls, slot) for slot in again.intersection(slots)))
-            later = (life.slot for life in own if life.read > call)
-            yield _Due(own[0].class_key, slots, tuple(sorted(read.intersection(later))), again)
+def _due_out(room: Room, window: _Window, counts: bool) -> Iterator[_Deadline]:
+    """The deadlines of a window of the forward."""
+    at, end = window
+    calls = room.step.problem.calls
+    largest = {
+        own[0].layer: max(own, key=lambda life: size_of(room.step, life)).made
+        for own in _by_layer(room.moved)
+    }
+    made = [
+        life
+        for life in room.moved
+        if at <= life.made and life.last_use < end and calls[life.made].kind is CallKind.RUN
+    ]
+    for call in sorted({life.made for life in made}):
+        since = _by_layer(life for life in made if life.made >= call)
+        yield _Deadline(
+            due=tuple(
+                _Due(
+                    class_key=own[0].class_key,
+                    slots=tuple(life.slot for life in own),
+                    later=(),
+                    again=room.never.again(own),
+                    apart=room.never.apart(own),
+                    counts=counts and at <= largest[own[0].layer] < end,
+                )
+                for own in since
+            ),
+            free_bytes=int(room.free[end]),
+            beside_s=sum(room.facts.call_s[call + 1 : end]),
+            is_forward=True,
+        )
 
 
-def _window_s(
-    step: MovableStep, deadlines: Iterable[_Deadline], discounts: Mapping[tuple[str, int], float]
-) -> float:
+def _by_layer(lives: Iterable[Life]) -> Collection[Sequence[Life]]:
+    found: dict[int, list[Life]] = {}
+    for life in lives:
+        found.setdefault(life.layer, []).append(life)
+    return found.values()
+
+
+def _is_read(own: Iterable[Life], call: int) -> bool:
+    return any(life.read <= call for life in own)
+
+
+def _read_by(room: Room, own: Sequence[Life], call: int, counts: bool) -> _Due:
+    slots = tuple(life.slot for life in own if life.read <= call)
+    cls, again = room.step.classes[own[0].class_key], room.never.again(own)
+    read = frozenset().union(*(sources_of(cls, slot) for slot in again.intersection(slots)))
+    later = sorted(life.slot for life in own if life.read > call and life.slot in read)
+    return _Due(cls.key, slots, tuple(later), again, room.never.apart(own), counts)
+
+
+def _window_s(room: Room, deadlines: Iterable[_Deadline]) -> float:
     """The seconds beyond computation that a window takes: of its worst deadline."""
     added_s = 0.0
-    for deadline in sorted(deadlines, key=lambda own: -_copied_s(step, own)):
-        if _copied_s(step, deadline) <= added_s:  # nor are all that follow worse
+    for deadline in sorted(deadlines, key=lambda own: -_copied_s(room.step, own)):
+        if _copied_s(room.step, deadline) <= added_s:  # nor are all that follow worse
             break
-        added_s = max(added_s, _late_s(step, deadline, discounts))
+        added_s = max(added_s, _late_s(room, deadline))
     return added_s
+
+
+def _rate(step: MovableStep, deadline: _Deadline) -> float:
+    return step.costs.d2h_bytes_per_s if deadline.is_forward else step.costs.h2d_bytes_per_s
 
 
 def _copied_s(step: MovableStep, deadline: _Deadline) -> float:
     """The seconds beyond computation of one way to keep it; no better plan needs more.
 
-    The largest tensors that fit are there before, all others are copied back. Infinite where some
-    of them may not be copied.
+    The largest tensors that fit are on the device, all others are copied. Infinite where some of
+    them may not be copied.
     """
     slots = [step.classes[own.class_key].slots[slot] for own in deadline.due for slot in own.slots]
     left, copied = deadline.free_bytes, 0
@@ -155,23 +246,22 @@ def _copied_s(step: MovableStep, deadline: _Deadline) -> float:
             copied += slot.size_bytes
         else:
             return math.inf
-    return max(0.0, copied / step.costs.h2d_bytes_per_s - deadline.after_s)
+    return max(0.0, copied / _rate(step, deadline) - deadline.beside_s)
 
 
-def _late_s(
-    step: MovableStep, deadline: _Deadline, discounts: Mapping[tuple[str, int], float]
-) -> float:
+def _late_s(room: Room, deadline: _Deadline) -> float:
     """The seconds beyond computation that the deadline's program finds, see the module's text."""
     model = solver.make_model("window of a step")
-    stall = model.add_var(name="v")
+    stall = model.add_var(name="stall")
     kept: list[tuple[int, Any]] = []
     copied: list[tuple[int, Any]] = []
-    runs: list[tuple[float, Any]] = []
-    unit_s = unit_of_s(step)
-    for class_key, slots, later, may_again in deadline.due:
-        cls = step.classes[class_key]
+    counted: list[tuple[float, Any]] = []
+    hidden: list[tuple[float, Any]] = []
+    unit_s = unit_of_s(room.step)
+    for class_key, slots, later, may_again, apart, counts in deadline.due:
+        cls = room.step.classes[class_key]
         off = dict.fromkeys((*slots, *later), 1)
-        x, y = slot_variables(model, cls, off, dict.fromkeys(may_again, 1), whole=True)
+        x, y = slot_variables(model, cls, off, dict.fromkeys(may_again, 1), apart=apart)
         there = {slot: model.add_var(var_type="B") for slot in (*slots, *later)}
         at_hand = {slot: there[slot] + x.get(slot, 0) + y.get(slot, 0) for slot in there}
         for slot in slots:
@@ -181,13 +271,18 @@ def _late_s(
                     model.add_constr(at_hand[source] >= x[slot])
         kept += [(cls.slots[slot].size_bytes, own) for slot, own in there.items()]
         copied += [(cls.slots[slot].size_bytes, own) for slot, own in y.items()]
-        runs += [
-            (seconds / unit_s * discounts.get((class_key, op), 1.0), run)
+        runs = [
+            (seconds / unit_s * room.discounts.get((class_key, op), 1.0), run)
             for op, seconds, run in require_operators(model, cls, 1, x)
         ]
-    again = weighted(*zip(*runs, strict=True)) if runs else weighted([], [])
-    model.add_constr(weighted(*zip(*kept, strict=True)) <= float(deadline.free_bytes))
-    rate = step.costs.h2d_bytes_per_s * unit_s
-    back = weighted([size / rate for size, _ in copied], [own for _, own in copied])
-    model.add_constr(back <= deadline.after_s / unit_s + stall + again)
-    return minimum_s(model, stall + again, unit_s)
+        counted += runs if counts else ()
+        hidden += () if deadline.is_forward else runs
+    model.add_constr(weighted(*_columns(kept)) <= float(deadline.free_bytes))
+    rate = _rate(room.step, deadline) * unit_s
+    moved = weighted([size / rate for size, _ in copied], [own for _, own in copied])
+    model.add_constr(moved <= deadline.beside_s / unit_s + stall + weighted(*_columns(hidden)))
+    return minimum_s(model, stall + weighted(*_columns(counted)), unit_s)
+
+
+def _columns(terms: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    return [weight for weight, _ in terms], [variable for _, variable in terms]

@@ -319,16 +319,17 @@ def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
     for call in recomputed:
         place = next(at for at, other in enumerate(calls) if other is call)
         region, seconds = problem.regions[call.region], costs.call_s(call)
+        own_bytes = region.most_bytes() + region.outside_bytes
         made_bytes = sum(region.buffers[index].size_bytes for index in region.outputs_of_buffers())
         to, most_s, beside_waits = place, 0.0, list[str]()
         for at, waits in itertools.islice(_waits_before(calls, place, stall_s), MAX_WAITS):
             if alive[at:place].max() + made_bytes > limit_bytes or most_s >= seconds:
                 break
             hidden_s = min(seconds, sum(stall_s[wait] for wait in waits))
-            if hidden_s > most_s and alive[at] + region.most_bytes() <= limit_bytes:
+            if hidden_s > most_s and alive[at] + own_bytes <= limit_bytes:
                 to, most_s, beside_waits = at, hidden_s, waits
         if to < place:
-            during, beside = alive[to] + region.most_bytes(), alive[to:place] + made_bytes
+            during, beside = alive[to] + own_bytes, alive[to:place] + made_bytes
             alive = np.concatenate((alive[:to], [during], beside, alive[place + 1 :]))
             calls.insert(to, calls.pop(place))
             _spend(stall_s, beside_waits, seconds)

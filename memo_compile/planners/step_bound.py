@@ -49,6 +49,7 @@ from memo_compile.planners import solver
 from memo_compile.planners.begin_order import gathers_of
 from memo_compile.planners.bound_parts import (
     Life,
+    Never,
     lives_of,
     minimum_s,
     never_again,
@@ -58,7 +59,7 @@ from memo_compile.planners.bound_parts import (
     slot_variables,
     unit_of_s,
 )
-from memo_compile.planners.bound_windows import seconds_of_windows
+from memo_compile.planners.bound_windows import Room, backward_waits_s, forward_waits_s
 from memo_compile.planners.comm_windows import at_once, late, least_of
 from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, recompute_seconds
 from memo_compile.planners.policy.model import call_bytes
@@ -98,10 +99,9 @@ def step_lower_bound_s(
 class _Found(NamedTuple):
     """Seconds beyond computation that a step takes at least."""
 
-    windows_s: float
-    """In the backward, which waits for copies back."""
-    forward_s: float
-    """In the forward, which waits for copies to the host."""
+    halves_s: tuple[tuple[float, float], ...]
+    """In the forward, which waits for copies to the host, and in the backward, which waits for
+    copies back: with recomputation counted in one of them, and in the other."""
     whole_s: float
     """Of the worst single point."""
     unhidden_s: float
@@ -109,10 +109,11 @@ class _Found(NamedTuple):
 
     def beyond_s(self, waits_s: float) -> float:
         """All of them, where the forward waits so long for other ranks."""
-        return max(max(waits_s, self.forward_s) + self.windows_s, self.whole_s)
+        halves = (max(waits_s, forward_s) + backward_s for forward_s, backward_s in self.halves_s)
+        return max(self.whole_s, waits_s, *halves)
 
 
-_NOTHING = _Found(0.0, 0.0, 0.0, 0.0)
+_NOTHING = _Found((), 0.0, 0.0)
 
 
 def _found(
@@ -130,19 +131,24 @@ def _found(
     lives, discounts = list(lives_of(step, facts)), _discounts(step, regions)
     once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
     moved = [life for life in once.values() if size_of(step, life)]
-    free = np.maximum(0, off_bytes(step, moved, len(facts.call_s)) - excess)
-    never = frozenset(never_again(step, moved, free))
+    spare = off_bytes(step, moved, len(facts.call_s)) - excess
+    never = never_again(step, moved, spare, regions)
     hosts = host_budget_bytes, discounts, in_flight_s
     try:
         added = [
             _added_s(step, _point(facts, lives, never, at), int(excess[at]), *hosts)
             for at in _points(excess, facts.first_backward)
         ]
-        windows_s = seconds_of_windows(step, facts, moved, free, never, discounts)
+        room = Room(step, facts, moved, np.maximum(0, spare), never, discounts)
+        halves = [
+            (forward_waits_s(room, counts=counts), backward_waits_s(room, counts=not counts))
+            for counts in (False, True)
+        ]
     except ConfigError:  # no engine on this machine
         return _NOTHING
-    most = (max(kind) for kind in zip(_Added(0.0, 0.0, 0.0), *added, strict=True))
-    return _Found(windows_s, *most)
+    most = _Added(*(max(kind) for kind in zip(_Added(0.0, 0.0, 0.0), *added, strict=True)))
+    halves_s = tuple((max(most.forward_s, before_s), after_s) for before_s, after_s in halves)
+    return _Found(halves_s, most.step_s, most.unhidden_s)
 
 
 def _alive(step: MovableStep, facts: StepFacts) -> Any:
@@ -222,14 +228,12 @@ _Counts = Mapping[str, Mapping[int, int]]
 """Class -> slot -> how many of its layers."""
 
 
-def _point(
-    facts: StepFacts, lives: Sequence[Life], never: Collection[tuple[int, int]], at: int
-) -> _Point:
+def _point(facts: StepFacts, lives: Sequence[Life], never: Never, at: int) -> _Point:
     off = [life for life in lives if life.may_be_off(at)]
     seconds = facts.call_s
     return _Point(
         num_off=_counted(off),
-        num_again=_counted(life for life in off if (life.layer, life.slot) not in never),
+        num_again=_counted(life for life in off if (life.layer, life.slot) not in never.alone),
         before_s=sum(seconds[min(life.made for life in off) + 1 : at]) if off else 0.0,
         after_s=sum(seconds[at + 1 : max(life.read for life in off)]) if off else 0.0,
         in_backward=at >= facts.first_backward,

@@ -193,6 +193,13 @@ class RegionProfile:
                 found.setdefault(output.index, []).append(position)
         return found
 
+    @property
+    def outside_bytes(self) -> int:
+        """Most bytes that its kernels allocate themselves, at one line."""
+        events = [(own.start, own.size_bytes) for own in self.outside]
+        events += [(own.end, -own.size_bytes) for own in self.outside]
+        return max(running_sums(events).values(), default=0)
+
     def most_bytes(self, *, own_outputs: bool = True) -> int:
         """Most bytes of buffers at one line; without ``own_outputs`` outputs lie elsewhere."""
         outputs = self.outputs_of_buffers()
@@ -201,8 +208,7 @@ class RegionProfile:
             if own_outputs or index not in outputs:
                 end = self.num_lines if index in outputs else buffer.end
                 events += [(buffer.start, buffer.size_bytes), (end, -buffer.size_bytes)]
-        most = max(running_sums(events).values(), default=0)
-        return most + max((buffer.size_bytes for buffer in self.outside), default=0)
+        return max(running_sums(events).values(), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

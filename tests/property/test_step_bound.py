@@ -16,6 +16,7 @@ from memo_compile.step.problem import OutsideBuffer, Phase
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from tests.steps.drawn_moves import moved_steps, regions_of, talking_steps
 from tests.steps.movable import (
+    FORWARD_S,
     KIB,
     costs_of,
     layer_call,
@@ -84,6 +85,45 @@ def test_where_nothing_is_free_each_layer_waits_for_its_copies():
         map(step.costs.call_s, step.problem.calls)
     )
     assert added_s >= 4 * step.costs.h2d_s(16 * KIB)
+
+
+def test_where_nothing_is_free_a_forward_waits_for_what_the_last_one_made():
+    """All copies could hide behind a call in the middle, but there only those of two layers are."""
+    step = _with_room_for_forwards(movable_step(6, bytes_per_s=8 * KIB), 256 * KIB)
+    step = _with_a_long_forward(step, 3, seconds=60.0)
+    again = Mode(actions=(Action.OFFLOAD,) * 2 + (Action.RECOMPUTE,) * 3)
+    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+    moves = Moves(modes=(again,) * 6, schedule=once)
+    problem = apply_moves(step, moves, recomputer(step))
+    bound_s = step_lower_bound_s(step, budget_bytes=peak_live_bytes(problem))
+    assert bound_s <= simulate(problem, costs_of(step, *regions_of(step, moves))).step_s
+    added_s = bound_s - sum(facts_of(step).call_s)
+    assert added_s >= 3 * (step.costs.d2h_s(16 * KIB) - FORWARD_S)  # x is copied beside it
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_what_a_kernel_allocates_beside_an_arena_that_stays_keeps_it_from_running_again(is_split):
+    """The arena has the most of such memory beside it all the time. A part of the rows has room."""
+    step = movable_step(4, bytes_per_s=KIB)
+    cls = step.classes["L"]
+    ops = tuple(replace(op, row_wise=op.row_wise and is_split) for op in cls.ops)
+    step = replace(
+        step,
+        problem=replace(step.problem, releases_pages=False),
+        classes={"L": replace(cls, ops=ops, parts={})},
+    )
+    moves = _recompute_everything(step)
+    plain = regions_of(step, moves)
+    large = [_allocating(region, "op_d", 32 * KIB) for region in plain]
+    known = {region.key: region for region in plain}
+    most = peak_live_bytes(apply_moves(step, moves, known.__getitem__))
+    gains = []
+    for budget in range(most, most - 64 * KIB, -8 * KIB):
+        alone_s, beside_s = (
+            step_lower_bound_s(step, budget_bytes=budget, regions=own) for own in (plain, large)
+        )
+        gains.append(beside_s - alone_s if alone_s < beside_s else 0.0)
+    assert any(gains) is not is_split
 
 
 def test_what_is_read_first_is_waited_for_though_all_copies_could_hide():
@@ -163,6 +203,16 @@ def _with_calls_that_read_a(step, seconds):
     )
 
 
+def _with_a_long_forward(step, layer, seconds):
+    """``step`` with a call before that layer's forward that needs no memory."""
+    calls = list(step.problem.calls)
+    at = next(at for at, own in enumerate(calls) if own.name == f"L@{layer}")
+    calls.insert(at, layer_call("A", layer, Phase.FORWARD, [f"x{layer}"], []))
+    regions = {**step.problem.regions, "A": region("A", [], (1,), [], 1)}
+    problem = replace(step.problem, calls=tuple(calls), regions=regions)
+    return replace(step, problem=problem, costs=with_regions(step.costs, {"A": seconds}))
+
+
 def _made_fast(step):
     costs = replace(
         step.costs,
@@ -187,6 +237,13 @@ def _with_room_for_forwards(step, size_bytes):
 def _recompute_everything(step):
     kept, again = Action.SAVE, Action.RECOMPUTE
     return Moves(modes=(Mode(actions=(kept, kept, again, again, again)),) * len(step.layers))
+
+
+def _allocating(region, operator, size_bytes):
+    """``region`` in which that operator allocates so much itself."""
+    kind = f"aten.{operator}.default"
+    own = OutsideBuffer(kind=kind, size_bytes=size_bytes, start=0, end=region.profile.num_lines)
+    return replace(region, profile=replace(region.profile, outside=(own,)))
 
 
 def _in_half_the_time(region):

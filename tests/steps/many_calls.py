@@ -26,7 +26,14 @@ from memo_compile.step.movable import (
     Slot,
     StepCosts,
 )
-from memo_compile.step.problem import CallKind, Phase, Problem, RegionProfile, StepCall
+from memo_compile.step.problem import (
+    CallKind,
+    OutsideBuffer,
+    Phase,
+    Problem,
+    RegionProfile,
+    StepCall,
+)
 from tests.steps.among_ranks import SHOWN, layout, one_line, wait
 from tests.steps.movable import by_lines, layer_call, recomputer
 from tests.steps.parts import arena, buffer, call
@@ -360,15 +367,45 @@ def random_schedule(rng: Random) -> Schedule:
     )
 
 
-def varied_recomputer(rng: Random, step: MovableStep) -> Callable[[RecomputeKey], RecomputeRegion]:
-    """Regions of which each takes another share of its operators' seconds."""
+def varied_recomputer(
+    rng: Random, step: MovableStep, *, outside: float = 0.0
+) -> Callable[[RecomputeKey], RecomputeRegion]:
+    """Regions of which each takes another share of its operators' seconds.
+
+    So large a share of the operators allocate their results themselves, wherever they run.
+    """
     whole, known = recomputer(step), dict[RecomputeKey, RecomputeRegion]()
     shares = rng.choice(((1.0,), (0.5, 0.8, 1.0, 1.3)))
+    allocating = {
+        (key, at)
+        for key, cls in step.classes.items()
+        for at, op in enumerate(cls.ops)
+        if op.slot is not None and rng.random() < outside
+    }
 
     def recompute(key: RecomputeKey) -> RecomputeRegion:
         if key not in known:
             region = whole(key)
-            known[key] = replace(region, seconds=region.seconds * rng.choice(shares))
+            profile = replace(region.profile, outside=tuple(buffers(key, region.profile.num_lines)))
+            seconds = region.seconds * rng.choice(shares)
+            known[key] = replace(region, seconds=seconds, profile=profile)
         return known[key]
+
+    def buffers(key: RecomputeKey, num_lines: int) -> Iterator[OutsideBuffer]:
+        cls = step.classes[key.class_key]
+        for at in sorted(closure_of(cls, key.slots)):
+            slot = cls.ops[at].slot
+            if slot is None or (key.class_key, at) not in allocating:
+                continue
+            kind = cls.slots[slot]
+            rows = kind.num_rows if key.rows is None else key.rows
+            size_bytes = kind.size_bytes * rows // kind.num_rows
+            start = rng.randrange(num_lines)
+            yield OutsideBuffer(
+                kind=f"aten.{cls.ops[at].name}.default",
+                size_bytes=size_bytes,
+                start=start,
+                end=rng.randint(start + 1, num_lines),
+            )
 
     return recompute

@@ -22,7 +22,7 @@ from memo_compile.planners.policy.candidate import (
     program_of,
     simulated,
 )
-from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
+from memo_compile.planners.policy.cheapest_first import greedy_sequence, quickened, refilled
 from memo_compile.planners.policy.lynx_policies import lynx_moves
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import (
@@ -57,6 +57,9 @@ gathered inputs of 2 GiB, and copies of 0.25 between; 0.02 costs 0.2 % of the st
 COPY_PRICES = (0.2, 1.0)
 """Near the floor some of each copy stalls, the more the fewer bytes are free: greedy's plans for
 ``ONCE`` are made for several prices of a second of copying, and simulated."""
+
+QUICK_PRICES = (0.2, 0.5, 1.0)
+"""Likewise where such a plan gets quicker modes."""
 
 NEAR_FLOOR = 3
 """The last plans of each such sequence are simulated, of those that have a smaller peak than all
@@ -416,18 +419,24 @@ class CandidateSource:
             yield sequence[number]
 
     def _near_floor_of(self, model: StepModel) -> Iterator[tuple[int, ...]]:
-        """The last plans of greedy's sequence, and with other modes of the last layer."""
+        """The last plans of greedy's sequence, and quicker ones in their bytes.
+
+        Of each also some with other modes of the last layer.
+        """
         sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
         most = self.host_budget_bytes
         if most is not None and model.host_bytes(sequence[-1]) > FULL * most:
             yield from sequence[-NEAR_FULL:]
             return
         smaller = list(ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
-        for (above, _), (_, chosen) in itertools.pairwise([smaller[0], *smaller]):
-            yield chosen
-            for other in last_layer_kept(model, chosen, above):
-                if most is None or model.host_bytes(other) <= most:
-                    yield other
+        priced = [replace(model, copy_price=price) for price in QUICK_PRICES]
+        for (above, _), (_, found) in itertools.pairwise([smaller[0], *smaller]):
+            quicker = (quickened(other, found, most) for other in priced)
+            for chosen in dict.fromkeys((found, *quicker)):
+                yield chosen
+                for other in last_layer_kept(model, chosen, above):
+                    if most is None or model.host_bytes(other) <= most:
+                        yield other
 
     def _milp_moves(self) -> Iterator[Moves]:
         """The program's answers, floor to save-all; solving frees the GIL, hence threads."""

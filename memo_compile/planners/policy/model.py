@@ -20,6 +20,7 @@ import numpy as np
 
 from memo_compile.planners.move_rules import StepFacts, facts_of
 from memo_compile.planners.policy.modes import ModeCost
+from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.problem import call_starts
 from memo_compile.step.residency import step_constant_bytes
@@ -195,6 +196,7 @@ def build_model(
     point_calls = [at for _, at in points]
     point_of = {point: number for number, point in enumerate(points, start=len(during))}
     base = np.concatenate([during, border[point_calls]])
+    outside = OutsideMemory(step)
     deltas = []
     for layer, some in enumerate(modes):
         delta = np.zeros((len(some), len(base)), dtype=np.int64)
@@ -208,7 +210,9 @@ def build_model(
                 row[start:end] -= size_bytes
             row[len(during) :] = row[point_calls]
             for part in parts:
-                row[point_of[layer, part.at]] += part.peak_bytes
+                at_part, everywhere = outside.added(part.at, part.outside_bytes)
+                row += everywhere
+                row[point_of[layer, part.at]] += part.peak_bytes + at_part
                 if cost.mode.recompute_rows is None:  # what save-all counts is not there yet
                     slots = step.class_of(step.layers[layer]).slots
                     made_bytes = sum(slots[slot].size_bytes for slot in part.slots)
@@ -254,6 +258,7 @@ class _Part(NamedTuple):
     sources: tuple[int, ...]
     """The slots that it reads."""
     peak_bytes: int
+    outside_bytes: int
 
 
 def _needed_at(parts: Iterable[_Part]) -> dict[int, int]:
@@ -273,11 +278,11 @@ def _first_reads(facts: StepFacts, layer: Layer) -> dict[int, int]:
 
 def _parts(cost: ModeCost, reads: Mapping[int, int]) -> Iterator[_Part]:
     """The recomputations of a mode; those that nothing reads do not run."""
-    regions = zip(cost.keys, cost.recompute_sources, cost.recompute_peaks, strict=True)
-    for key, sources, peak_bytes in regions:
+    needs = zip(cost.recompute_sources, cost.recompute_peaks, cost.recompute_outside, strict=True)
+    for key, needed in zip(cost.keys, needs, strict=True):
         calls = [reads[slot] for slot in key.slots if slot in reads]
         if calls:
-            yield _Part(min(calls), key.slots, sources, peak_bytes)
+            yield _Part(min(calls), key.slots, *needed)
 
 
 def _absences(

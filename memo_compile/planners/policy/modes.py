@@ -20,6 +20,7 @@ from memo_compile.planners.move_rules import (
     recompute_seconds,
     slots_s,
 )
+from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.planners.policy.subsets import recompute_sets
 from memo_compile.step.movable import (
     Action,
@@ -99,8 +100,10 @@ class ModeCost:
     keys: tuple[RecomputeKey, ...] = ()
     """The regions that recompute."""
     recompute_peaks: tuple[int, ...] = ()
-    """Device bytes of each of them at its worst, beyond what lives across it: its temporaries, and
+    """Arena bytes of each of them at its worst, beyond what lives across it: its temporaries, and
     its results unless they are written into a reloaded buffer."""
+    recompute_outside: tuple[int, ...] = ()
+    """Bytes that the kernels of each of them allocate themselves."""
     recompute_sources: tuple[tuple[int, ...], ...] = ()
     """The slots that each of them reads."""
 
@@ -132,6 +135,7 @@ def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
         recompute_peaks=tuple(
             region.profile.most_bytes(own_outputs=own_outputs) for region in regions
         ),
+        recompute_outside=tuple(region.profile.outside_bytes for region in regions),
         recompute_sources=tuple(
             tuple(source.slot for source in region.inputs if source.slot is not None)
             for region in regions
@@ -224,6 +228,9 @@ def class_modes(
     picked = _supported(step.costs, costs, hidden_s, limit)
     picked += list(_costs(cls, mixes, recompute))[:MAX_MIXES]
     known = {cost.mode for cost in picked}
+    if (inside := _inside(step, class_key, costs)) is not None and inside.mode not in known:
+        picked.append(inside)
+    known = {cost.mode for cost in picked}
     apart_modes = _costs(cls, _apart_modes(cls, sets, hideable), recompute)
     picked += [cost for cost in apart_modes if cost.mode not in known][:MAX_APART]
     known = {cost.mode for cost in picked}
@@ -242,6 +249,35 @@ def class_modes(
     first, *others = picked
     others.sort(key=lambda cost: (-cost.kept_bytes, cost.host_bytes, cost.recompute_s))
     return (first, *others)
+
+
+def _inside(step: MovableStep, class_key: str, modes: Sequence[ModeCost]) -> ModeCost | None:
+    """The quickest mode that keeps least, and whose kernels never take more beside the arena.
+
+    Only where those of others do. For the layers whose backward comes last: most gradients are
+    there, and that others recompute may have no room.
+    """
+    memory, facts = OutsideMemory(step), facts_of(step)
+    layers = enumerate(step.layers)
+    last = max(facts.backward_at[at] for at, layer in layers if layer.class_key == class_key)
+
+    def raises(cost: ModeCost) -> bool:
+        return any(memory.raised(range(last, last + 1), own) for own in cost.recompute_outside)
+
+    if not any(map(raises, modes)):
+        return None
+    inside = [cost for cost in modes if not raises(cost)]
+    return _quickest(inside, step.costs)
+
+
+def _quickest(modes: Sequence[ModeCost], costs: StepCosts) -> ModeCost | None:
+    """Of the modes that keep least; token-wise mixes do not count."""
+    least = min((mode.kept_bytes for mode in modes), default=0)
+    return min(
+        (mode for mode in modes if mode.kept_bytes == least and mode.mode.recompute_rows is None),
+        key=lambda mode: mode.recompute_s + mode.d2h_s(costs) + mode.h2d_s(costs),
+        default=None,
+    )
 
 
 def _hidden_seconds(step: MovableStep, class_key: str) -> tuple[float, float]:
@@ -301,12 +337,7 @@ def _again_s(step: MovableStep, cls: LayerClass, mode: Mode) -> float:
 
 def _half_copied(cls: LayerClass, modes: Sequence[ModeCost], costs: StepCosts) -> Mode:
     """Of the modes that keep least, the quickest, and half of its copies: to fill the host with."""
-    least = min(mode.kept_bytes for mode in modes)
-    fastest = min(
-        (mode for mode in modes if mode.kept_bytes == least and mode.mode.recompute_rows is None),
-        key=lambda mode: mode.recompute_s + mode.d2h_s(costs) + mode.h2d_s(costs),
-        default=modes[0],
-    ).mode
+    fastest = (_quickest(modes, costs) or modes[0]).mode
     copied, taken = [], 0
     moved = fastest.slots(Action.OFFLOAD)
     most = _bytes_of(cls, moved) // 2
