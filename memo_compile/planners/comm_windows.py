@@ -31,6 +31,7 @@ from memo_compile.step.communication import comm_bytes, value_sizes
 from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.hand_over import storage_roots
 from memo_compile.step.movable import StepCosts
+from memo_compile.step.ordinary import outside_bytes
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import STALL, most_per_call, simulate
@@ -319,7 +320,7 @@ def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
     for call in recomputed:
         place = next(at for at, other in enumerate(calls) if other is call)
         region, seconds = problem.regions[call.region], costs.call_s(call)
-        own_bytes = region.most_bytes() + region.outside_bytes
+        own_bytes = region.most_bytes() + outside_bytes(region)
         made_bytes = sum(region.buffers[index].size_bytes for index in region.outputs_of_buffers())
         to, most_s, beside_waits = place, 0.0, list[str]()
         for at, waits in itertools.islice(_waits_before(calls, place, stall_s), MAX_WAITS):

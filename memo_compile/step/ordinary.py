@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from memo_compile.step.halves import half_starts
 from memo_compile.step.hand_over import leaving_after
-from memo_compile.step.problem import Phase, Problem, Storage, call_starts, last_reads
+from memo_compile.step.problem import (
+    Phase,
+    Problem,
+    RegionProfile,
+    Storage,
+    call_starts,
+    last_reads,
+    running_sums,
+)
 
 Starts = tuple[int, ...]
 """The first line of every call, and the end of the step as last: ``problem.call_starts``."""
@@ -91,6 +99,13 @@ def outside_peak(problem: Problem) -> dict[str, int]:
         if sum(alive.values()) > sum(best.values()):
             best = {key: value for key, value in alive.items() if value}
     return best
+
+
+def outside_bytes(region: RegionProfile) -> int:
+    """Most bytes that the region's kernels allocate themselves, at one line."""
+    events = [(own.start, own.size_bytes) for own in region.outside]
+    events += [(own.end, -own.size_bytes) for own in region.outside]
+    return max(running_sums(events).values(), default=0)
 
 
 def outside_events(

@@ -193,13 +193,6 @@ class RegionProfile:
                 found.setdefault(output.index, []).append(position)
         return found
 
-    @property
-    def outside_bytes(self) -> int:
-        """Most bytes that its kernels allocate themselves, at one line."""
-        events = [(own.start, own.size_bytes) for own in self.outside]
-        events += [(own.end, -own.size_bytes) for own in self.outside]
-        return max(running_sums(events).values(), default=0)
-
     def most_bytes(self, *, own_outputs: bool = True) -> int:
         """Most bytes of buffers at one line; without ``own_outputs`` outputs lie elsewhere."""
         outputs = self.outputs_of_buffers()

@@ -16,16 +16,14 @@ from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import ONCE, CandidateSource
 from memo_compile.planners.policy.cheapest_first import (
     MAX_KEYS,
-    NEAR,
     NUM_CHUNKS,
     few_keys,
     greedy_sequence,
-    quickened,
     refilled,
 )
 from memo_compile.planners.policy.frontier import Choice, is_steady, unbeaten
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
-from memo_compile.planners.policy.model import MAX_LAST, StepModel, build_model, last_layer_kept
+from memo_compile.planners.policy.model import StepModel, build_model
 from memo_compile.planners.policy.modes import (
     LAUNCH_S,
     MAX_APART,
@@ -39,12 +37,11 @@ from memo_compile.planners.policy.modes import (
     with_launches,
 )
 from memo_compile.planners.policy.named import NAMED
-from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.planners.policy.subsets import MAX_GROUPS, MAX_SETS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Action, Moves, RecomputeKey, Schedule
-from memo_compile.step.problem import CallKind, OutsideBuffer, Problem
-from memo_compile.step.residency import ordinary_bytes, step_constant_bytes
+from memo_compile.step.problem import CallKind, Problem
+from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call, peak_live_bytes
 from tests.steps.movable import KIB, movable_step, recomputer
 
@@ -108,53 +105,6 @@ def test_costs_of_a_mode():
     whole = mode_cost(cls, make_mode(cls, recompute=(3, 4)), recomputer(step))
     assert whole.recompute_peaks == (64 * KIB + 512,)
     assert whole.recompute_outside == (0,)
-
-
-@pytest.mark.parametrize("releases_pages", [False, True])
-def test_what_kernels_allocate_counts_where_an_arena_stays_only_above_their_most(releases_pages):
-    step = movable_step(3)
-    last = step.problem.calls[-1]
-    profile = step.problem.regions[last.region]
-    own = OutsideBuffer(kind="kernel", size_bytes=64 * KIB, start=0, end=profile.num_lines)
-    regions = {**step.problem.regions, last.region: replace(profile, outside=(own,))}
-    problem = replace(step.problem, regions=regions, releases_pages=releases_pages)
-    memory = OutsideMemory(replace(step, problem=problem))
-    call = problem.first_backward
-    most = max(ordinary_bytes(problem).most)
-    assert most >= 64 * KIB
-    if releases_pages:
-        assert memory.added(call, most + KIB) == (most + KIB, 0)
-        assert not memory.raised(range(call, call + 2), most + KIB)
-    else:
-        before = ordinary_bytes(problem).after[call - 1]
-        assert memory.added(call, most - before) == (0, 0)
-        assert memory.added(call, most - before + KIB) == (0, KIB)
-        assert memory.raised(range(call, call + 1), most - before + KIB) == KIB
-
-
-def test_where_others_have_no_room_beside_an_arena_one_mode_allocates_less():
-    """b's kernel allocates its result; late in the backward, beside gradients, that is too much."""
-    step = movable_step(4, bytes_per_s=KIB)
-    step = replace(step, problem=replace(step.problem, releases_pages=False))
-    plain = recomputer(step)
-
-    def recompute(key):
-        region = plain(key)
-        if 2 not in key.slots:
-            return region
-        end = region.profile.num_lines
-        own = OutsideBuffer(kind="aten.op_b.default", size_bytes=200 * KIB, start=0, end=end)
-        return replace(region, profile=replace(region.profile, outside=(own,)))
-
-    assert all(2 in cost.mode.slots(Action.RECOMPUTE) for cost in smallest(step, plain))
-    assert any(2 not in cost.mode.slots(Action.RECOMPUTE) for cost in smallest(step, recompute))
-
-
-def smallest(step, recompute):
-    """The modes that recompute, of those that keep least."""
-    modes = class_modes(step, "L", recompute, exact=True)
-    least = min(cost.kept_bytes for cost in modes)
-    return [cost for cost in modes if cost.kept_bytes == least and cost.keys]
 
 
 def test_modes_start_with_save_and_hold_the_extremes():
@@ -512,35 +462,6 @@ def test_where_none_of_the_best_has_a_place_the_fastest_of_the_others_is_taken(m
     )
     assert choice.problem.calls not in best
     assert choice.timeline.step_s < 0.9 * min(plan.timeline.step_s for plan in steady)
-
-
-def test_quicker_modes_are_found_where_a_sequence_has_come_to_copies_alone():
-    """All layers copy all, as they do where others recompute in as many ways as they may."""
-    step = movable_step(6, bytes_per_s=4 * KIB)
-    modes = layer_modes(step, recomputer(step))
-    model = build_model(step, modes, ONCE, 0.5)
-    copying = max(range(len(modes[0])), key=lambda mode: modes[0][mode].host_bytes)
-    chosen = (copying,) * 6
-    quicker = quickened(model, chosen, None)
-    assert model.cost_s(quicker) < 0.9 * model.cost_s(chosen)
-    assert model.peak_bytes(quicker) <= (1 + NEAR) * model.peak_bytes(chosen)
-    assert num_keys(model, quicker) <= MAX_KEYS
-    least = model.host_bytes(quicker)
-    assert model.host_bytes(quickened(model, chosen, least // 2)) >= least // 2  # none is allowed
-
-
-def test_near_the_floor_the_last_layer_may_do_something_else():
-    step = movable_step(6, bytes_per_s=20 * KIB)
-    modes = layer_modes(step, recomputer(step))
-    model = build_model(step, modes, ONCE, 0.2)
-    chosen = (int(model.deltas[0].sum(axis=1).argmin()),) * 6
-    above = model.peak_bytes((0,) * 6)
-    others = list(last_layer_kept(model, chosen, above))
-    assert 0 < len(others) <= MAX_LAST
-    for other in others:
-        assert other[:-1] == chosen[:-1]
-        assert model.cost_s(other) < model.cost_s(chosen)
-        assert model.peak_bytes(other) < above
 
 
 def test_bundles_are_single_layers_or_equal_parts():

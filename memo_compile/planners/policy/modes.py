@@ -31,6 +31,7 @@ from memo_compile.step.movable import (
     RecomputeRegion,
     StepCosts,
 )
+from memo_compile.step.ordinary import outside_bytes
 from memo_compile.step.problem import align
 
 MAX_MODES = 12
@@ -135,7 +136,7 @@ def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
         recompute_peaks=tuple(
             region.profile.most_bytes(own_outputs=own_outputs) for region in regions
         ),
-        recompute_outside=tuple(region.profile.outside_bytes for region in regions),
+        recompute_outside=tuple(outside_bytes(region.profile) for region in regions),
         recompute_sources=tuple(
             tuple(source.slot for source in region.inputs if source.slot is not None)
             for region in regions
