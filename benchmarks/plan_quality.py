@@ -3,10 +3,10 @@
 Named models on the simulator, each planned as ``memo plan`` does: for the device's memory less
 1 GiB, for the floor, and for budgets between that and what keeping everything takes; with the
 device's own host link and with a slow one; with as much host memory as the plan likes, and with
-half of it. Two ratios: the step over its computation alone (the same step with everything kept and nothing in
-tiles, as if memory were free), and the step over its lower bound (``step_lower_bound_s``: of the
-step as it was cut, tiles included). Where a plan of the integer program was taken: how much slower
-the plan is that policy ``greedy`` takes, which needs no solver.
+half of it. Two ratios: the step over its computation alone (the same step with everything kept and
+nothing in tiles, as if memory were free), and the step over its lower bound
+(``step_lower_bound_s``: of the step as it was cut, tiles included). Where a plan of the integer
+program was taken: how much slower the plan is that policy ``greedy`` takes, which needs no solver.
 
 Each setting that is done is written at once. With ``--resume`` those are not planned again that
 stand in today's result and were planned by the same code.
@@ -19,7 +19,7 @@ the worst 1.05.
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +63,8 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = harness.parser(__doc__, sizes={})
     parser.add_argument("--settings", default=",".join(SETTINGS), help="comma-separated")
+    memory = ["device", *map("{:.0%}".format, LEVELS)]
+    parser.add_argument("--memory", default=",".join(memory), help="of these budgets")
     parser.add_argument("--resume", action="store_true", help="keep what today's result has")
     return parser.parse_args()
 
@@ -74,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for name in options.settings.split(","):
         if name in done:
             continue
-        arm = harness.Arm(name=name, arguments=(f"--child={name}",))
+        arm = harness.Arm(name=name, arguments=(f"--child={name}", f"--memory={options.memory}"))
         found = harness.run_arm(MODULE, arm, timeout_s=4 * harness.CHILD_TIMEOUT_S)["rows"]
         show(found)
         rows += [{**row, "code": planner} for row in found]
@@ -114,11 +116,14 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
         )
         return forecast(question)
 
-    return {"rows": [{"setting": options.child, **row} for row in rows_of(plan, device)]}
+    rows = rows_of(plan, device, options.memory.split(","))
+    return {"rows": [{"setting": options.child, **row} for row in rows]}
 
 
-def rows_of(plan: Callable[..., Any], device: HardwareProfile) -> Iterator[dict[str, Any]]:
-    """A row for each budget, link and host memory."""
+def rows_of(
+    plan: Callable[..., Any], device: HardwareProfile, memory: Collection[str]
+) -> Iterator[dict[str, Any]]:
+    """A row for each budget that ``memory`` names, each link and host memory."""
     free = plan(budget="1000TB", policy="save")
     floor = plan(budget=1).peak_bytes
     most = device.memory_bytes - 2**30
@@ -127,6 +132,8 @@ def rows_of(plan: Callable[..., Any], device: HardwareProfile) -> Iterator[dict[
     for level in LEVELS:
         budgets[f"{level:.0%}"] = int(floor + level * (min(free.peak_bytes, most) - floor))
     for name, budget in budgets.items():
+        if name not in memory:
+            continue
         if budget < floor:
             yield {"memory": name, "link": "own", "floor_bytes": floor}
             continue

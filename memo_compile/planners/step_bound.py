@@ -13,12 +13,16 @@ what an operator that cannot be split takes beyond all collectives that may be i
 What is not on the device at p and read before a later point q of the backward must come back
 between the two, so that for points p, q, r, ... of the backward the seconds of such windows add up.
 What is read first must come first: a window takes what its worst deadline does
-(``bound_windows``). Where few bytes are free windows take more than a single point, and count. They
-lie in the backward, so that the seconds for which the forward stands still come on top: the least
-``u`` of the program below for a point of the forward, whatever is recomputed.
+(``bound_windows``). Where few bytes are free windows take more than a single point, and count. The
+forward has such windows too: what is made between p and q and has no room at q must have left by
+then. A recomputation takes its seconds once: they count in the windows of one half of the step, or
+of the other. In the forward its waits are at least the least ``u`` of the program below for one of
+its points, whatever is recomputed.
 
 Nothing is copied back or made again twice. So what a recomputation reads stays on the device until
-the backward reads it too; where there is no room for it, no plan recomputes the slot.
+the backward reads it too; where there is no room for it, no plan recomputes the slot, or not both
+the slot and what it is made from. Nor where its operator allocates its result beside an arena that
+stays, which has the most of such memory beside it all the time, and that is too much.
 
 Symbols, for each class of layers with n layers whose slot s is not in use at p:
 

@@ -34,6 +34,7 @@ from memo_compile.planners.policy.model import (
 )
 from memo_compile.planners.policy.modes import ModeCost, layer_modes
 from memo_compile.planners.policy.named import NAMED, QUANTA, named_moves, steady_moves
+from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Layer, MovableStep, Moves, Schedule
 from memo_compile.step.problem import Problem
@@ -280,10 +281,18 @@ class CandidateSource:
 
     def _floor_moves(self) -> Iterator[Moves]:
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
-        for price in COPY_PRICES:
-            model = build_model(self.step, modes, ONCE, price)
+        for price, beside in itertools.product(COPY_PRICES, self._beside(modes)):
+            model = build_model(self.step, modes, ONCE, price, beside=beside)
             for chosen in self._near_floor_of(model):
                 yield model.moves(chosen, "greedy")
+
+    def _beside(self, modes: Sequence[Sequence[ModeCost]]) -> Iterator[bool]:
+        """The ways to count what kernels of recomputations allocate, where they differ."""
+        yield False
+        memory = OutsideMemory(self.step)
+        outside = (own for some in modes for cost in some for own in cost.recompute_outside)
+        if memory.may_raise(facts_of(self.step).backward_at, outside):
+            yield True
 
     def _filled(self) -> tuple[Moves, ...]:
         """Greedy's plans with as many copies as a host that is short has room for."""

@@ -181,8 +181,14 @@ def build_model(
     modes: Sequence[Sequence[ModeCost]],
     schedule: Schedule,
     copy_price: float = 0.0,
+    *,
+    beside: bool = False,
 ) -> StepModel:
-    """The model of ``step`` whose layer i may take ``modes[i]``; mode 0 saves everything."""
+    """The model of ``step`` whose layer i may take ``modes[i]``; mode 0 saves everything.
+
+    What the kernels of a recomputation allocate counts where it runs. With ``beside`` it counts as
+    an arena that stays has it beside it: where it makes the most of it larger, and in all calls.
+    """
     lag, lead = schedule.offload_lag, schedule.reload_lead
     assert lag is not None, "the model needs a lag"
     assert lead is not None, "the model needs a lead"
@@ -210,9 +216,11 @@ def build_model(
                 row[start:end] -= size_bytes
             row[len(during) :] = row[point_calls]
             for part in parts:
-                at_part, everywhere = outside.added(part.at, part.outside_bytes)
-                row += everywhere
-                row[point_of[layer, part.at]] += part.peak_bytes + at_part
+                row[point_of[layer, part.at]] += part.peak_bytes
+                if beside:
+                    row += outside.raised(range(part.at, part.at + 1), part.outside_bytes)
+                else:
+                    row[point_of[layer, part.at]] += part.outside_bytes
                 if cost.mode.recompute_rows is None:  # what save-all counts is not there yet
                     slots = step.class_of(step.layers[layer]).slots
                     made_bytes = sum(slots[slot].size_bytes for slot in part.slots)

@@ -263,7 +263,7 @@ def _inside(step: MovableStep, class_key: str, modes: Sequence[ModeCost]) -> Mod
     last = max(facts.backward_at[at] for at, layer in layers if layer.class_key == class_key)
 
     def raises(cost: ModeCost) -> bool:
-        return any(memory.raised(range(last, last + 1), own) for own in cost.recompute_outside)
+        return memory.may_raise([last], cost.recompute_outside)
 
     if not any(map(raises, modes)):
         return None
