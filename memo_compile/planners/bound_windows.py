@@ -30,9 +30,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from memo_compile.planners import solver
+from memo_compile.planners.bound_never import Never
 from memo_compile.planners.bound_parts import (
     Life,
-    Never,
     minimum_s,
     require_operators,
     size_of,
@@ -49,7 +49,7 @@ MAX_SKIP = 3
 """A window ends at one of so many points that follow: in between more bytes may be free."""
 
 
-class Room(NamedTuple):
+class Away(NamedTuple):
     """What may be off the device, and the bytes that there are for it."""
 
     step: MovableStep
@@ -62,7 +62,7 @@ class Room(NamedTuple):
     """(class, operator) -> the least share of its seconds that a recomputation takes."""
 
 
-def backward_waits_s(room: Room, *, counts: bool) -> float:
+def backward_waits_s(away: Away, *, counts: bool) -> float:
     """The seconds beyond computation of windows that follow each other: of those that take most.
 
     Some begin at a call of a layer's backward at which the fewest bytes are free for what is read
@@ -70,18 +70,18 @@ def backward_waits_s(room: Room, *, counts: bool) -> float:
     at such a call between two at which something is read first. Without ``counts`` recomputation
     takes no time.
     """
-    end = len(room.free)
-    borders = [*sorted(set(room.facts.backward_at)), end]
-    reads = sorted({room.facts.first_backward, *(life.read for life in room.moved)})
-    return _longest_s(room, borders, reads, (end,), _due_back, counts=counts)
+    end = len(away.free)
+    borders = [*sorted(set(away.facts.backward_at)), end]
+    reads = sorted({away.facts.first_backward, *(life.read for life in away.moved)})
+    return _longest_s(away, borders, reads, (end,), _due_back, counts=counts)
 
 
-def forward_waits_s(room: Room, *, counts: bool) -> float:
+def forward_waits_s(away: Away, *, counts: bool) -> float:
     """Likewise of the forward, whose windows end where the fewest bytes are free."""
-    turn = room.facts.first_backward
-    made = {life.made for life in room.moved}
-    borders = [*sorted({0, *room.facts.forward_at}), turn]
-    return _longest_s(room, borders, [*sorted({0, *made}), turn], (), _due_out, counts=counts)
+    turn = away.facts.first_backward
+    made = {life.made for life in away.moved}
+    borders = [*sorted({0, *away.facts.forward_at}), turn]
+    return _longest_s(away, borders, [*sorted({0, *made}), turn], (), _due_out, counts=counts)
 
 
 class _Due(NamedTuple):
@@ -116,17 +116,17 @@ _Window = tuple[int, int]
 
 
 def _longest_s(
-    room: Room,
+    away: Away,
     borders: Sequence[int],
     reads: Sequence[int],
     ends: Iterable[int],
-    due_in: Callable[[Room, _Window, bool], Iterator[_Deadline]],
+    due_in: Callable[[Away, _Window, bool], Iterator[_Deadline]],
     *,
     counts: bool,
 ) -> float:
     """The seconds of the path of windows that takes most, see ``backward_waits_s``."""
-    of_layers = [[*_scarcest(room.free, borders, last=last)] for last in (False, True)]
-    each = {*itertools.chain(*of_layers), *_scarcest(room.free, reads, last=True), *ends}
+    of_layers = [[*_scarcest(away.free, borders, last=last)] for last in (False, True)]
+    each = {*itertools.chain(*of_layers), *_scarcest(away.free, reads, last=True), *ends}
     points = sorted(each)
     most_s = dict.fromkeys(points, 0.0)
     known: dict[tuple[_Deadline, ...], float] = {}
@@ -134,9 +134,9 @@ def _longest_s(
     for skip in range(1, MAX_SKIP + 1):
         pairs.update(zip(points, points[skip:], strict=False))
     for at, end in sorted(pairs):
-        window = tuple(due_in(room, (at, end), counts))
+        window = tuple(due_in(away, (at, end), counts))
         if window not in known:
-            known[window] = _window_s(room, window)
+            known[window] = _window_s(away, window)
         most_s[end] = max(most_s[end], most_s[at] + known[window])
     return max(most_s.values(), default=0.0)
 
@@ -148,34 +148,34 @@ def _scarcest(free: Any, borders: Iterable[int], *, last: bool = False) -> Itera
         yield end - 1 - int(some[::-1].argmin()) if last else first + int(some.argmin())
 
 
-def _due_back(room: Room, window: _Window, counts: bool) -> Iterator[_Deadline]:
+def _due_back(away: Away, window: _Window, counts: bool) -> Iterator[_Deadline]:
     """The deadlines of a window of the backward."""
     at, end = window
     due = [
         own
-        for own in _by_layer(life for life in room.moved if at < life.read)
+        for own in _by_layer(life for life in away.moved if at < life.read)
         if any(life.read <= end for life in own)
     ]
     for call in sorted({life.read for own in due for life in own if life.read <= end}):
         yield _Deadline(
-            due=tuple(_read_by(room, own, call, counts) for own in due if _is_read(own, call)),
-            free_bytes=int(room.free[at]),
-            beside_s=sum(room.facts.call_s[at + 1 : call]),
+            due=tuple(_read_by(away, own, call, counts) for own in due if _is_read(own, call)),
+            free_bytes=int(away.free[at]),
+            beside_s=sum(away.facts.call_s[at + 1 : call]),
             is_forward=False,
         )
 
 
-def _due_out(room: Room, window: _Window, counts: bool) -> Iterator[_Deadline]:
+def _due_out(away: Away, window: _Window, counts: bool) -> Iterator[_Deadline]:
     """The deadlines of a window of the forward."""
     at, end = window
-    calls = room.step.problem.calls
+    calls = away.step.problem.calls
     largest = {
-        own[0].layer: max(own, key=lambda life: size_of(room.step, life)).made
-        for own in _by_layer(room.moved)
+        own[0].layer: max(own, key=lambda life: size_of(away.step, life)).made
+        for own in _by_layer(away.moved)
     }
     made = [
         life
-        for life in room.moved
+        for life in away.moved
         if at <= life.made and life.last_use < end and calls[life.made].kind is CallKind.RUN
     ]
     for call in sorted({life.made for life in made}):
@@ -186,14 +186,14 @@ def _due_out(room: Room, window: _Window, counts: bool) -> Iterator[_Deadline]:
                     class_key=own[0].class_key,
                     slots=tuple(life.slot for life in own),
                     later=(),
-                    again=room.never.again(own),
-                    apart=room.never.apart(own),
+                    again=away.never.again(own),
+                    apart=away.never.apart(own),
                     counts=counts and at <= largest[own[0].layer] < end,
                 )
                 for own in since
             ),
-            free_bytes=int(room.free[end]),
-            beside_s=sum(room.facts.call_s[call + 1 : end]),
+            free_bytes=int(away.free[end]),
+            beside_s=sum(away.facts.call_s[call + 1 : end]),
             is_forward=True,
         )
 
@@ -209,21 +209,21 @@ def _is_read(own: Iterable[Life], call: int) -> bool:
     return any(life.read <= call for life in own)
 
 
-def _read_by(room: Room, own: Sequence[Life], call: int, counts: bool) -> _Due:
+def _read_by(away: Away, own: Sequence[Life], call: int, counts: bool) -> _Due:
     slots = tuple(life.slot for life in own if life.read <= call)
-    cls, again = room.step.classes[own[0].class_key], room.never.again(own)
+    cls, again = away.step.classes[own[0].class_key], away.never.again(own)
     read = frozenset().union(*(sources_of(cls, slot) for slot in again.intersection(slots)))
     later = sorted(life.slot for life in own if life.read > call and life.slot in read)
-    return _Due(cls.key, slots, tuple(later), again, room.never.apart(own), counts)
+    return _Due(cls.key, slots, tuple(later), again, away.never.apart(own), counts)
 
 
-def _window_s(room: Room, deadlines: Iterable[_Deadline]) -> float:
+def _window_s(away: Away, deadlines: Iterable[_Deadline]) -> float:
     """The seconds beyond computation that a window takes: of its worst deadline."""
     added_s = 0.0
-    for deadline in sorted(deadlines, key=lambda own: -_copied_s(room.step, own)):
-        if _copied_s(room.step, deadline) <= added_s:  # nor are all that follow worse
+    for deadline in sorted(deadlines, key=lambda own: -_copied_s(away.step, own)):
+        if _copied_s(away.step, deadline) <= added_s:  # nor are all that follow worse
             break
-        added_s = max(added_s, _late_s(room, deadline))
+        added_s = max(added_s, _late_s(away, deadline))
     return added_s
 
 
@@ -249,7 +249,7 @@ def _copied_s(step: MovableStep, deadline: _Deadline) -> float:
     return max(0.0, copied / _rate(step, deadline) - deadline.beside_s)
 
 
-def _late_s(room: Room, deadline: _Deadline) -> float:
+def _late_s(away: Away, deadline: _Deadline) -> float:
     """The seconds beyond computation that the deadline's program finds, see the module's text."""
     model = solver.make_model("window of a step")
     stall = model.add_var(name="stall")
@@ -257,9 +257,9 @@ def _late_s(room: Room, deadline: _Deadline) -> float:
     copied: list[tuple[int, Any]] = []
     counted: list[tuple[float, Any]] = []
     hidden: list[tuple[float, Any]] = []
-    unit_s = unit_of_s(room.step)
+    unit_s = unit_of_s(away.step)
     for class_key, slots, later, may_again, apart, counts in deadline.due:
-        cls = room.step.classes[class_key]
+        cls = away.step.classes[class_key]
         off = dict.fromkeys((*slots, *later), 1)
         x, y = slot_variables(model, cls, off, dict.fromkeys(may_again, 1), apart=apart)
         there = {slot: model.add_var(var_type="B") for slot in (*slots, *later)}
@@ -272,13 +272,13 @@ def _late_s(room: Room, deadline: _Deadline) -> float:
         kept += [(cls.slots[slot].size_bytes, own) for slot, own in there.items()]
         copied += [(cls.slots[slot].size_bytes, own) for slot, own in y.items()]
         runs = [
-            (seconds / unit_s * room.discounts.get((class_key, op), 1.0), run)
+            (seconds / unit_s * away.discounts.get((class_key, op), 1.0), run)
             for op, seconds, run in require_operators(model, cls, 1, x)
         ]
         counted += runs if counts else ()
         hidden += () if deadline.is_forward else runs
     model.add_constr(weighted(*_columns(kept)) <= float(deadline.free_bytes))
-    rate = _rate(room.step, deadline) * unit_s
+    rate = _rate(away.step, deadline) * unit_s
     moved = weighted([size / rate for size, _ in copied], [own for _, own in copied])
     model.add_constr(moved <= deadline.beside_s / unit_s + stall + weighted(*_columns(hidden)))
     return minimum_s(model, stall + weighted(*_columns(counted)), unit_s)

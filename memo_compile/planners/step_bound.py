@@ -51,19 +51,18 @@ import numpy as np
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
 from memo_compile.planners.begin_order import gathers_of
+from memo_compile.planners.bound_never import Never, never_again
 from memo_compile.planners.bound_parts import (
     Life,
-    Never,
     lives_of,
     minimum_s,
-    never_again,
     off_bytes,
     require_operators,
     size_of,
     slot_variables,
     unit_of_s,
 )
-from memo_compile.planners.bound_windows import Room, backward_waits_s, forward_waits_s
+from memo_compile.planners.bound_windows import Away, backward_waits_s, forward_waits_s
 from memo_compile.planners.comm_windows import at_once, late, least_of
 from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, recompute_seconds
 from memo_compile.planners.policy.model import call_bytes
@@ -143,9 +142,9 @@ def _found(
             _added_s(step, _point(facts, lives, never, at), int(excess[at]), *hosts)
             for at in _points(excess, facts.first_backward)
         ]
-        room = Room(step, facts, moved, np.maximum(0, spare), never, discounts)
+        away = Away(step, facts, moved, np.maximum(0, spare), never, discounts)
         halves = [
-            (forward_waits_s(room, counts=counts), backward_waits_s(room, counts=not counts))
+            (forward_waits_s(away, counts=counts), backward_waits_s(away, counts=not counts))
             for counts in (False, True)
         ]
     except ConfigError:  # no engine on this machine
