@@ -5,8 +5,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from memo_compile.planners.bound_parts import Life, size_of, sources_of
 from memo_compile.planners.move_rules import can_split
 from memo_compile.planners.policy.outside_memory import OutsideMemory
@@ -72,6 +70,7 @@ class _Rooms:
         regions: Iterable[RecomputeRegion],
     ) -> None:
         self._step, self._spare = step, spare
+        self._least = spare.min(initial=0)
         self._lives = {(life.layer, life.slot): life for life in moved}
         self._sources: dict[tuple[str, int], frozenset[int]] = {}
         self._outside = _outside_of(step, regions)
@@ -91,13 +90,12 @@ class _Rooms:
     def has_room(self, life: Life, held: Iterable[Life]) -> bool:
         """True where ``held`` may be on the device from the first read of ``life`` to their own."""
         added = self._added_bytes(life)
-        if added > 0 and added > self._spare.min():
+        if added > 0 and added > self._least:
             return False
-        free = np.maximum(0, self._spare - added)
         left = {own for own in held if own.read > life.read}
         return all(
             sum(size_of(self._step, own) for own in left if own.read >= until)
-            <= free[life.read : until].min()
+            <= max(0, self._spare[life.read : until].min() - added)
             for until in {own.read for own in left}
         )
 

@@ -112,10 +112,9 @@ def quickened(
 ) -> tuple[int, ...]:
     """``chosen`` with quicker modes in about as many bytes.
 
-    First of all layers that share one, then of each by itself.
-
-    A sequence of moves comes to places where the layers of a class recompute in as many ways as
-    they may, and what it moves from there on copies all.
+    First of all layers that share one, then of each by itself. A sequence of moves comes to places
+    where the layers of a class recompute in as many ways as they may, and what it moves from there
+    on copies all.
     """
     now, cost = model.bytes_at(chosen), model.cost_s(chosen)
     most = int(now.max() * (1 + NEAR))

@@ -202,7 +202,7 @@ def build_model(
     point_calls = [at for _, at in points]
     point_of = {point: number for number, point in enumerate(points, start=len(during))}
     base = np.concatenate([during, border[point_calls]])
-    outside = OutsideMemory(step)
+    outside = OutsideMemory(step) if beside else None
     deltas = []
     for layer, some in enumerate(modes):
         delta = np.zeros((len(some), len(base)), dtype=np.int64)
@@ -217,10 +217,10 @@ def build_model(
             row[len(during) :] = row[point_calls]
             for part in parts:
                 row[point_of[layer, part.at]] += part.peak_bytes
-                if beside:
-                    row += outside.raised(range(part.at, part.at + 1), part.outside_bytes)
-                else:
+                if outside is None:
                     row[point_of[layer, part.at]] += part.outside_bytes
+                else:
+                    row += outside.raised(range(part.at, part.at + 1), part.outside_bytes)
                 if cost.mode.recompute_rows is None:  # what save-all counts is not there yet
                     slots = step.class_of(step.layers[layer]).slots
                     made_bytes = sum(slots[slot].size_bytes for slot in part.slots)
@@ -266,6 +266,7 @@ class _Part(NamedTuple):
     sources: tuple[int, ...]
     """The slots that it reads."""
     peak_bytes: int
+    """In the arena."""
     outside_bytes: int
 
 
