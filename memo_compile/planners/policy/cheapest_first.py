@@ -6,7 +6,7 @@ gives the mode to the first one alone. The price of a move is the seconds that i
 to the step, per byte that it takes off the points above the floor.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,9 @@ MAX_KEYS = 2
 
 NEAR = 0.002
 """Quicker modes may take this share of the peak more: budgets between the two are few."""
+
+QUICKER = 1e-9
+"""The least share of a step that a quicker mode gains: less is rounding."""
 
 NUM_CHUNKS = 16
 """A class's layers move in at most about this many chunks, so that deep models take few moves."""
@@ -116,28 +119,45 @@ def quickened(
     where the layers of a class recompute in as many ways as they may, and what it moves from there
     on copies all.
     """
-    now, cost = model.bytes_at(chosen), model.cost_s(chosen)
-    most = int(now.max() * (1 + NEAR))
+    now, totals = model.bytes_at(chosen), _seconds_of(model, range(model.num_layers), chosen)
+    most, cost = int(now.max() * (1 + NEAR)), model.priced_s(*totals)
     alike: dict[tuple[str, int], list[int]] = {}
     for layer, taken in enumerate(zip(model.class_keys, chosen, strict=True)):
         alike.setdefault(taken, []).append(layer)
     for layers in (*alike.values(), *([layer] for layer in range(model.num_layers))):
         own, key = chosen[layers[0]], model.class_keys[layers[0]]
-        gone = now - sum(model.deltas[layer][own] for layer in layers)
+        others = totals - _seconds_of(model, layers, chosen)
+        gone = _with(model, now, layers, own, sign=-1)
         best = own
         for mode in range(len(model.modes[layers[0]])):
-            other = moved(chosen, layers, mode)
-            if not few_keys(model, other, key) or exceeds(model, other, host_budget_bytes):
+            changed = moved(chosen, layers, mode)
+            mode_s = model.priced_s(*(others + _seconds_of(model, layers, changed)))
+            if mode_s >= cost * (1 - QUICKER):
                 continue
-            other_s = model.cost_s(other)
-            if other_s < cost and _with(model, gone, layers, mode).max() <= most:
-                best, cost = mode, other_s
-        chosen, now = moved(chosen, layers, best), _with(model, gone, layers, best)
+            if not few_keys(model, changed, key) or exceeds(model, changed, host_budget_bytes):
+                continue
+            if _with(model, gone, layers, mode).max() <= most:
+                best, cost = mode, mode_s
+        if best != own:
+            chosen, now = moved(chosen, layers, best), _with(model, gone, layers, best)
+            totals = others + _seconds_of(model, layers, chosen)
     return chosen
 
 
-def _with(model: StepModel, now: Any, layers: Sequence[int], mode: int) -> Any:
-    return now + sum(model.deltas[layer][mode] for layer in layers)
+def _seconds_of(model: StepModel, layers: Iterable[int], chosen: Sequence[int]) -> Any:
+    """Of some layers the seconds of recomputation, of copies to the host, and of copies back."""
+    taken = [(layer, chosen[layer]) for layer in layers]
+    return np.array(
+        (
+            sum(model.modes[layer][mode].recompute_s for layer, mode in taken),
+            sum(model.out_s[layer][mode] for layer, mode in taken),
+            sum(model.back_s[layer][mode] for layer, mode in taken),
+        )
+    )
+
+
+def _with(model: StepModel, now: Any, layers: Sequence[int], mode: int, *, sign: int = 1) -> Any:
+    return now + sign * sum(model.deltas[layer][mode] for layer in layers)
 
 
 def _bytes_over(at: Any, floor: int) -> float:

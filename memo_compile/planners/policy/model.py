@@ -91,13 +91,17 @@ class StepModel:
         out_s = sum(map(operator.getitem, self.out_s, chosen))
         back_s = sum(map(operator.getitem, self.back_s, chosen))
         if self.schedule.at_once:
-            return self._priced_s(self._taken(chosen), out_s, back_s)
+            again_s = sum(mode.recompute_s for mode in self._taken(chosen))
+            return self.priced_s(again_s, out_s, back_s)
         return self.step_s(chosen) + COPY_WEIGHT * (out_s + back_s)
 
-    def _priced_s(self, modes: Sequence[ModeCost], out_s: float, back_s: float) -> float:
-        """Computation, what the lanes take beyond it, and ``copy_price`` of all copies."""
+    def priced_s(self, again_s: float, out_s: float, back_s: float) -> float:
+        """Where copies are made at once, the step with so much recomputation and such copies.
+
+        Computation, what the lanes take beyond it, and ``copy_price`` of all copies.
+        """
         forward_s, backward_s = self.facts.halves_s
-        backward_s += sum(mode.recompute_s for mode in modes)
+        backward_s += again_s
         beyond_s = max(0.0, out_s - forward_s) + max(0.0, back_s - backward_s)
         return forward_s + backward_s + beyond_s + self.copy_price * (out_s + back_s)
 
