@@ -23,9 +23,9 @@ BRIEFLY = 0.15
 """After this share of the processor seconds that the answer took, no further tiles are begun
 before the command ends: those of the first take a fifth of it."""
 
-WAIT_S, POLL_S = 20.0, 0.1
+WAIT_S, POLL_S = 10.0, 0.1
 """How long a command waits in all for tiles that another process makes, which may have little of a
-busy processor. To make them beside it takes some 20 s of one."""
+busy processor; alone it takes up to 15 s."""
 
 TILES, FLOOR = "preparing tiles", "preparing the floor"
 

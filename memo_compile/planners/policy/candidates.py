@@ -281,9 +281,10 @@ class CandidateSource:
 
     def _floor_moves(self) -> Iterator[Moves]:
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
-        for price, beside in itertools.product(COPY_PRICES, self._beside(modes)):
+        ways = tuple(self._beside(modes))
+        for price, beside in itertools.product(COPY_PRICES, ways):
             model = build_model(self.step, modes, ONCE, price, beside=beside)
-            for chosen in self._near_floor_of(model):
+            for chosen in self._near_floor_of(model, quickens=len(ways) > 1):
                 yield model.moves(chosen, "greedy")
 
     def _beside(self, modes: Sequence[Sequence[ModeCost]]) -> Iterator[bool]:
@@ -427,8 +428,10 @@ class CandidateSource:
         for number in sorted({last * at // max(1, count - 1) for at in range(count)}):
             yield sequence[number]
 
-    def _near_floor_of(self, model: StepModel) -> Iterator[tuple[int, ...]]:
-        """The last plans of greedy's sequence, and quicker ones in their bytes.
+    def _near_floor_of(
+        self, model: StepModel, *, quickens: bool = False
+    ) -> Iterator[tuple[int, ...]]:
+        """The last plans of greedy's sequence, and with ``quickens`` quicker ones in their bytes.
 
         Of each also some with other modes of the last layer.
         """
@@ -438,7 +441,8 @@ class CandidateSource:
             yield from sequence[-NEAR_FULL:]
             return
         smaller = list(ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
-        priced = [replace(model, copy_price=price) for price in QUICK_PRICES]
+        prices = QUICK_PRICES if quickens else ()
+        priced = [replace(model, copy_price=price) for price in prices]
         for (above, _), (_, found) in itertools.pairwise([smaller[0], *smaller]):
             quicker = (quickened(other, found, most) for other in priced)
             for chosen in dict.fromkeys((found, *quicker)):
