@@ -70,8 +70,7 @@ def test_quicker_modes_are_found_where_a_sequence_has_come_to_copies_alone():
     assert model.cost_s(quicker) < 0.9 * model.cost_s(chosen)
     assert model.peak_bytes(quicker) <= (1 + NEAR) * model.peak_bytes(chosen)
     assert few_keys(model, quicker, "L")
-    least = model.host_bytes(quicker)
-    assert model.host_bytes(quickened(model, chosen, least // 2)) >= least // 2  # none is allowed
+    assert quickened(model, chosen, 0) == chosen  # x and a can only be copied
 
 
 def test_near_the_floor_the_last_layer_may_do_something_else():
