@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd.autograd_cache import (
     BypassAOTAutogradCache,
     FXGraphCacheMiss,
 )
+from torch._functorch._aot_autograd.functional_utils import ViewMetaSequence
 from torch._inductor import cpp_builder, cpu_vec_isa
 from torch._inductor.codecache import FxGraphCache, get_path, sha256_hash
 from torch._inductor.output_code import OutputCode
@@ -243,6 +244,27 @@ def autograd_cache(recall: Recall) -> Iterator[None]:
             yield
         finally:
             _recalls.pop()
+
+
+UNSAFE_VIEWS = ("_unsafe_view_ViewMeta", "resize__ViewMeta")
+
+
+def store_no_unsafe_views() -> None:
+    """From now on AOTAutograd's cache gets no graph whose results it would later cut out wrongly.
+
+    A result that is a view of another is made again from it, by the views between them. Those of
+    two kinds are pickled from memory that was freed: the process dies, or the entry has random
+    shapes (torch 2.11 to 2.13; issue 185630, fixed after them). The product of a hidden state of
+    three dimensions and a transposed weight is such a view. Plain Inductor stores a graph once its
+    backward was compiled, which may be after all that memo does.
+    """
+    ViewMetaSequence.__getstate__ = _only_safe_views  # type: ignore[assignment,method-assign]
+
+
+def _only_safe_views(sequence: Any) -> dict[str, Any]:
+    if any(type(view).__name__ in UNSAFE_VIEWS for view in sequence.sequence):
+        raise BypassAOTAutogradCache("torch stores such views wrongly")
+    return dict(vars(sequence))
 
 
 def lacks_compiler(error: Exception) -> bool:

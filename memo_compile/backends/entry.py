@@ -105,6 +105,7 @@ def _compiled(
         caches = config.cache and shim_cache.caches_graphs()
         config = dataclasses.replace(config, cache=caches)
         _require_usable(config)
+        shim_cache.store_no_unsafe_views()
         if asked := _asks_for_cuda_graphs(config):
             state.warn_once(f"{asked}: CUDA graphs are not used together with the arena")
         _note_distributed()

@@ -8,7 +8,7 @@ loaded before something must be traced.
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -184,12 +184,18 @@ class ModelPlans:
             return None
         return self.answered if self.memory.store.is_writable() else None
 
-    def missing(self, config: MemoConfig, failed: Collection[Tiles]) -> Tiles | None:
-        """The first tiles but ``failed`` that a smaller budget may need, and nothing remembers."""
+    def missing(
+        self, config: MemoConfig, failed: Collection[Tiles], wanted: Sequence[Tiles] = ()
+    ) -> Tiles | None:
+        """The first tiles but ``failed`` that a smaller budget may need, and nothing remembers.
+
+        Those that are ``wanted`` come before all others.
+        """
         budget_bytes = self._budget_bytes(config)
         if budget_bytes is None:
             return None
         order = orders_below(self._sizes_for(config), config, budget_bytes, self._bounds())
+        order = (*wanted, *order)
         return next((own for own in order if own not in failed and self._lacks(own, config)), None)
 
     def smaller_budgets(self, config: MemoConfig) -> list[int]:

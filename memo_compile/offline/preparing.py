@@ -3,7 +3,8 @@
 An answer is made of the step in one to four ways of tiling it; other budgets need other ways, nine
 to twenty in all, each of which is to be traced or lowered once. ``briefly`` makes the next ones,
 before the command ends. ``fully`` makes all of them, and what says that nothing fits, in a process
-that is left behind; a command that needs one of them meanwhile waits for it (``awaited``).
+that is left behind; a command that needs one of them meanwhile leaves word of it, and waits
+(``awaited``): what is waited for is made next.
 """
 
 import time
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from memo_compile.config import MemoConfig
 from memo_compile.driver.tile_order import Tiles
 from memo_compile.errors import Infeasible, MemoError
-from memo_compile.offline.remembered_keys import log, nobody_watches
+from memo_compile.file_store import digest_of
+from memo_compile.offline.remembered_keys import ignored_if_wrong, log, nobody_watches
 
 if TYPE_CHECKING:
     from memo_compile.offline.model_plans import ModelPlans
@@ -25,9 +27,9 @@ before the command ends: those of the first take a fifth of it."""
 
 WAIT_S, POLL_S = 10.0, 0.1
 """How long a command waits in all for tiles that another process makes, which may have little of a
-busy processor; alone it takes up to 15 s."""
+busy processor; alone it takes a second or two for each."""
 
-TILES, FLOOR = "preparing tiles", "preparing the floor"
+TILES, FLOOR, WANTED = "preparing tiles", "preparing the floor", "wanted tiles"
 
 
 def briefly(plans: "ModelPlans", answer_s: float) -> None:
@@ -74,7 +76,7 @@ def _any_budget(plans: "ModelPlans", config: MemoConfig) -> MemoConfig:
 
 def _all_tiles(plans: "ModelPlans", config: MemoConfig, until_s: float | None = None) -> None:
     failed = set[Tiles]()
-    while (tiles := plans.missing(config, failed)) is not None:
+    while (tiles := plans.missing(config, failed, _wanted(plans, config))) is not None:
         if until_s is not None and time.process_time() >= until_s:
             break
         try:
@@ -82,6 +84,23 @@ def _all_tiles(plans: "ModelPlans", config: MemoConfig, until_s: float | None = 
         except Exception as error:  # the answer was given, and stands
             log.info("memo: in %s: not remembered: %r", tiles, error)
             failed.add(tiles)
+
+
+def _wanted(plans: "ModelPlans", config: MemoConfig) -> list[Tiles]:
+    """What other commands have waited for, whether it is there by now or not."""
+    memory, found = plans.lasting, list[Tiles]()
+    for body in () if memory is None else memory.store.read(plans.claim_key(config, WANTED)):
+        with ignored_if_wrong():
+            number, above_bytes, drop_above_bytes = map(int, body)
+            found.append(Tiles(number, above_bytes, drop_above_bytes))
+    return found
+
+
+def _want(plans: "ModelPlans", options: MemoConfig) -> None:
+    memory = plans.lasting
+    if memory is not None and options.token_tiles is not None:
+        tiles = [options.token_tiles, options.tile_above_bytes, options.drop_above_bytes]
+        memory.store.write(plans.claim_key(options, WANTED), tiles, digest_of(tiles)[:16])
 
 
 def _floor_key(plans: "ModelPlans", config: MemoConfig) -> dict[str, Any]:
@@ -133,6 +152,7 @@ def awaited(plans: "ModelPlans", options: MemoConfig, find: Callable[[MemoConfig
     store, claimed, key = memory.store, plans.claim_key(options, TILES), plans.record_key(options)
     seen = store.variants(key)
     if store.is_claimed(claimed) and plans.waited_s < WAIT_S:
+        _want(plans, options)
         plans.say("waiting for a memo plan that prepares this", 0)
     while store.is_claimed(claimed) and plans.waited_s < WAIT_S:
         time.sleep(POLL_S)

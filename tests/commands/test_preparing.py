@@ -161,6 +161,31 @@ def test_what_another_process_prepares_is_not_prepared_twice(store, traces, monk
         assert sorted(store.folder.glob("*.json")) != before
 
 
+def test_what_a_command_waits_for_is_made_next(store, traces, monkeypatch):
+    with forecasting.forecasting(ASKED) as (_, remembering):
+        (plans,) = remembering.subject._plans.values()
+        config, order, made = plans.answered, [], []
+        while (tiles := plans.missing(preparing._any_budget(plans, config), order)) is not None:
+            order.append(tiles)
+        assert len(order) > 1
+        claim = claimed_by_another(store, plans, config)
+        with monkeypatch.context() as another:
+            another.setattr(model_plans.ModelPlans, "is_traced", False)
+            another.setattr(preparing, "WAIT_S", 0.01)
+            preparing.awaited(plans, order[-1].options(config), lambda _: None)
+        claim.release()
+        prepare = plans.prepare
+
+        def noted(tiles, config):
+            made.append(tiles[:3])
+            prepare(tiles, config)
+
+        monkeypatch.setattr(plans, "prepare", noted)
+        remembering.fully()
+        assert made[0] == order[-1][:3]
+        assert order[0][:3] in made[1:]
+
+
 def test_a_try_that_was_too_slow_is_not_made_again(tmp_path):
     store, made = FileStore(folder=tmp_path), []
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,14 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import memo_compile
-from memo_compile.backends import capture_memory
+from memo_compile.backends import capture_memory, entry
 from memo_compile.backends.capture_memory import CaptureCounts
 from memo_compile.config import MemoConfig
+from memo_compile.errors import UnsupportedGraph
 from memo_compile.file_store import FileStore
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
 from tests.numerics.small import Pair, Stack, rows
-from tests.numerics.training import INDUCTOR, in_ci
+from tests.numerics.training import INDUCTOR, in_ci, memo_compiled
 
 MADE, RECALLED = CaptureCounts(made=1), CaptureCounts(recalled=1)
 
@@ -67,7 +69,7 @@ def newest_plan() -> Plan:
 
 
 def files(store: FileStore) -> list[Path]:
-    return [entry.path for entry in store.stored() if entry.kind == "capture"]
+    return [known.path for known in store.stored() if known.kind == "capture"]
 
 
 def torchs_files(tmp_path: Path) -> list[Path]:
@@ -82,6 +84,34 @@ def test_a_second_compilation_traces_nothing(store, monkeypatch, options):
     assert newest_plan() == plan
     assert trained(monkeypatch, **options, cache=False) == CaptureCounts()
     assert newest_plan() == plan
+
+
+class Tied(nn.Module):
+    """Gives its logits, a product of three dimensions, and a part of them: one is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.exit = nn.Linear(16, 16), nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = self.entry(x).relu() @ self.exit.t()
+        return logits.square().mean(), logits[:, -1], logits
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_torch_stores_wrongly_is_not_stored(store, monkeypatch, tmp_path, plain):
+    """Also where plain Inductor runs: torch would end the process, or read random shapes."""
+    if plain:
+        monkeypatch.setattr(entry, "_planned_once", Mock(side_effect=UnsupportedGraph("no")))
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(3, 5, 16)
+    for _ in range(2):
+        torch._dynamo.reset()
+        results = memo_compiled(model, **{**INDUCTOR, "strict": not plain})(x)
+        torch.testing.assert_close(results, model(x))
+        results[0].backward()
+    assert bool(memo_compile.report().plans) != plain
+    assert not torchs_files(tmp_path)
 
 
 class Frozen(Stack):

@@ -274,6 +274,37 @@ def test_tiles_that_are_only_bounded_are_planned_where_they_may_be_fastest(
     assert len(seen) == tried
 
 
+@pytest.mark.parametrize(
+    ("steps", "planned"),
+    [
+        # above_bytes: bound, seconds of greedy's plan; which are planned, the last one is taken
+        ({5: (1.1, 1.4), 3: (1.2, 1.2), 0: (1.5, 1.5)}, [3]),
+        ({5: (1.1, 1.4), 3: (1.2, 1.3), 0: (1.25, 1.5)}, [3]),
+        ({5: (1.1, 1.15), 3: (1.2, 1.2), 0: (1.3, 1.3)}, [5]),
+        ({5: (1.1, 1.3), 3: (1.2, 1.3), 0: (1.3, 1.3)}, [3]),
+    ],
+    ids=["one is as fast as its bound", "none is", "the first is fast", "all are the same"],
+)
+def test_tiles_are_planned_in_the_order_of_what_greedy_finds(monkeypatch, steps, planned):
+    """Placing, and solving the program, take longest: greedy's seconds put tiles behind others."""
+    made = []
+
+    def attempt(gm, config):
+        above = config.tile_above_bytes if config.token_tiles == 8 else -1
+        bound, greedy_s = steps[above]
+        if bound > min(config.max_over_compute or math.inf, config.max_step_s):
+            raise TooSlow("no plan can", step_s=bound, is_bound=True)
+        if greedy_s > min(config.enough_s or math.inf, config.max_step_s):
+            raise TooSlow("no plan is fast enough", step_s=greedy_s, is_bound=True)
+        made.append(above)
+        return above
+
+    monkeypatch.setattr(tries, "tile_order", lambda *_: ORDER)
+    config = MemoConfig(memory_budget=2**30)
+    assert first_that_fits(graph(), GraphFacts([torch.ones(4)]), config, attempt) == planned[-1]
+    assert made == planned
+
+
 def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
     known: Any = SimpleNamespace(whole_compute_s=lambda: 2.0)
     timeline = Timeline(step_s=3.0, stall_s=0.0)

@@ -199,14 +199,15 @@ class CandidateSource:
         self._greedy()
         steady_moves(self.step, self.recompute)
         for policy in NAMED:
-            named_moves(
-                self.step,
-                policy,
-                self.recompute,
-                alpha=None,
-                host_budget_bytes=self.host_budget_bytes,
-                exact=self.exact,
-            )
+            for alpha in (None, 0.0, 0.5) if policy == "memo" else (None,):  # all, and some rows
+                named_moves(
+                    self.step,
+                    policy,
+                    self.recompute,
+                    alpha=alpha,
+                    host_budget_bytes=self.host_budget_bytes,
+                    exact=self.exact,
+                )
 
     def bounded(self, *, near_floor: bool, most_bytes: int | None) -> list[tuple[float, Moves]]:
         """What ``greedy`` chooses from, before it is simulated.
