@@ -70,7 +70,7 @@ class _Rooms:
         regions: Iterable[RecomputeRegion],
     ) -> None:
         self._step, self._spare = step, spare
-        self._least = spare.min(initial=0)
+        self._least = spare.min() if len(spare) else 0
         self._lives = {(life.layer, life.slot): life for life in moved}
         self._sources: dict[tuple[str, int], frozenset[int]] = {}
         self._outside = _outside_of(step, regions)

@@ -28,6 +28,8 @@ NUM_PLANS = 40
 @example(seed=68, talks=False, stays=False)
 @example(seed=318, talks=True, stays=False)
 @example(seed=390, talks=True, stays=False)
+@example(seed=3, talks=False, stays=True)
+@example(seed=5, talks=True, stays=True)
 @example(seed=32, talks=False, stays=True)
 def test_no_plan_is_faster_than_the_bound_where_calls_read_different_slots(seed, talks, stays):
     """With ``stays`` kernels allocate results beside an arena that is never given back."""
