@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from memo_compile.errors import InvalidPlan
+from memo_compile.planners.move_rules import recompute_keys
+from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import ONCE
-from memo_compile.planners.policy.cheapest_first import NEAR, few_keys, quickened
 from memo_compile.planners.policy.model import MAX_LAST, build_model, last_layer_kept
 from memo_compile.planners.policy.modes import class_modes, layer_modes
 from memo_compile.planners.policy.outside_memory import OutsideMemory
-from memo_compile.step.movable import Action
+from memo_compile.planners.policy.slot_by_slot import MAX_SIMULATED, MAX_WAYS, slot_by_slot
+from memo_compile.step.movable import Action, Moves
 from memo_compile.step.problem import OutsideBuffer
 from memo_compile.step.residency import ordinary_bytes
 from tests.steps.movable import KIB, movable_step, recomputer
@@ -59,18 +62,47 @@ def smallest(step, recompute):
     return [cost for cost in modes if cost.kept_bytes == least and cost.keys]
 
 
-def test_quicker_modes_are_found_where_a_sequence_has_come_to_copies_alone():
-    """All layers copy all, as they do where others recompute in as many ways as they may."""
-    step = movable_step(6, bytes_per_s=4 * KIB)
+def by_slot(step, modes, start, most_bytes):
+    """The plan of ``start`` with other modes and slots, and how many plans were simulated."""
+    simulations = []
+
+    def evaluated(moves, below_s):
+        simulations.append(moves)
+        try:
+            found = simulated(step, moves, recomputer(step))
+        except InvalidPlan:
+            return None
+        return found if found.live_bytes <= most_bytes else None
+
+    return slot_by_slot(step, start, modes, evaluated), len(simulations)
+
+
+@pytest.mark.parametrize("speed", [4 * KIB, 16 * KIB])
+def test_a_plan_whose_layers_copy_all_gets_quicker_in_its_bytes(speed):
+    """Some copy less, and some of one class differ."""
+    step = movable_step(5, bytes_per_s=speed)
     modes = layer_modes(step, recomputer(step))
-    model = build_model(step, modes, ONCE, 0.5)
-    copying = max(range(len(modes[0])), key=lambda mode: modes[0][mode].host_bytes)
-    chosen = (copying,) * 6
-    quicker = quickened(model, chosen, None)
-    assert model.cost_s(quicker) < 0.9 * model.cost_s(chosen)
-    assert model.peak_bytes(quicker) <= (1 + NEAR) * model.peak_bytes(chosen)
-    assert few_keys(model, quicker, "L")
-    assert quickened(model, chosen, 0) == chosen  # x and a can only be copied
+    copying = max(modes[0], key=lambda cost: cost.host_bytes).mode
+    moves = Moves(modes=(copying,) * 5, schedule=ONCE, policy="greedy")
+    start = simulated(step, moves, recomputer(step))
+    quicker, num_simulated = by_slot(step, modes, start, start.live_bytes)
+    assert quicker.live_bytes <= start.live_bytes
+    assert quicker.cost_s < 0.97 * start.cost_s
+    assert quicker.moves.schedule == ONCE
+    assert num_simulated <= MAX_SIMULATED + len(step.layers) * 100
+    ways = {tuple(recompute_keys(step.classes["L"], mode)) for mode in quicker.moves.modes}
+    assert len(ways - {()}) <= MAX_WAYS
+    again, _ = by_slot(step, modes, start, start.live_bytes)
+    assert again.moves == quicker.moves
+
+
+def test_no_change_of_a_plan_is_simulated_beyond_the_limit(monkeypatch):
+    step = movable_step(3)
+    modes = layer_modes(step, recomputer(step))
+    start = simulated(step, step.save_all(), recomputer(step))
+    monkeypatch.setattr("memo_compile.planners.policy.slot_by_slot.MAX_SIMULATED", 2)
+    _, num_simulated = by_slot(step, modes, start, 1 << 40)
+    assert num_simulated == 2
 
 
 def test_near_the_floor_the_last_layer_may_do_something_else():

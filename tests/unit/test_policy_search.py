@@ -36,7 +36,7 @@ from memo_compile.planners.policy.modes import (
     reading_late,
     with_launches,
 )
-from memo_compile.planners.policy.named import NAMED, QUANTA
+from memo_compile.planners.policy.named import NAMED
 from memo_compile.planners.policy.subsets import MAX_GROUPS, MAX_SETS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Action, Moves, RecomputeKey, Schedule
@@ -494,31 +494,6 @@ def test_every_candidate_names_who_proposed_it():
     proposers = {candidate.moves.policy for candidate in source.auto()}
     needs_shares = {"kwai"}  # of several microbatches, see test_pipeline_chunks
     assert proposers == {"greedy", "program", "steady", "widened", *NAMED} - needs_shares
-
-
-@pytest.mark.parametrize("speed", [KIB, 4 * KIB, 1024 * KIB])
-def test_what_is_proposed_asks_for_all_that_named_policies_ask_for(monkeypatch, speed):
-    """But for other rows of the same slots: two numbers of rows tell all others."""
-
-    def asked(search):
-        keys: set[RecomputeKey] = set()
-        plain = recomputer(step)
-
-        def noting(key: RecomputeKey):
-            keys.add(replace(key, rows=key.rows and 1))
-            return plain(key)
-
-        search(CandidateSource(step=step, recompute=noting))
-        return keys
-
-    step = movable_step(6, bytes_per_s=speed)
-    monkeypatch.setattr(CandidateSource, "_greedy", lambda source: ())
-    some = asked(lambda source: source.propose())
-    for policy in NAMED:
-        alphas = QUANTA if policy == "memo" else (None,)
-        found = asked(lambda source: source.named(policy, alphas))  # noqa: B023 (it is called here)
-        assert found <= some
-        assert found or policy in ("save", "full-offload", "kwai")
 
 
 def test_what_keeps_a_floor_is_the_same_whatever_is_measured():

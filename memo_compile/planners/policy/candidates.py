@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from memo_compile.errors import InvalidPlan
+from memo_compile.errors import InvalidPlan, UnsupportedGraph
 from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
 from memo_compile.planners.policy.candidate import (
     Candidate,
@@ -22,7 +22,7 @@ from memo_compile.planners.policy.candidate import (
     program_of,
     simulated,
 )
-from memo_compile.planners.policy.cheapest_first import greedy_sequence, quickened, refilled
+from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
 from memo_compile.planners.policy.lynx_policies import lynx_moves
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import (
@@ -35,6 +35,7 @@ from memo_compile.planners.policy.model import (
 from memo_compile.planners.policy.modes import ModeCost, layer_modes
 from memo_compile.planners.policy.named import NAMED, QUANTA, named_moves, steady_moves
 from memo_compile.planners.policy.outside_memory import OutsideMemory
+from memo_compile.planners.policy.slot_by_slot import slot_by_slot
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Layer, MovableStep, Moves, Schedule
 from memo_compile.step.problem import Problem
@@ -58,9 +59,6 @@ gathered inputs of 2 GiB, and copies of 0.25 between; 0.02 costs 0.2 % of the st
 COPY_PRICES = (0.2, 1.0)
 """Near the floor some of each copy stalls, the more the fewer bytes are free: greedy's plans for
 ``ONCE`` are made for several prices of a second of copying, and simulated."""
-
-QUICK_PRICES = (0.2, 0.5, 1.0)
-"""Likewise where such a plan gets quicker modes."""
 
 NEAR_FLOOR = 3
 """The last plans of each such sequence are simulated, of those that have a smaller peak than all
@@ -98,6 +96,15 @@ ENDED_BY_CLOCK = (
 
 MAX_GREEDY = 20
 """Most plans of one greedy sequence that are simulated; they are spread evenly over it."""
+
+MAX_BY_SLOT = 6
+"""Likewise of those near the floor that are changed slot by slot."""
+
+
+def _spread_over(count: int, most: int) -> list[int]:
+    """At most so many of the first ``count`` numbers, evenly; the first and the last of them."""
+    some = min(most, count)
+    return sorted({(count - 1) * at // max(1, some - 1) for at in range(some)})
 
 
 def _stalls(candidate: Candidate) -> bool:
@@ -282,19 +289,41 @@ class CandidateSource:
 
     def _floor_moves(self) -> Iterator[Moves]:
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
-        ways = tuple(self._beside(modes))
-        for price, beside in itertools.product(COPY_PRICES, ways):
-            model = build_model(self.step, modes, ONCE, price, beside=beside)
-            for chosen in self._near_floor_of(model, quickens=len(ways) > 1):
-                yield model.moves(chosen, "greedy")
-
-    def _beside(self, modes: Sequence[Sequence[ModeCost]]) -> Iterator[bool]:
-        """The ways to count what kernels of recomputations allocate, where they differ."""
-        yield False
-        memory = OutsideMemory(self.step)
+        found = []
+        for price in COPY_PRICES:
+            model = build_model(self.step, modes, ONCE, price)
+            found += [model.moves(chosen, "greedy") for chosen in self._near_floor_of(model)]
+        yield from found
         outside = (own for some in modes for cost in some for own in cost.recompute_outside)
-        if memory.may_raise(facts_of(self.step).backward_at, outside):
-            yield True
+        if OutsideMemory(self.step).may_raise(facts_of(self.step).backward_at, outside):
+            yield from self._slot_by_slot(found, modes)
+
+    def _slot_by_slot(
+        self, found: Iterable[Moves], modes: Sequence[Sequence[ModeCost]]
+    ) -> Iterator[Moves]:
+        """Some of ``found`` that none beats with slots moved otherwise, in about their bytes."""
+        plans: list[Candidate] = []
+        for plan in sorted(self._valid(found), key=lambda plan: (plan.live_bytes, plan.cost_s)):
+            if not plans or plan.cost_s < plans[-1].cost_s:
+                plans.append(plan)
+        best: Candidate | None = None
+        for number in _spread_over(len(plans), MAX_BY_SLOT):
+            start = min((own for own in (best, plans[number]) if own), key=lambda own: own.cost_s)
+            evaluated = functools.partial(self._within_bytes, plans[number].live_bytes)
+            best = slot_by_slot(self.step, start, modes, evaluated)
+            yield best.moves
+
+    def _within_bytes(self, most_bytes: int, moves: Moves, below_s: float) -> Candidate | None:
+        """``moves`` simulated; None where they need more bytes, or surely ``below_s`` or more."""
+        try:
+            if least_bytes(self.step, moves) > most_bytes or self._least_s(moves) >= below_s:
+                return None
+            found = simulated(self.step, moves, self.recompute)
+        except (InvalidPlan, UnsupportedGraph):
+            return None
+        most = self.host_budget_bytes
+        fits = found.live_bytes <= most_bytes and (most is None or found.host_bytes <= most)
+        return found if fits else None
 
     def _filled(self) -> tuple[Moves, ...]:
         """Greedy's plans with as many copies as a host that is short has room for."""
@@ -424,33 +453,22 @@ class CandidateSource:
     def _spread(self, model: StepModel) -> Iterator[tuple[int, ...]]:
         """Plans of greedy's sequence, spread evenly over it."""
         sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
-        last = len(sequence) - 1
-        count = min(MAX_GREEDY, len(sequence))
-        for number in sorted({last * at // max(1, count - 1) for at in range(count)}):
+        for number in _spread_over(len(sequence), MAX_GREEDY):
             yield sequence[number]
 
-    def _near_floor_of(
-        self, model: StepModel, *, quickens: bool = False
-    ) -> Iterator[tuple[int, ...]]:
-        """The last plans of greedy's sequence, and with ``quickens`` quicker ones in their bytes.
-
-        Of each also some with other modes of the last layer.
-        """
+    def _near_floor_of(self, model: StepModel) -> Iterator[tuple[int, ...]]:
+        """The last plans of greedy's sequence; of each some with other modes of the last layer."""
         sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
         most = self.host_budget_bytes
         if most is not None and model.host_bytes(sequence[-1]) > FULL * most:
             yield from sequence[-NEAR_FULL:]
             return
         smaller = list(ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
-        prices = QUICK_PRICES if quickens else ()
-        priced = [replace(model, copy_price=price) for price in prices]
         for (above, _), (_, found) in itertools.pairwise([smaller[0], *smaller]):
-            quicker = (quickened(other, found, most) for other in priced)
-            for chosen in dict.fromkeys((found, *quicker)):
-                yield chosen
-                for other in last_layer_kept(model, chosen, above):
-                    if most is None or model.host_bytes(other) <= most:
-                        yield other
+            yield found
+            for other in last_layer_kept(model, found, above):
+                if most is None or model.host_bytes(other) <= most:
+                    yield other
 
     def _milp_moves(self) -> Iterator[Moves]:
         """The program's answers, floor to save-all; solving frees the GIL, hence threads."""

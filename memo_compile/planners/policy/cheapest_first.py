@@ -6,7 +6,7 @@ gives the mode to the first one alone. The price of a move is the seconds that i
 to the step, per byte that it takes off the points above the floor.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,6 @@ from memo_compile.step.movable import RecomputeKey
 
 MAX_KEYS = 2
 """Most ways to recompute that the layers of a class take in one plan: each is compiled."""
-
-NEAR = 0.002
-"""Quicker modes may take this share of the peak more: budgets between the two are few."""
-
-QUICKER = 1e-9
-"""The least share of a step that a quicker mode gains: less is rounding."""
 
 NUM_CHUNKS = 16
 """A class's layers move in at most about this many chunks, so that deep models take few moves."""
@@ -108,56 +102,6 @@ def refilled(model: StepModel, chosen: tuple[int, ...], host_budget_bytes: int) 
                 best, cost = mode, other_s
         chosen, now = moved(chosen, [layer], best), now - deltas[own] + deltas[best]
     return chosen
-
-
-def quickened(
-    model: StepModel, chosen: tuple[int, ...], host_budget_bytes: int | None
-) -> tuple[int, ...]:
-    """``chosen`` with quicker modes in about as many bytes.
-
-    First of all layers that share one, then of each by itself. A sequence of moves comes to places
-    where the layers of a class recompute in as many ways as they may, and what it moves from there
-    on copies all.
-    """
-    now, totals = model.bytes_at(chosen), _seconds_of(model, range(model.num_layers), chosen)
-    most, cost = int(now.max() * (1 + NEAR)), model.priced_s(*totals)
-    alike: dict[tuple[str, int], list[int]] = {}
-    for layer, taken in enumerate(zip(model.class_keys, chosen, strict=True)):
-        alike.setdefault(taken, []).append(layer)
-    for layers in (*alike.values(), *([layer] for layer in range(model.num_layers))):
-        own, key = chosen[layers[0]], model.class_keys[layers[0]]
-        others = totals - _seconds_of(model, layers, chosen)
-        gone = _with(model, now, layers, own, sign=-1)
-        best = own
-        for mode in range(len(model.modes[layers[0]])):
-            changed = moved(chosen, layers, mode)
-            mode_s = model.priced_s(*(others + _seconds_of(model, layers, changed)))
-            if mode_s >= cost * (1 - QUICKER):
-                continue
-            if not few_keys(model, changed, key) or exceeds(model, changed, host_budget_bytes):
-                continue
-            if _with(model, gone, layers, mode).max() <= most:
-                best, cost = mode, mode_s
-        if best != own:
-            chosen, now = moved(chosen, layers, best), _with(model, gone, layers, best)
-            totals = others + _seconds_of(model, layers, chosen)
-    return chosen
-
-
-def _seconds_of(model: StepModel, layers: Iterable[int], chosen: Sequence[int]) -> Any:
-    """Of some layers the seconds of recomputation, of copies to the host, and of copies back."""
-    taken = [(layer, chosen[layer]) for layer in layers]
-    return np.array(
-        (
-            sum(model.modes[layer][mode].recompute_s for layer, mode in taken),
-            sum(model.out_s[layer][mode] for layer, mode in taken),
-            sum(model.back_s[layer][mode] for layer, mode in taken),
-        )
-    )
-
-
-def _with(model: StepModel, now: Any, layers: Sequence[int], mode: int, *, sign: int = 1) -> Any:
-    return now + sign * sum(model.deltas[layer][mode] for layer in layers)
 
 
 def _bytes_over(at: Any, floor: int) -> float:

@@ -20,7 +20,6 @@ import numpy as np
 
 from memo_compile.planners.move_rules import StepFacts, facts_of
 from memo_compile.planners.policy.modes import ModeCost
-from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.problem import call_starts
 from memo_compile.step.residency import step_constant_bytes
@@ -185,14 +184,8 @@ def build_model(
     modes: Sequence[Sequence[ModeCost]],
     schedule: Schedule,
     copy_price: float = 0.0,
-    *,
-    beside: bool = False,
 ) -> StepModel:
-    """The model of ``step`` whose layer i may take ``modes[i]``; mode 0 saves everything.
-
-    What the kernels of a recomputation allocate counts where it runs. With ``beside`` it counts as
-    an arena that stays has it beside it: where it makes the most of it larger, and in all calls.
-    """
+    """The model of ``step`` whose layer i may take ``modes[i]``; mode 0 saves everything."""
     lag, lead = schedule.offload_lag, schedule.reload_lead
     assert lag is not None, "the model needs a lag"
     assert lead is not None, "the model needs a lead"
@@ -206,7 +199,6 @@ def build_model(
     point_calls = [at for _, at in points]
     point_of = {point: number for number, point in enumerate(points, start=len(during))}
     base = np.concatenate([during, border[point_calls]])
-    outside = OutsideMemory(step) if beside else None
     deltas = []
     for layer, some in enumerate(modes):
         delta = np.zeros((len(some), len(base)), dtype=np.int64)
@@ -221,10 +213,6 @@ def build_model(
             row[len(during) :] = row[point_calls]
             for part in parts:
                 row[point_of[layer, part.at]] += part.peak_bytes
-                if outside is None:
-                    row[point_of[layer, part.at]] += part.outside_bytes
-                else:
-                    row += outside.raised(range(part.at, part.at + 1), part.outside_bytes)
                 if cost.mode.recompute_rows is None:  # what save-all counts is not there yet
                     slots = step.class_of(step.layers[layer]).slots
                     made_bytes = sum(slots[slot].size_bytes for slot in part.slots)
@@ -270,8 +258,7 @@ class _Part(NamedTuple):
     sources: tuple[int, ...]
     """The slots that it reads."""
     peak_bytes: int
-    """In the arena."""
-    outside_bytes: int
+    """In the arena, and what its kernels allocate themselves."""
 
 
 def _needed_at(parts: Iterable[_Part]) -> dict[int, int]:
@@ -291,11 +278,11 @@ def _first_reads(facts: StepFacts, layer: Layer) -> dict[int, int]:
 
 def _parts(cost: ModeCost, reads: Mapping[int, int]) -> Iterator[_Part]:
     """The recomputations of a mode; those that nothing reads do not run."""
-    needs = zip(cost.recompute_sources, cost.recompute_peaks, cost.recompute_outside, strict=True)
-    for key, needed in zip(cost.keys, needs, strict=True):
+    peaks = map(operator.add, cost.recompute_peaks, cost.recompute_outside)
+    for key, sources, peak_bytes in zip(cost.keys, cost.recompute_sources, peaks, strict=True):
         calls = [reads[slot] for slot in key.slots if slot in reads]
         if calls:
-            yield _Part(min(calls), key.slots, *needed)
+            yield _Part(min(calls), key.slots, sources, peak_bytes)
 
 
 def _absences(
