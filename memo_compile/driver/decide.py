@@ -86,6 +86,7 @@ def decide(
                 searched=None if only_lowered else searched,
                 max_step_s=config.max_step_s,
                 wanted_s=wanted_s,
+                enough_s=config.enough_s or math.inf,
                 spares=spares,
             )
         except NothingFits as error:

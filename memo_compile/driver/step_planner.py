@@ -376,7 +376,7 @@ class StepPlanner:
             budget_bytes=budget_bytes,
             host_budget_bytes=host_bytes,
             place=lambda problem: self._place_candidate(problem, budget_bytes),
-            wanted_s=min(self._wanted_s(), self.config.enough_s or math.inf),
+            wanted_s=self._wanted_s(),
             memory=self.known.searches(host_bytes, exact=self.config.exact),
         )
 

@@ -333,7 +333,7 @@ class CandidateSource:
 
     def _filled_moves(self) -> Iterator[Moves]:
         most = self.host_budget_bytes
-        if most is None or not self._is_short:
+        if most is None or not self.is_short:
             return
         models = [(model, self._spread(model)) for model in self._models((NEXT, WIDE)).values()]
         near = (build_model(self.step, self._modes(), ONCE, price) for price in COPY_PRICES)
@@ -343,14 +343,14 @@ class CandidateSource:
                 yield model.moves(chosen, "greedy")
 
     @property
-    def _is_short(self) -> bool:
+    def is_short(self) -> bool:
         """True where the host has no room for all that may be copied."""
         most = self.host_budget_bytes
         return most is not None and most < sum(map(self._copied_bytes, self.step.layers))
 
     def _modes(self) -> tuple[tuple[ModeCost, ...], ...]:
         """Per layer the modes that the program chooses from."""
-        return layer_modes(self.step, self.recompute, exact=self.exact, fills_host=self._is_short)
+        return layer_modes(self.step, self.recompute, exact=self.exact, fills_host=self.is_short)
 
     def _copied_bytes(self, layer: Layer) -> int:
         """What a layer copies that copies all it can."""

@@ -116,6 +116,7 @@ def choose(
     searched: SearchedMoves | None = None,
     max_step_s: float = math.inf,
     wanted_s: float = math.inf,
+    enough_s: float = math.inf,
     spares: bool = False,
 ) -> Choice:
     """The fastest plan of ``policy`` whose placed peak is at most ``budget_bytes``.
@@ -127,8 +128,10 @@ def choose(
     same choice unless the time limit of ``CandidateSource`` ends a search. What ``searched`` holds
     is not searched again, and what is found is added to it. Plans of ``max_step_s`` or more are not
     placed. If greedy has no plan of at most ``wanted_s`` that may fit, no plan is placed: the
-    choice waits until it is known how fast other tiles are. With ``spares`` plans are not simulated
-    which surely come behind the chosen one, or do not fit; the frontier lacks them.
+    choice waits until it is known how fast other tiles are. Likewise with ``enough_s``, where the
+    host has room for all copies: for a short one ``auto`` has better plans. With ``spares`` plans
+    are not simulated which surely come behind the chosen one, or do not fit; the frontier lacks
+    them.
 
     Raises:
         TooSlow: all plans are slower.
@@ -145,6 +148,7 @@ def choose(
         searched=searched or SearchedMoves(),
     )
     chooser = _Chooser(budget_bytes, host_budget_bytes, place, source.spared, max_step_s)
+    wanted_s = wanted_s if source.is_short else min(wanted_s, enough_s)
     considered, found = _search(source, chooser, policy, alpha, wanted_s, spares=spares)
     if found is None and chooser.least_left_s is not None:
         raise TooSlow("all other plans of these tiles are slower", step_s=chooser.least_left_s)
