@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from memo_compile.errors import InvalidPlan
 from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import ONCE
 from memo_compile.planners.policy.model import MAX_LAST, build_model, last_layer_kept
 from memo_compile.planners.policy.modes import class_modes, layer_modes
 from memo_compile.planners.policy.outside_memory import OutsideMemory
-from memo_compile.planners.policy.slot_by_slot import MAX_SIMULATED, MAX_WAYS, slot_by_slot
+from memo_compile.planners.policy.slot_by_slot import MAX_WAYS, slot_by_slot
 from memo_compile.step.movable import Action, Moves
 from memo_compile.step.problem import OutsideBuffer
 from memo_compile.step.residency import ordinary_bytes
@@ -62,19 +61,24 @@ def smallest(step, recompute):
     return [cost for cost in modes if cost.kept_bytes == least and cost.keys]
 
 
-def by_slot(step, modes, start, most_bytes):
-    """The plan of ``start`` with other modes and slots, and how many plans were simulated."""
-    simulations = []
+def by_slot(step, start, most_simulated=10_000):
+    """``start`` with other modes and slots in its bytes, and how many plans were simulated."""
+    recompute, simulations = recomputer(step), []
 
     def evaluated(moves, below_s):
         simulations.append(moves)
-        try:
-            found = simulated(step, moves, recomputer(step))
-        except InvalidPlan:
-            return None
-        return found if found.live_bytes <= most_bytes else None
+        return simulated(step, moves, recompute)
 
-    return slot_by_slot(step, start, modes, evaluated), len(simulations)
+    found, count = slot_by_slot(
+        step,
+        start,
+        layer_modes(step, recompute),
+        evaluated,
+        lambda plan: plan.live_bytes <= start.live_bytes,
+        most_simulated,
+    )
+    assert count == len(simulations)
+    return found, count
 
 
 @pytest.mark.parametrize("speed", [4 * KIB, 16 * KIB])
@@ -85,24 +89,16 @@ def test_a_plan_whose_layers_copy_all_gets_quicker_in_its_bytes(speed):
     copying = max(modes[0], key=lambda cost: cost.host_bytes).mode
     moves = Moves(modes=(copying,) * 5, schedule=ONCE, policy="greedy")
     start = simulated(step, moves, recomputer(step))
-    quicker, num_simulated = by_slot(step, modes, start, start.live_bytes)
+    quicker, count = by_slot(step, start)
     assert quicker.live_bytes <= start.live_bytes
     assert quicker.cost_s < 0.97 * start.cost_s
     assert quicker.moves.schedule == ONCE
-    assert num_simulated <= MAX_SIMULATED + len(step.layers) * 100
     ways = {tuple(recompute_keys(step.classes["L"], mode)) for mode in quicker.moves.modes}
     assert len(ways - {()}) <= MAX_WAYS
-    again, _ = by_slot(step, modes, start, start.live_bytes)
+    again, _ = by_slot(step, start)
     assert again.moves == quicker.moves
-
-
-def test_no_change_of_a_plan_is_simulated_beyond_the_limit(monkeypatch):
-    step = movable_step(3)
-    modes = layer_modes(step, recomputer(step))
-    start = simulated(step, step.save_all(), recomputer(step))
-    monkeypatch.setattr("memo_compile.planners.policy.slot_by_slot.MAX_SIMULATED", 2)
-    _, num_simulated = by_slot(step, modes, start, 1 << 40)
-    assert num_simulated == 2
+    _, few = by_slot(step, start, most_simulated=count // 2)
+    assert few == count // 2
 
 
 def test_near_the_floor_the_last_layer_may_do_something_else():

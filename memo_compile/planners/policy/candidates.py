@@ -3,6 +3,7 @@
 The set does not depend on the budget, which makes the choice monotone (``frontier.py``).
 """
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -99,6 +100,9 @@ MAX_GREEDY = 20
 
 MAX_BY_SLOT = 6
 """Likewise of those near the floor that are changed slot by slot."""
+
+MAX_BY_SLOT_CALLS = 300_000
+"""Most calls of all steps that are simulated for it together: some five seconds."""
 
 
 def _spread_over(count: int, most: int) -> list[int]:
@@ -307,23 +311,32 @@ class CandidateSource:
             if not plans or plan.cost_s < plans[-1].cost_s:
                 plans.append(plan)
         best: Candidate | None = None
-        for number in _spread_over(len(plans), MAX_BY_SLOT):
+        left = MAX_BY_SLOT_CALLS // max(1, len(self.step.problem.calls))
+        numbers = _spread_over(len(plans), MAX_BY_SLOT)
+        for done, number in enumerate(numbers):
+            most_bytes = plans[number].live_bytes
             start = min((own for own in (best, plans[number]) if own), key=lambda own: own.cost_s)
-            evaluated = functools.partial(self._within_bytes, plans[number].live_bytes)
-            best = slot_by_slot(self.step, start, modes, evaluated)
+            best, num_simulated = slot_by_slot(
+                self.step,
+                start,
+                modes,
+                functools.partial(self._perhaps_simulated, most_bytes),
+                functools.partial(self._fits, most_bytes),
+                left // (len(numbers) - done),
+            )
+            left -= num_simulated
             yield best.moves
 
-    def _within_bytes(self, most_bytes: int, moves: Moves, below_s: float) -> Candidate | None:
-        """``moves`` simulated; None where they need more bytes, or surely ``below_s`` or more."""
-        try:
-            if least_bytes(self.step, moves) > most_bytes or self._least_s(moves) >= below_s:
-                return None
-            found = simulated(self.step, moves, self.recompute)
-        except (InvalidPlan, UnsupportedGraph):
-            return None
+    def _perhaps_simulated(self, most_bytes: int, moves: Moves, below_s: float) -> Candidate | None:
+        """``moves`` simulated; None where they surely need more bytes, or ``below_s`` or more."""
+        with contextlib.suppress(InvalidPlan, UnsupportedGraph):
+            if least_bytes(self.step, moves) <= most_bytes and self._least_s(moves) < below_s:
+                return simulated(self.step, moves, self.recompute)
+        return None
+
+    def _fits(self, most_bytes: int, candidate: Candidate) -> bool:
         most = self.host_budget_bytes
-        fits = found.live_bytes <= most_bytes and (most is None or found.host_bytes <= most)
-        return found if fits else None
+        return candidate.live_bytes <= most_bytes and (most is None or candidate.host_bytes <= most)
 
     def _filled(self) -> tuple[Moves, ...]:
         """Greedy's plans with as many copies as a host that is short has room for."""

@@ -15,9 +15,6 @@ from memo_compile.planners.policy.candidate import Candidate
 from memo_compile.planners.policy.modes import ModeCost, Rights, layer_rights
 from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Moves
 
-MAX_SIMULATED = 800
-"""Most changes of one plan that are simulated."""
-
 MIN_GAIN = 2e-4
 """The least share of a step that a change gains."""
 
@@ -36,27 +33,31 @@ def slot_by_slot(
     start: Candidate,
     modes: Sequence[Sequence[ModeCost]],
     evaluated: Callable[[Moves, float], Candidate | None],
-) -> Candidate:
-    """``start`` with changes that make it faster, one after the other.
+    fits: Callable[[Candidate], bool],
+    most_simulated: int,
+) -> tuple[Candidate, int]:
+    """``start`` with changes that make it faster, one after the other; how many were simulated.
 
     A change gives some layers another of their ``modes``, or moves one slot of theirs otherwise.
     ``evaluated`` simulates a plan, or tells without that it does not fit, or cannot cost less
     than so many seconds.
     """
     changes = list(_changes(step, modes))
-    best, num_idle, num_left = start, 0, MAX_SIMULATED
+    best, num_idle, num_simulated = start, 0, 0
     for change in itertools.cycle(changes):
-        if num_idle == len(changes) or not num_left:  # none of them helps any more
-            break
+        if num_idle == len(changes) or num_simulated == most_simulated:
+            break  # none of them helps any more, or it takes too long
         num_idle += 1
         moves = _changed(best.moves, change)
         if moves is None or not _are_few(step, moves):
             continue
         found = evaluated(moves, best.cost_s)
-        num_left -= found is not None
-        if found is not None and found.cost_s < best.cost_s * (1 - MIN_GAIN):
+        if found is None:
+            continue
+        num_simulated += 1
+        if fits(found) and found.cost_s < best.cost_s * (1 - MIN_GAIN):
             best, num_idle = found, 0
-    return best
+    return best, num_simulated
 
 
 def _changes(step: MovableStep, modes: Sequence[Sequence[ModeCost]]) -> Iterator[Change]:
