@@ -34,7 +34,13 @@ from memo_compile.planners.policy.model import (
     least_bytes,
 )
 from memo_compile.planners.policy.modes import ModeCost, layer_modes
-from memo_compile.planners.policy.named import NAMED, QUANTA, named_moves, steady_moves
+from memo_compile.planners.policy.named import (
+    NAMED,
+    QUANTA,
+    NamedPlan,
+    named_moves,
+    steady_moves,
+)
 from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.planners.policy.slot_by_slot import slot_by_slot
 from memo_compile.planners.solver import SolveStatus
@@ -211,14 +217,7 @@ class CandidateSource:
         steady_moves(self.step, self.recompute)
         for policy in NAMED:
             for alpha in (None, 0.0, 0.5) if policy == "memo" else (None,):  # all, and some rows
-                named_moves(
-                    self.step,
-                    policy,
-                    self.recompute,
-                    alpha=alpha,
-                    host_budget_bytes=self.host_budget_bytes,
-                    exact=self.exact,
-                )
+                self._named(policy, alpha)
 
     def bounded(self, *, near_floor: bool, most_bytes: int | None) -> list[tuple[float, Moves]]:
         """What ``greedy`` chooses from, before it is simulated.
@@ -383,16 +382,19 @@ class CandidateSource:
         """The plan of a named policy, for each of ``alphas``."""
         found = []
         for alpha in alphas:
-            plan = named_moves(
-                self.step,
-                policy,
-                self.recompute,
-                alpha=alpha,
-                host_budget_bytes=self.host_budget_bytes,
-                exact=self.exact,
-            )
+            plan = self._named(policy, alpha)
             found.append(self._evaluated(plan.moves, plan.notes))
         return found
+
+    def _named(self, policy: str, alpha: float | None) -> NamedPlan:
+        return named_moves(
+            self.step,
+            policy,
+            self.recompute,
+            alpha=alpha,
+            host_budget_bytes=self.host_budget_bytes,
+            exact=self.exact,
+        )
 
     def _valid(self, found: Iterable[Moves]) -> list[Candidate]:
         """The candidates of ``found``; moves that make no program are left out, with a warning."""

@@ -91,10 +91,10 @@ class StepModel:
         back_s = sum(map(operator.getitem, self.back_s, chosen))
         if self.schedule.at_once:
             again_s = sum(mode.recompute_s for mode in self._taken(chosen))
-            return self.priced_s(again_s, out_s, back_s)
+            return self._priced_s(again_s, out_s, back_s)
         return self.step_s(chosen) + COPY_WEIGHT * (out_s + back_s)
 
-    def priced_s(self, again_s: float, out_s: float, back_s: float) -> float:
+    def _priced_s(self, again_s: float, out_s: float, back_s: float) -> float:
         """Where copies are made at once, the step with so much recomputation and such copies.
 
         Computation, what the lanes take beyond it, and ``copy_price`` of all copies.
