@@ -66,13 +66,24 @@ def available_engines() -> tuple[Engine, ...]:
         if engine is Engine.CBC and importlib.util.find_spec("cbcbox") is None:
             continue  # python-mip would print an error
         try:
-            mip.Model(name="probe", solver_name=engine.value)
+            _free(mip.Model(name="probe", solver_name=engine.value))
         # python-mip raises whatever the loading of its shared library raised: FileNotFoundError,
         # OSError, ImportError, or NameError where the binding was skipped at import.
         except Exception:
             continue
         found.append(engine)
     return tuple(found)
+
+
+def _free(model: Any) -> None:
+    """Free what the engine holds of ``model`` now, the first one of its engine.
+
+    Garbage is collected at any time, also while cffi looks up a function under a lock that its
+    thread cannot take twice. A model that is freed then must not be the first: what frees it would
+    be looked up, and the process would wait for ever.
+    """
+    model.solver.__del__()
+    model.solver._model = None
 
 
 def make_model(name: str, engine: Engine | None = None) -> Any:

@@ -1,5 +1,8 @@
 """The wrapper over python-mip: statuses of small programs, with each engine."""
 
+import subprocess
+import sys
+
 import pytest
 
 from memo_compile.errors import ConfigError
@@ -51,3 +54,19 @@ def test_missing_engines_are_named(monkeypatch):
     monkeypatch.setattr(solver, "available_engines", lambda: ())
     with pytest.raises(ConfigError, match="no MIP engine found"):
         make_model("m")
+
+
+FREED_UNDER_LOCK = """
+import gc
+gc.disable()
+from memo_compile.planners import solver
+assert solver.available_engines()
+from mip import cbc, highs
+with highs.ffi._lock, cbc.ffi._lock:
+    gc.collect()
+"""
+
+
+def test_garbage_may_be_collected_while_cffi_looks_up_a_function():
+    """It was waited for ever where python-mip's first model was among the garbage."""
+    subprocess.run([sys.executable, "-c", FREED_UNDER_LOCK], check=True, timeout=60)
