@@ -149,6 +149,10 @@ def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loade
 
 def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) -> Loaded:
     module_name, _, function_name = text.partition(":")
+    if (path := Path(module_name)).suffix == ".py":
+        raise InputError(
+            f"{text}: expected a module, not a file: {path.stem}:{function_name}, from its folder"
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` has it
     try:
