@@ -119,6 +119,8 @@ def plan_command(
         remembers=not fresh,
     )
     if sweep is not None:
+        if max_seq:
+            raise InputError("sweep: it is of one length; leave out --max-seq")
         _sweep(question, sweep, budgets, as_json=as_json)
         return
     with _answered(question, max_seq, prepare, as_json=as_json) as (answer, longest_seq):

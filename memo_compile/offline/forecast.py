@@ -21,7 +21,7 @@ from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, Subject, is_shape
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_level
-from memo_compile.units import parse_size
+from memo_compile.units import format_bytes, parse_size
 
 CONTEXT_BYTES = 2**30
 """A GPU's memory that no step can have: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
@@ -407,8 +407,20 @@ def _answer(question: Question, subject: Subject, step: OfflineStep) -> Forecast
         in_flight=room.num_frames,
         tokens_per_s=tokens_per_s,
         peak_at=_peak_at(step),
-        notes=(*subject.facts.notes, *step.notes, *_why_estimated(question.hardware)),
+        notes=(
+            *_above_device(question),
+            *subject.facts.notes,
+            *step.notes,
+            *_why_estimated(question.hardware),
+        ),
     )
+
+
+def _above_device(question: Question) -> tuple[str, ...]:
+    name, has_bytes = question.hardware.name, question.hardware.memory_bytes
+    if question.budget is None or question.budget_bytes <= has_bytes:
+        return ()
+    return (f"the budget is above the {format_bytes(has_bytes)} that {name} has",)
 
 
 def _why_estimated(hardware: HardwareProfile) -> tuple[str, ...]:

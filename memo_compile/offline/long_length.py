@@ -33,8 +33,7 @@ from memo_compile.step.serialise import restore
 
 LONG = 2**42
 """Tokens of a sequence on one device. A sixteenth of it is many times a weight's bytes. Logits of a
-few sequences have under 2^63 bytes, which torch's integers hold; a model that has more of them is
-traced at its own length."""
+few sequences have under 2^63 bytes, which torch's integers hold (``MOST_WORDS``)."""
 
 PARTS = 16
 """Most tiles: a number may be a multiple of such a part of the tokens."""
@@ -44,6 +43,9 @@ GRANULE = 1024
 
 LEAST_PER_WIDTH = 2
 """Tokens for each number of the hidden state, at least."""
+
+MOST_WORDS = 2**63 // (4 * LONG)
+"""Of the vocabulary, times sequences: with more, float32 logits have too many bytes at LONG."""
 
 MAX_BATCH = 8
 """Of more sequences, a product's operations may be as many as those of a longer one."""

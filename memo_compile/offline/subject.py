@@ -17,7 +17,13 @@ from memo_compile.errors import InputError
 from memo_compile.file_store import FileStore
 from memo_compile.gpus import target_of
 from memo_compile.offline import preparing
-from memo_compile.offline.long_length import GRANULE, LEAST_PER_WIDTH, LONG, MAX_BATCH
+from memo_compile.offline.long_length import (
+    GRANULE,
+    LEAST_PER_WIDTH,
+    LONG,
+    MAX_BATCH,
+    MOST_WORDS,
+)
 from memo_compile.offline.long_steps import LongSteps
 from memo_compile.offline.model_plans import ModelPlans
 from memo_compile.offline.offline_step import NotUniform, OfflineStep
@@ -126,7 +132,10 @@ class Subject:
             return False
         if length % GRANULE or target_of(self.hardware.name) is not None:
             return False
-        return length >= LEAST_PER_WIDTH * find_model(self.model).hidden
+        shape = find_model(self.model)
+        if self.batch * shape.vocab >= MOST_WORDS:
+            return False
+        return length >= LEAST_PER_WIDTH * shape.hidden
 
     @property
     def torch_dtype(self) -> "torch.dtype":

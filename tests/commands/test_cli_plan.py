@@ -167,6 +167,14 @@ def test_what_does_not_fit_has_exit_code_1_and_the_smallest_peak(capsys, tmp_pat
     sys.modules.pop("my_rows")
 
 
+@pytest.mark.parametrize(("budget", "is_told"), [("81GiB", True), ("80GiB", False)])
+def test_a_budget_above_the_device_is_told(capsys, budget, is_told):
+    arguments = ("tiny-gpt", "--seq", "1024", "--hardware", "a100", "--budget", budget)
+    code, out, _ = plan(capsys, *arguments)
+    assert code == 0
+    assert ("note: the budget is above the 80.00 GiB that a100 has" in out) is is_told
+
+
 def test_a_budget_between_floor_and_saving_moves_tensors(capsys, monkeypatch):
     """The floor is 64.2 MiB; saving everything takes 84.0 MiB.
 
@@ -241,6 +249,7 @@ def test_the_answer_is_one_screen_and_tables_are_verbose(capsys, tmp_path, monke
         (("tiny-gpt", "--seq", "1024", "--emit", "jax"), "emit: expected one of"),
         (("tiny-gpt", "--seq", "1024", "--emit", "hf", "--json"), "give one of the two"),
         (("no_such_module:f",), "cannot import no_such_module"),
+        (("there/mine.py:f",), "expected a module, not a file: mine:f, from its folder"),
         (("json:no_function",), "json has no function 'no_function'"),
         (("nowhere/config.json", "--seq", "128"), "nowhere/config.json: cannot be read"),
     ],
@@ -250,6 +259,18 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert code == 2
     assert out == ""
     assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_function_that_does_not_run_on_fakes_is_refused(capsys, tmp_path, monkeypatch):
+    (tmp_path / "reads_a_value.py").write_text(
+        "import torch\ndef build():\n    return torch.linspace(0, 1, 3)[0].item(), ()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, err = plan(capsys, "reads_a_value:build")
+    assert (code, out) == (2, "")
+    assert "reads_a_value:build, line 3: DataDependentOutputException" in err
+    assert "no values to read" in err
     assert len(err.splitlines()) == 1
 
 
@@ -495,6 +516,7 @@ def test_the_seconds_of_recomputation_are_told():
     [
         (("--sweep", "seq"), "sweep: expected budget"),
         (("--sweep", "budget", "--budget", "1GiB"), "leave out --budget"),
+        (("--sweep", "budget", "--max-seq"), "leave out --max-seq"),
         (("--sweep", "budget", "--budgets", "1"), "at least 2"),
     ],
 )

@@ -12,6 +12,7 @@ from memo_compile.file_store import FileStore
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline import plan_offline, subject
 from memo_compile.offline.forecast import Question, forecast
+from memo_compile.offline.long_length import LONG, MOST_WORDS
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, is_shape
 from memo_compile.step.serialise import to_json
@@ -173,6 +174,21 @@ def test_a_model_with_other_parameters_at_another_length_is_traced(lengths, monk
     with pytest.raises(TracedError):
         answer(GPT, 128, lengths, **KEEPS)
     assert "two lengths have other parameters" in caplog.text
+
+
+@pytest.mark.parametrize(("batch", "lengths_traced"), [(1, [LONG]), (8, [2048])])
+def test_logits_that_have_too_many_bytes_at_the_long_length_are_traced_as_asked(
+    monkeypatch, batch, lengths_traced
+):
+    """Their bytes would not fit torch's integers, which torch tells with an error's whole trace."""
+    shape = dataclasses.replace(GPT, name="tiny-many-words", vocab=MOST_WORDS // 8)
+    monkeypatch.setitem(models.MODELS, shape.name, shape)
+    traced, loaded_at = [], subject.Subject._loaded_at
+    monkeypatch.setattr(
+        subject.Subject, "_loaded_at", lambda own, seq: traced.append(seq) or loaded_at(own, seq)
+    )
+    answer(shape, 2048, batch=batch)
+    assert list(dict.fromkeys(traced)) == lengths_traced
 
 
 def test_what_the_user_wrote_is_traced_at_every_length(tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from memo_compile.planners.move_rules import recompute_keys
+from memo_compile.planners.policy import modes as policy_modes
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import ONCE
 from memo_compile.planners.policy.model import MAX_LAST, build_model, last_layer_kept
@@ -36,8 +37,12 @@ def test_what_kernels_allocate_counts_where_an_arena_stays_only_above_their_most
     assert memory.may_raise([call], [KIB, most - before + KIB]) is not releases_pages
 
 
-def test_where_others_have_no_room_beside_an_arena_one_mode_allocates_less():
-    """b's kernel allocates its result; late in the backward, beside gradients, that is too much."""
+def test_where_others_have_no_room_beside_an_arena_one_mode_allocates_less(monkeypatch):
+    """b's kernel allocates its result; late in the backward, beside gradients, that is too much.
+
+    The knee, which does not recompute b in this step, is left out.
+    """
+    monkeypatch.setattr(policy_modes, "_knee", lambda modes: [])
     step = movable_step(4, bytes_per_s=KIB)
     step = replace(step, problem=replace(step.problem, releases_pages=False))
     plain = recomputer(step)

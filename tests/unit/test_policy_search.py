@@ -120,6 +120,17 @@ def test_modes_start_with_save_and_hold_the_extremes():
     assert not any(priced.mode.recompute_rows for priced in exact)
 
 
+@pytest.mark.parametrize("speed", [KIB, 16 * KIB, 64 * KIB])
+def test_the_smallest_mode_beyond_which_copying_less_costs_most_is_kept(speed):
+    """The largest bend of (KiB copied, seconds): (88, 0), (56, 0.05), (48, 0.1), (16, 0.4).
+
+    On the slowest link it wins for too few prices.
+    """
+    step = movable_step(4, bytes_per_s=speed)
+    modes = {priced.mode for priced in class_modes(step, "L", recomputer(step))}
+    assert make_mode(step.classes["L"], recompute=(4,), offload=(0, 1, 2, 3)) in modes
+
+
 def test_regions_are_kept_apart_by_a_copy_of_what_joins_them():
     """d is read first, and is made from c, and that from b, which the backward reads later."""
     cls = movable_step(2).classes["L"]

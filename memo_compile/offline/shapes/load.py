@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -149,6 +150,10 @@ def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loade
 
 def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) -> Loaded:
     module_name, _, function_name = text.partition(":")
+    if (path := Path(module_name)).suffix == ".py":
+        raise InputError(
+            f"{text}: expected a module, not a file: {path.stem}:{function_name}, from its folder"
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` has it
     try:
@@ -162,8 +167,8 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
     given = {"seq": seq, "batch": batch, "dtype": dtype}
     if seq is None and "seq" in wanted:
         raise InputError(f"{text}: takes seq; give --seq N")
-    with fake_mode(real_inputs=True):
-        made = function(**{key: value for key, value in given.items() if key in wanted})
+    arguments = {key: value for key, value in given.items() if key in wanted}
+    made = _called(function, arguments, text)
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
         raise InputError(f"{text}: expected (model, example inputs), got {type(made).__name__}")
     model, inputs = made
@@ -175,6 +180,23 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     return Loaded(name=text, model=model, args=tuple(inputs), num_tokens=num_tokens, notes=notes)
+
+
+def _called(function: Callable[..., Any], arguments: Mapping[str, Any], text: str) -> Any:
+    """What the user's function gives on fakes. Raises InputError where it does not run on them."""
+    try:
+        with fake_mode(real_inputs=True):
+            return function(**arguments)
+    except RuntimeError as error:  # of torch's fakes too
+        file = getattr(getattr(function, "__code__", None), "co_filename", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame.lineno for frame in frames if frame.filename == file]
+        where = f", line {own[-1]}" if own else ""
+        raise InputError(
+            f"{text}{where}: {type(error).__name__}: {_first_line(error)}. It is called on fake "
+            "tensors: they have no values to read, and a model of them may not take another dtype "
+            "or device; make it with torch.set_default_dtype(dtype)"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from memo_compile.planners.move_rules import (
     slots_s,
 )
 from memo_compile.planners.policy.outside_memory import OutsideMemory
-from memo_compile.planners.policy.subsets import recompute_sets
+from memo_compile.planners.policy.subsets import lower_hull, recompute_sets, triangle
 from memo_compile.step.movable import (
     Action,
     LayerClass,
@@ -550,8 +550,9 @@ def _supported(
 ) -> list[ModeCost]:
     """At most ``limit`` modes: SAVE, the smallest, and the cheapest for the most pairs of prices.
 
-    There are two smallest, one of which copies nothing. Copies cost their price; seconds beyond
-    ``hidden_s``, those of the layer's forward and backward behind which they hide, count in full.
+    There are two smallest, one of which copies nothing, and the knee. Copies cost their price;
+    seconds beyond ``hidden_s``, those of the layer's forward and backward behind which they hide,
+    count in full.
     """
     full = max((mode.recompute_s for mode in modes), default=0.0)
     freed = max((modes[0].kept_bytes - mode.kept_bytes for mode in modes if mode.keys), default=0)
@@ -571,7 +572,19 @@ def _supported(
         wins[min(numbers, key=score.__getitem__)] += 1
     smallest = min(numbers, key=lambda at: modes[at].kept_bytes)
     bare = (at for at in numbers if not modes[at].host_bytes)  # for a host that is full
-    always = 0, smallest, min(bare, key=lambda at: modes[at].kept_bytes)
+    always = 0, smallest, min(bare, key=lambda at: modes[at].kept_bytes), *_knee(modes)
     ranked = sorted(numbers, key=lambda at: (at not in always, -wins[at]))
     picked = [at for at in ranked if at in always or wins[at]]
     return [modes[at] for at in sorted(picked[:limit])]
+
+
+def _knee(modes: Sequence[ModeCost]) -> list[int]:
+    """Of the modes that keep least the one beyond which copying less costs most; or none.
+
+    Beyond it attention is made again. On a slow link some layers take it and others copy less.
+    """
+    least = min(mode.kept_bytes for mode in modes)
+    numbers = (at for at, mode in enumerate(modes) if mode.kept_bytes == least)
+    hull = lower_hull(sorted((-modes[at].host_bytes, modes[at].recompute_s, at) for at in numbers))
+    bends = [(triangle(*hull[at - 1 : at + 2]), hull[at][2]) for at in range(1, len(hull) - 1)]
+    return [at for _, at in sorted(bends)[-1:]]

@@ -34,7 +34,7 @@ def recompute_sets(cls: LayerClass) -> tuple[frozenset[int], ...]:
     freed, seconds, possible = _table(cls, groups)
     rows = np.flatnonzero(possible)
     points = zip(freed[rows].tolist(), seconds[rows].tolist(), rows.tolist(), strict=True)
-    hull = _lower_hull(sorted(points))
+    hull = lower_hull(sorted(points))
     return tuple(
         frozenset(slot for bit, group in enumerate(groups) if row >> bit & 1 for slot in group)
         for _, _, row in _spaced(hull)
@@ -93,7 +93,7 @@ def _table(cls: LayerClass, groups: list[tuple[int, ...]]) -> tuple[Any, Any, An
     return freed, seconds, possible
 
 
-def _lower_hull(points: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
+def lower_hull(points: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
     """The corners of the lower convex hull of points sorted by bytes, from the empty set on."""
     hull: list[tuple[int, float, int]] = []
     for point in points:
@@ -125,12 +125,12 @@ def _spaced(hull: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
             kept.append(point)
     kept.append(last)
     while len(kept) > MAX_SETS:
-        lost = [_triangle(*kept[at - 1 : at + 2]) for at in range(1, len(kept) - 1)]
+        lost = [triangle(*kept[at - 1 : at + 2]) for at in range(1, len(kept) - 1)]
         kept.pop(1 + lost.index(min(lost)))
     return kept
 
 
-def _triangle(
+def triangle(
     left: tuple[int, float, int], corner: tuple[int, float, int], right: tuple[int, float, int]
 ) -> float:
     """Bytes times seconds between the hull at ``corner`` and the line that would cut it off."""
