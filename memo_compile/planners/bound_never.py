@@ -2,22 +2,29 @@
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from memo_compile.planners.bound_parts import Life, size_of, sources_of
 from memo_compile.planners.move_rules import can_split
 from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.step.movable import MovableStep, RecomputeRegion
 
+MAX_KINDS = 4
+"""Most kinds of plans that a bound tells apart, by how much memory their kernels take."""
+
 
 class Never(NamedTuple):
-    """What no plan recomputes, since there is no room for what that reads.
+    """What no plan of one kind recomputes, since there is no room for what that reads.
 
     A region reads tensors that stay on the device until the backward reads them, since nothing is
     copied back twice, or made again.
     """
 
+    raised_bytes: int
+    """What such a plan's recomputations add to the memory of kernels in all calls, at least."""
     alone: frozenset[tuple[int, int]]
     """(layer, slot)."""
     together: frozenset[tuple[int, int, int]]
@@ -38,25 +45,34 @@ def never_again(
     moved: Sequence[Life],
     spare: Any,
     regions: Iterable[RecomputeRegion] = (),
-) -> Never:
-    """What no plan recomputes.
+) -> Iterator[Never]:
+    """What no plan recomputes: for each kind of plans, of which every plan is one.
 
-    ``spare`` are the bytes left in each call where all is off the device that may be, negative
-    where some are missing. ``regions`` are recomputations that are known.
+    Plans are told apart by the recomputation that adds most to the memory of kernels: what adds
+    more is not in them. ``spare`` are the bytes left in each call where all is off the device that
+    may be, negative where some are missing. ``regions`` are recomputations that are known.
     """
     rooms = _Rooms(step, moved, spare, regions)
+    added = (rooms.added_bytes(life) for life in moved)
+    raises = sorted({0, *(own for own in added if own <= rooms.least)})
+    for kind in np.array_split(raises, min(len(raises), MAX_KINDS)):
+        yield _never_of(rooms, moved, int(kind[0]), int(kind[-1]))
+
+
+def _never_of(rooms: "_Rooms", moved: Iterable[Life], least: int, most: int) -> Never:
+    """What plans do not recompute that add so many bytes to the memory of kernels."""
     alone: set[tuple[int, int]] = set()
     together: set[tuple[int, int, int]] = set()
     for life in moved:
         sources = rooms.sources(life)
-        if not rooms.has_room(life, sources):
+        if rooms.added_bytes(life) > most or not rooms.has_room(life, sources, least):
             alone.add((life.layer, life.slot))
             continue
         for source in sources:
             more = rooms.sources(source)
-            if more and not rooms.has_room(life, (*sources, *more)):
+            if more and not rooms.has_room(life, (*sources, *more), least):
                 together.add((life.layer, life.slot, source.slot))
-    return Never(frozenset(alone), frozenset(together))
+    return Never(least, frozenset(alone), frozenset(together))
 
 
 class _Rooms:
@@ -70,7 +86,7 @@ class _Rooms:
         regions: Iterable[RecomputeRegion],
     ) -> None:
         self._step, self._spare = step, spare
-        self._least = spare.min() if len(spare) else 0
+        self.least = int(spare.min()) if len(spare) else 0
         self._lives = {(life.layer, life.slot): life for life in moved}
         self._sources: dict[tuple[str, int], frozenset[int]] = {}
         self._outside = _outside_of(step, regions)
@@ -87,11 +103,12 @@ class _Rooms:
         found = (self._lives.get((life.layer, source)) for source in self._sources[key])
         return [source for source in found if source is not None]
 
-    def has_room(self, life: Life, held: Iterable[Life]) -> bool:
-        """True where ``held`` may be on the device from the first read of ``life`` to their own."""
-        added = self._added_bytes(life)
-        if added > 0 and added > self._least:
-            return False
+    def has_room(self, life: Life, held: Iterable[Life], raised_bytes: int) -> bool:
+        """True where ``held`` may be on the device from the first read of ``life`` to their own.
+
+        In plans that add so many bytes to the memory of kernels, or more.
+        """
+        added = max(raised_bytes, self.added_bytes(life))
         left = {own for own in held if own.read > life.read}
         return all(
             sum(size_of(self._step, own) for own in left if own.read >= until)
@@ -99,7 +116,7 @@ class _Rooms:
             for until in {own.read for own in left}
         )
 
-    def _added_bytes(self, life: Life) -> int:
+    def added_bytes(self, life: Life) -> int:
         """What recomputing it adds to the memory of kernels in all calls.
 
         A region runs before a call that is the first to read one of the layer's slots.

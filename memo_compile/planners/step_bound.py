@@ -21,8 +21,9 @@ its points, whatever is recomputed.
 
 Nothing is copied back or made again twice. So what a recomputation reads stays on the device until
 the backward reads it too; where there is no room for it, no plan recomputes the slot, or not both
-the slot and what it is made from. Nor where its operator allocates its result beside an arena that
-stays, which has the most of such memory beside it all the time, and that is too much.
+the slot and what it is made from. An operator may allocate its result beside an arena that stays,
+which has the most of such memory beside it all the time: plans are told apart by the recomputation
+that adds most to it, and the best kind counts. All its plans have that much less for the arena.
 
 Symbols, for each class of layers with n layers whose slot s is not in use at p:
 
@@ -90,17 +91,20 @@ def step_lower_bound_s(
     computation alone, with what it waits for other ranks. Infinite where no plan can be.
     """
     facts = facts_of(step)
-    if not facts.talks:
-        found = _found(step, facts, budget_bytes, host_budget_bytes, regions)
-        return sum(facts.call_s) + found.beyond_s(0.0)
-    alone = least_of(step.problem, step.costs)
+    alone = least_of(step.problem, step.costs) if facts.talks else None
+    in_flight_s = alone.in_flight_s if alone else math.inf
+    kinds = _found(step, facts, budget_bytes, host_budget_bytes, regions, in_flight_s)
+    if alone is None:
+        return sum(facts.call_s) + min(found.beyond_s(0.0) for found in kinds)
     waits_s = max(0.0, alone.forward_s - facts.halves_s[0])
-    found = _found(step, facts, budget_bytes, host_budget_bytes, regions, alone.in_flight_s)
-    return max(alone.step_s + found.unhidden_s, sum(facts.call_s) + found.beyond_s(waits_s))
+    return min(
+        max(alone.step_s + found.unhidden_s, sum(facts.call_s) + found.beyond_s(waits_s))
+        for found in kinds
+    )
 
 
 class _Found(NamedTuple):
-    """Seconds beyond computation that a step takes at least."""
+    """Seconds beyond computation that a step takes at least, in plans of one kind."""
 
     halves_s: tuple[tuple[float, float], ...]
     """In the forward, which waits for copies to the host, and in the backward, which waits for
@@ -125,32 +129,45 @@ def _found(
     budget_bytes: int | None,
     host_budget_bytes: int | None,
     regions: Collection[RecomputeRegion],
-    in_flight_s: float = math.inf,
-) -> _Found:
-    """What keeping the budgets takes. Collectives of ``in_flight_s`` may hide a recomputation."""
+    in_flight_s: float,
+) -> Sequence[_Found]:
+    """What keeping the budgets takes, for each kind of plans.
+
+    Collectives of ``in_flight_s`` may hide a recomputation.
+    """
     if budget_bytes is None or not step.problem.has_one_turn:  # in pipelines: of compute alone
-        return _NOTHING
+        return [_NOTHING]
     excess = _alive(step, facts) - budget_bytes
     lives, discounts = list(lives_of(step, facts)), _discounts(step, regions)
     once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
     moved = [life for life in once.values() if size_of(step, life)]
     spare = off_bytes(step, moved, len(facts.call_s)) - excess
-    never = never_again(step, moved, spare, regions)
     hosts = host_budget_bytes, discounts, in_flight_s
+    found = []
     try:
-        added = [
-            _added_s(step, _point(facts, lives, never, at), int(excess[at]), *hosts)
-            for at in _points(excess, facts.first_backward)
-        ]
-        away = Away(step, facts, moved, np.maximum(0, spare), never, discounts)
-        halves = [
-            (forward_waits_s(away, counts=counts), backward_waits_s(away, counts=not counts))
-            for counts in (False, True)
-        ]
+        for never in never_again(step, moved, spare, regions):
+            missing = excess + never.raised_bytes
+            added = [
+                _added_s(step, _point(facts, lives, never, at), int(missing[at]), *hosts)
+                for at in _points(missing, facts.first_backward)
+            ]
+            free = np.maximum(0, spare - never.raised_bytes)
+            found.append(_most(added, Away(step, facts, moved, free, never, discounts)))
     except ConfigError:  # no engine on this machine
-        return _NOTHING
+        return [_NOTHING]
+    return found
+
+
+def _most(added: Iterable["_Added"], away: Away) -> _Found:
+    """What the worst point takes, and the windows."""
     most = _Added(*(max(kind) for kind in zip(_Added(0.0, 0.0, 0.0), *added, strict=True)))
-    halves_s = tuple((max(most.forward_s, before_s), after_s) for before_s, after_s in halves)
+    halves_s = tuple(
+        (
+            max(most.forward_s, forward_waits_s(away, counts=counts)),
+            backward_waits_s(away, counts=not counts),
+        )
+        for counts in (False, True)
+    )
     return _Found(halves_s, most.step_s, most.unhidden_s)
 
 

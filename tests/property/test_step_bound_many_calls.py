@@ -1,5 +1,6 @@
 """The bound of a step against plans of steps whose passes are several calls: none is faster."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,6 +9,7 @@ from random import Random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from memo_compile.errors import InvalidPlan
 from memo_compile.planners import bound_windows
 from memo_compile.planners.move_rules import RecomputeOf
 from memo_compile.planners.policy.candidate import Candidate, simulated
@@ -31,6 +33,7 @@ NUM_PLANS = 40
 @example(seed=3, talks=False, stays=True)
 @example(seed=5, talks=True, stays=True)
 @example(seed=32, talks=False, stays=True)
+@example(seed=29135, talks=True, stays=False)
 def test_no_plan_is_faster_than_the_bound_where_calls_read_different_slots(seed, talks, stays):
     """With ``stays`` kernels allocate results beside an arena that is never given back."""
     rng = Random(seed)
@@ -63,7 +66,8 @@ def _plans(
         return regions.setdefault(key, made(key))
 
     for _ in range(NUM_PLANS):
-        yield simulated(step, random_moves(rng, step), recompute)
+        with contextlib.suppress(InvalidPlan):  # some recompute from what is not there yet
+            yield simulated(step, random_moves(rng, step), recompute)
     source = CandidateSource(step=step, recompute=recompute)
     for candidate in source.near_floor():
         yield candidate

@@ -24,6 +24,7 @@ from memo_compile.planners.policy.candidate import (
     simulated,
 )
 from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
+from memo_compile.planners.policy.less_outside import less_outside
 from memo_compile.planners.policy.lynx_policies import lynx_moves
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import (
@@ -115,6 +116,23 @@ def _spread_over(count: int, most: int) -> list[int]:
     """At most so many of the first ``count`` numbers, evenly; the first and the last of them."""
     some = min(most, count)
     return sorted({(count - 1) * at // max(1, some - 1) for at in range(some)})
+
+
+def _unbeaten(found: Iterable[Candidate]) -> list[Candidate]:
+    """Those of which no other needs as few bytes and seconds, the fewest bytes first."""
+    plans: list[Candidate] = []
+    for plan in sorted(found, key=lambda plan: (plan.live_bytes, plan.cost_s)):
+        if not plans or plan.cost_s < plans[-1].cost_s:
+            plans.append(plan)
+    return plans
+
+
+def _spread_bytes(plans: Sequence[Candidate], most: int) -> list[Candidate]:
+    """At most so many of ``plans``, which need ever more bytes: the last in each equal share."""
+    first, last = plans[0].live_bytes, plans[-1].live_bytes
+    shares = [first + (last - first) * at / (most - 1) for at in range(most)]
+    below = ([own for own in plans if own.live_bytes <= share] for share in shares)
+    return list(dict.fromkeys(some[-1] for some in below))
 
 
 def _stalls(candidate: Candidate) -> bool:
@@ -296,32 +314,31 @@ class CandidateSource:
         for price in COPY_PRICES:
             model = build_model(self.step, modes, ONCE, price)
             found += [model.moves(chosen, "greedy") for chosen in self._near_floor_of(model)]
-        yield from found
         outside = (own for some in modes for cost in some for own in cost.recompute_outside)
-        if OutsideMemory(self.step).may_raise(facts_of(self.step).backward_at, outside):
+        raises = OutsideMemory(self.step).may_raise(facts_of(self.step).backward_at, outside)
+        if raises:
+            found = [*found, *less_outside(self.step, modes, found)]
+        yield from found
+        if raises:
             yield from self._slot_by_slot(found, modes)
 
     def _slot_by_slot(
         self, found: Iterable[Moves], modes: Sequence[Sequence[ModeCost]]
     ) -> Iterator[Moves]:
         """Some of ``found`` that none beats with slots moved otherwise, in about their bytes."""
-        plans: list[Candidate] = []
-        for plan in sorted(self._valid(found), key=lambda plan: (plan.live_bytes, plan.cost_s)):
-            if not plans or plan.cost_s < plans[-1].cost_s:
-                plans.append(plan)
+        starts = _spread_bytes(_unbeaten(self._valid(found)), MAX_BY_SLOT)
         best: Candidate | None = None
         left = MAX_BY_SLOT_CALLS // max(1, len(self.step.problem.calls))
-        numbers = _spread_over(len(plans), MAX_BY_SLOT)
-        for done, number in enumerate(numbers):
-            most_bytes = plans[number].live_bytes
-            start = min((own for own in (best, plans[number]) if own), key=lambda own: own.cost_s)
+        for done, start in enumerate(starts):
+            most_bytes = start.live_bytes
+            start = min((own for own in (best, start) if own), key=lambda own: own.cost_s)
             best, num_simulated = slot_by_slot(
                 self.step,
                 start,
                 modes,
                 functools.partial(self._perhaps_simulated, most_bytes),
                 functools.partial(self._fits, most_bytes),
-                left // (len(numbers) - done),
+                left // (len(starts) - done),
             )
             left -= num_simulated
             yield best.moves

@@ -268,11 +268,11 @@ def _inside(step: MovableStep, class_key: str, modes: Sequence[ModeCost]) -> Mod
     if not any(map(raises, modes)):
         return None
     inside = [cost for cost in modes if not raises(cost)]
-    return _quickest(inside, step.costs)
+    return quickest(inside, step.costs)
 
 
-def _quickest(modes: Sequence[ModeCost], costs: StepCosts) -> ModeCost | None:
-    """Of the modes that keep least; token-wise mixes do not count."""
+def quickest(modes: Sequence[ModeCost], costs: StepCosts) -> ModeCost | None:
+    """Of the modes that keep least; token-wise mixes do not count. None where there is none."""
     least = min((mode.kept_bytes for mode in modes), default=0)
     return min(
         (mode for mode in modes if mode.kept_bytes == least and mode.mode.recompute_rows is None),
@@ -338,7 +338,7 @@ def _again_s(step: MovableStep, cls: LayerClass, mode: Mode) -> float:
 
 def _half_copied(cls: LayerClass, modes: Sequence[ModeCost], costs: StepCosts) -> Mode:
     """Of the modes that keep least, the quickest, and half of its copies: to fill the host with."""
-    fastest = (_quickest(modes, costs) or modes[0]).mode
+    fastest = (quickest(modes, costs) or modes[0]).mode
     copied, taken = [], 0
     moved = fastest.slots(Action.OFFLOAD)
     most = _bytes_of(cls, moved) // 2

@@ -1,0 +1,60 @@
+"""Plans whose kernels take less memory beside an arena that stays.
+
+What a recomputation adds to the most of such memory, the arena loses in all calls: most of it late
+in the backward, when most gradients are there. So the layers whose backward comes last copy what
+the others recompute. Plans are told apart as the bound of a step does it (``bound_never``).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from memo_compile.planners.move_rules import facts_of
+from memo_compile.planners.policy.modes import ModeCost, quickest
+from memo_compile.planners.policy.outside_memory import OutsideMemory
+from memo_compile.step.movable import Mode, MovableStep, Moves
+
+MAX_LEVELS = 4
+"""For so many amounts of memory a plan is made whose recomputations add at most that."""
+
+
+def less_outside(
+    step: MovableStep, modes: Sequence[Sequence[ModeCost]], found: Sequence[Moves]
+) -> Iterator[Moves]:
+    """``found`` with other modes for layers whose recomputation adds too much; new ones only.
+
+    Such a layer takes the quickest of its ``modes`` that keep least and add less.
+    """
+    known = set(found)
+    added = list(_added_bytes(step, modes))
+    amounts = sorted({own for layer in added for own in layer.values()})[:-1]
+    for some in np.array_split(amounts, MAX_LEVELS):
+        if not len(some):
+            continue
+        inside = [
+            quickest([cost for cost in own if layer[cost.mode] <= some[0]], step.costs)
+            for own, layer in zip(modes, added, strict=True)
+        ]
+        for moves in found:
+            changed = tuple(
+                other.mode if other is not None and layer.get(mode, 0) > some[0] else mode
+                for mode, other, layer in zip(moves.modes, inside, added, strict=True)
+            )
+            less = replace(moves, modes=changed)
+            if less not in known:
+                known.add(less)
+                yield less
+
+
+def _added_bytes(
+    step: MovableStep, modes: Iterable[Iterable[ModeCost]]
+) -> Iterator[dict[Mode, int]]:
+    """Per layer what each of its modes adds to the memory of kernels."""
+    memory = OutsideMemory(step)
+    for at, some in zip(facts_of(step).backward_at, modes, strict=True):
+        calls = range(at, at + 1)
+        yield {
+            cost.mode: max((memory.raised(calls, own) for own in cost.recompute_outside), default=0)
+            for cost in some
+        }
