@@ -262,18 +262,6 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert len(err.splitlines()) == 1
 
 
-def test_a_function_that_does_not_run_on_fakes_is_refused(capsys, tmp_path, monkeypatch):
-    (tmp_path / "reads_a_value.py").write_text(
-        "import torch\ndef build():\n    return torch.linspace(0, 1, 3)[0].item(), ()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    code, out, err = plan(capsys, "reads_a_value:build")
-    assert (code, out) == (2, "")
-    assert "reads_a_value:build, line 3: DataDependentOutputException" in err
-    assert "no values to read" in err
-    assert len(err.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -78,6 +78,7 @@ def test_private_torch_is_imported_in_the_shims_only():
             "shim",
             "shim_cache",
             "shim_donation",
+            "shim_fakes",
             "shim_gpu",
             "shim_kernels",
             "shim_partitioner",

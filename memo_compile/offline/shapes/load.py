@@ -17,6 +17,7 @@ from memo_compile.offline.more_layers import MoreLayers
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.shapes.transformer import default_dtype, first_stage
 from memo_compile.shim import fake_mode
+from memo_compile.shim_fakes import model_of_fakes
 from memo_compile.text_files import read_json
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -185,7 +186,7 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
 def _called(function: Callable[..., Any], arguments: Mapping[str, Any], text: str) -> Any:
     """What the user's function gives on fakes. Raises InputError where it does not run on them."""
     try:
-        with fake_mode(real_inputs=True):
+        with model_of_fakes():
             return function(**arguments)
     except RuntimeError as error:  # of torch's fakes too
         file = getattr(getattr(function, "__code__", None), "co_filename", None)
@@ -194,8 +195,7 @@ def _called(function: Callable[..., Any], arguments: Mapping[str, Any], text: st
         where = f", line {own[-1]}" if own else ""
         raise InputError(
             f"{text}{where}: {type(error).__name__}: {_first_line(error)}. It is called on fake "
-            "tensors: they have no values to read, and a model of them may not take another dtype "
-            "or device; make it with torch.set_default_dtype(dtype)"
+            "tensors of the CPU, which have no values to read"
         ) from error
 
 

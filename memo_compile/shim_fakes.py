@@ -1,0 +1,79 @@
+"""A user's model made of fakes: what model code does at that, and fakes refuse.
+
+Read in torch 2.11.0 and 2.13.0.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+MAX_REAL = 1024
+"""What is computed from real tensors of at most so many numbers alone is real."""
+
+
+@contextlib.contextmanager
+def model_of_fakes() -> Iterator[None]:
+    """Tensors made inside take no memory; real ones may be mixed in.
+
+    A module of them may take another dtype, which torch refuses: it swaps parameters, and the mode
+    has weak references to them. ``trunc_normal_`` reads what it draws; here it draws nothing. And
+    a ``linspace`` between numbers is real: models take the rates of their layers from one.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    swap = torch.utils.swap_tensors
+
+    def swapped(first: torch.Tensor, second: torch.Tensor) -> None:
+        converter = mode.fake_tensor_converter
+        memo = converter.tensor_memo
+        for own in (first, second):
+            for key in [key for key, known in memo.items() if known is own]:
+                del memo[key]
+            if isinstance(own, FakeTensor) and own.constant is not None:
+                converter.invalidate_constant_aliases(own.constant)
+        swap(first, second)
+
+    with (
+        mode,
+        _FewNumbers(),
+        _replaced(torch.utils, "swap_tensors", swapped),
+        _replaced(torch.nn.init, "_no_grad_trunc_normal_", _as_it_is),
+    ):
+        yield
+
+
+class _FewNumbers(TorchFunctionMode):
+    """What keeps a ``linspace`` real, and what is computed from one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [own for own in tree_leaves((args, kwargs)) if isinstance(own, torch.Tensor)]
+        if tensors:
+            is_real = all(map(_is_few, tensors))
+        else:
+            device = kwargs.get("device") or torch.get_default_device()
+            is_real = func is torch.linspace and torch.device(device).type == "cpu"
+        with unset_fake_temporarily() if is_real else contextlib.nullcontext():
+            return func(*args, **kwargs)
+
+
+def _is_few(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.numel() <= MAX_REAL
+
+
+def _as_it_is(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
