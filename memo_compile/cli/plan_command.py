@@ -44,6 +44,11 @@ PLAIN_WIDTH = 140
 """Characters of a line where stdout is a file or a pipe."""
 
 
+NUM_BUDGETS = 8
+"""A sweep plans for so many budgets, where no other number is given."""
+
+OPTIMIZER_HELP = "adamw, adamw-fp32 (float32 master weights), sgd, sgd-momentum, none."
+
 Prepares = Annotated[
     bool,
     typer.Option(
@@ -75,16 +80,16 @@ def plan_command(
     cp: Annotated[int, typer.Option(help="Context parallel devices.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     dp: Annotated[int, typer.Option(help="Data parallel replicas; ZeRO-1 over dp x cp.")] = 1,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, adamw-fp32 (float32 master weights), sgd, none.")
-    ] = "adamw",
+    optimizer: Annotated[str, typer.Option(help=OPTIMIZER_HELP)] = "adamw",
     policy: Annotated[str, typer.Option(help="auto, or a named one for ablation.")] = "auto",
     max_seq: Annotated[bool, typer.Option(help="Search the longest sequence that fits.")] = False,
     sweep: Annotated[
         str | None,
         typer.Option(metavar="budget", help="Plans for budgets from the smallest one to none."),
     ] = None,
-    budgets: Annotated[int, typer.Option(help="How many of them.")] = 8,
+    budgets: Annotated[
+        int | None, typer.Option(help="How many of them.", show_default=str(NUM_BUDGETS))
+    ] = None,
     fresh: Annotated[
         bool,
         typer.Option(help="Trace and lower anew; remember nothing and use nothing remembered."),
@@ -118,10 +123,9 @@ def plan_command(
         policy=policy,
         remembers=not fresh,
     )
+    _require_one_question(sweep, budgets, max_seq=max_seq)
     if sweep is not None:
-        if max_seq:
-            raise InputError("sweep: it is of one length; leave out --max-seq")
-        _sweep(question, sweep, budgets, as_json=as_json)
+        _sweep(question, sweep, NUM_BUDGETS if budgets is None else budgets, as_json=as_json)
         return
     with _answered(question, max_seq, prepare, as_json=as_json) as (answer, longest_seq):
         _write(answer, report, out)
@@ -164,6 +168,14 @@ def _require_one_form(emit: str | None, *, as_json: bool) -> None:
         raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {emit!r}")
     if emit is not None and as_json:
         raise InputError("emit: prints settings, --json prints JSON; give one of the two")
+
+
+def _require_one_question(sweep: str | None, budgets: int | None, *, max_seq: bool) -> None:
+    """Raise InputError for options of which one would be ignored."""
+    if sweep is not None and max_seq:
+        raise InputError("sweep: it is of one length; leave out --max-seq")
+    if sweep is None and budgets is not None:
+        raise InputError("budgets: of a sweep; give --sweep budget with it")
 
 
 @contextlib.contextmanager
@@ -262,6 +274,10 @@ def _sweep(question: "Question", over: str, num_budgets: int, *, as_json: bool) 
             plan.policy,
         )
     _stdout().print(table)
+    hardware = question.hardware
+    if any(answer.budget_bytes > hardware.memory_bytes for answer in answers):
+        size = format_bytes(hardware.memory_bytes)
+        print(f"{hardware.name} has {size}: larger budgets need another device")
 
 
 def _stdout() -> Console:

@@ -489,6 +489,10 @@ def test_a_sweep_goes_from_the_floor_to_no_budget(capsys, monkeypatch):
     assert rows[0]["recompute_s"] == answer.recompute_s == 0
     _, text, _ = plan(capsys, *arguments)
     assert text.count("save") == 5
+    assert "larger budgets" not in text
+    most = 2**40
+    _, text, _ = plan(capsys, *arguments)
+    assert "h200 has 131.32 GiB: larger budgets need another device" in text
 
 
 def test_the_seconds_of_recomputation_are_told():
@@ -506,6 +510,7 @@ def test_the_seconds_of_recomputation_are_told():
         (("--sweep", "budget", "--budget", "1GiB"), "leave out --budget"),
         (("--sweep", "budget", "--max-seq"), "leave out --max-seq"),
         (("--sweep", "budget", "--budgets", "1"), "at least 2"),
+        (("--budgets", "3"), "give --sweep budget"),
     ],
 )
 def test_a_sweep_that_cannot_be_made_is_refused(capsys, arguments, named):
