@@ -332,7 +332,13 @@ class Assembly:
         peak, budget = plan.peak_bytes + held + second + staying + copied, plan.budget_bytes
         if budget is not None and peak > budget:
             message = no_room(
-                peak, budget, held=held, second_gradients=second, staying=staying, copied=copied
+                peak,
+                budget,
+                held=held,
+                second_gradients=second,
+                staying=staying,
+                copied=copied,
+                keeps_outputs=problem.keeps_outputs,
             )
             raise Infeasible(message, floor_bytes=None if copied else peak)
         if peak > plan.peak_bytes and (copied or budget is not None):

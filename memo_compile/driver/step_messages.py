@@ -39,12 +39,23 @@ def not_gone(peak: int, budget: int, waiting: int) -> str:
 
 
 def no_room(
-    peak: int, budget: int, *, held: int, second_gradients: int, staying: int, copied: int
+    peak: int,
+    budget: int,
+    *,
+    held: int,
+    second_gradients: int,
+    staying: int,
+    copied: int,
+    keeps_outputs: bool,
 ) -> str:
-    """What a backward needs beside its plan, and what to do."""
+    """What a backward needs beside its plan, and what to do.
+
+    Where the step ``keeps_outputs`` it was planned with its own results; others' are held as well.
+    """
+    advice = "let go of them" if keeps_outputs else "set outputs='held', or let go of them"
     why = {
-        "results of forwards that are held, though they were planned as gone by now; set "
-        "outputs='held', or let go of them": held,
+        "results of forwards that are held, though they were planned as gone by now; "
+        f"{advice}": held,
         "gradients that stay to the end of the backward, because retain_graph=True, create_graph="
         "True, torch.autograd.grad or inputs= are used": staying,
         "gradients of this graph's first backward; add the losses up and call backward "
