@@ -206,13 +206,18 @@ class Subject:
         return replace(memory, content={**memory.content, "seq": "all"})
 
     def _content(self) -> Mapping[str, Any] | None:
-        """What stands for the model and its inputs; None where its code may change unseen."""
+        """What stands for the model and its inputs; None where that is not known."""
         is_file = self.model.endswith(".json") or Path(self.model).exists()
-        if ":" in self.model and not is_file:
-            return None
         try:
-            model = _file_content(Path(self.model)) if is_file else plain(find_model(self.model))
+            if is_file:
+                model: Mapping[str, Any] | None = _file_content(Path(self.model))
+            elif ":" in self.model:
+                model = self._function_content()
+            else:
+                model = plain(find_model(self.model))
         except (OSError, ImportError):
+            return None
+        if model is None:
             return None
         return {
             "code": code_version(),
@@ -222,6 +227,11 @@ class Subject:
             "dtype": self.dtype,
             "degrees": plain(self.degrees),
         }
+
+    def _function_content(self) -> Mapping[str, Any] | None:
+        from memo_compile.offline.function_content import function_content
+
+        return function_content(self.model, self.loaded)
 
     def constant_bytes(self, state_bytes_per_parameter: float) -> int:
         """Parameters, their gradients and optimizer state; 0 where the model is a function."""

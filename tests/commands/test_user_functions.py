@@ -1,10 +1,21 @@
-"""``memo plan package.module:function``: what model code does at its fakes."""
+"""``memo plan package.module:function``: what model code does at its fakes; what is remembered."""
 
+import dataclasses
+import importlib
 import json
+import os
+import sys
+import threading
 
 import pytest
+import torch
 
 from memo_compile.cli.main import main
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.offline.forecast import Question, forecast
+from memo_compile.offline.function_content import function_content
+from memo_compile.offline.shapes.degrees import Degrees
+from memo_compile.offline.shapes.load import load
 
 
 def plan(capsys, *arguments):
@@ -66,3 +77,97 @@ def test_a_function_may_cast_draw_and_read_a_linspace(capsys, tmp_path, monkeypa
     assert late["fixed_bytes"] == early["fixed_bytes"]
     assert late["fixed_bytes"]["parameters"] == 2 * 4 * (2 * 64 * 256 + 256 + 64 + 1)
     assert (late["peak_bytes"], late["step_s"]) == (early["peak_bytes"], early["step_s"])
+
+
+KEPT = """
+import torch
+FACTOR = 2
+class Rows(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, width), torch.nn.Linear(width, 64)
+        self.sizes, self.act = {"width": width}, lambda x, by=FACTOR: torch.relu(x) * by
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+def build(seq):
+    return Rows(256), (torch.randn(seq, 64),)
+"""
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A module with a function, and what stands for what it makes, after a change."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "kept_rows.py").write_text(KEPT)
+    monkeypatch.syspath_prepend(folder)
+    module = importlib.import_module("kept_rows")
+    monkeypatch.setenv("MEMO_LOWERING", "aten")
+
+    def content(change=None, seq=128):
+        name = "kept_rows:build"
+        made = load(name, seq=seq, batch=1, dtype=torch.float32, degrees=Degrees())
+        if change is not None:
+            change(made.model)
+        return function_content(name, made)
+
+    yield folder, module, content
+    sys.modules.pop("kept_rows")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.sizes.update(width=257),
+        lambda model: model.eval(),
+        lambda model: setattr(model, "other", model.up),
+        lambda model: setattr(model, "act", lambda x, by=3: torch.relu(x) * by),
+        lambda model: model.down.requires_grad_(False),
+        lambda model: model.register_forward_hook(lambda *_: None),
+        lambda model: setattr(model.down, "weight", model.up.weight),
+    ],
+    ids=["a value", "a mode", "a module", "a default", "a parameter", "a hook", "a tie"],
+)
+def test_what_a_model_holds_stands_for_it(kept, change):
+    _, _, content = kept
+    before = content()
+    assert before == content()
+    assert before != content(change)
+
+
+def test_code_globals_and_environment_stand_for_a_function(kept, monkeypatch):
+    folder, module, content = kept
+    found = [content(), content(seq=256)]
+    monkeypatch.setattr(module, "FACTOR", 2.5)
+    found.append(content())
+    monkeypatch.setenv("MY_FLAG", "1")
+    found.append(content())
+    os.utime(folder / "kept_rows.py", ns=(1, 1))
+    found.append(content())
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "helper.py").write_text("")  # a forward may import it
+    found.append(content())
+    assert len({json.dumps(own) for own in found}) == len(found)
+
+
+@pytest.mark.parametrize("unknown", [threading.Lock(), iter(()), object()])
+def test_nothing_stands_for_a_model_that_holds_what_cannot_be_told(kept, unknown):
+    assert kept[2](lambda model: setattr(model, "unknown", unknown)) is None
+
+
+def test_steps_of_a_function_are_remembered(kept, store, traces):
+    """Its plans are those without memory, for another budget too; with other code it is traced."""
+    folder, _, _ = kept
+    asked = Question(model="kept_rows:build", hardware=find_hardware("a100"), seq=4096)
+    without = forecast(dataclasses.replace(asked, remembers=False))
+    assert not list(store.folder.glob("*.json"))
+    first = forecast(asked)
+    assert traces
+    traces.clear()
+    again = forecast(dataclasses.replace(asked, budget=first.peak_bytes))
+    assert not traces
+    for other in (first, again):
+        assert (other.peak_bytes, other.step_s) == (without.peak_bytes, without.step_s)
+    os.utime(folder / "kept_rows.py", ns=(1, 1))
+    forecast(asked)
+    assert traces
