@@ -129,8 +129,10 @@ def _unbeaten(found: Iterable[Candidate]) -> list[Candidate]:
 
 def _spread_bytes(plans: Sequence[Candidate], most: int) -> list[Candidate]:
     """At most so many of ``plans``, which need ever more bytes: the last in each equal share."""
+    if not plans:
+        return []
     first, last = plans[0].live_bytes, plans[-1].live_bytes
-    shares = [first + (last - first) * at / (most - 1) for at in range(most)]
+    shares = [first + (last - first) * at // (most - 1) for at in range(most)]
     below = ([own for own in plans if own.live_bytes <= share] for share in shares)
     return list(dict.fromkeys(some[-1] for some in below))
 
@@ -329,9 +331,9 @@ class CandidateSource:
         starts = _spread_bytes(_unbeaten(self._valid(found)), MAX_BY_SLOT)
         best: Candidate | None = None
         left = MAX_BY_SLOT_CALLS // max(1, len(self.step.problem.calls))
-        for done, start in enumerate(starts):
-            most_bytes = start.live_bytes
-            start = min((own for own in (best, start) if own), key=lambda own: own.cost_s)
+        for done, plan in enumerate(starts):
+            most_bytes = plan.live_bytes
+            start = min((own for own in (best, plan) if own), key=lambda own: own.cost_s)
             best, num_simulated = slot_by_slot(
                 self.step,
                 start,
