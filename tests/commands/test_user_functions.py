@@ -1,11 +1,14 @@
 """``memo plan package.module:function``: what model code does at its fakes; what is remembered."""
 
+import collections
 import dataclasses
 import importlib
 import json
 import os
 import sys
 import threading
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +138,100 @@ def test_what_a_model_holds_stands_for_it(kept, change):
     assert before != content(change)
 
 
+class Slot:
+    __slots__ = "width"
+
+
+class Private:
+    __slots__ = ("__width",)
+
+    def __init__(self, width):
+        self.__width = width
+
+
+class Number(int):
+    pass
+
+
+class Named(dict):
+    pass
+
+
+def with_attribute(value, width):
+    value.width = width
+    return value
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda width: with_attribute(Slot(), width),
+        Private,
+        Number,
+        lambda width: with_attribute(Named(), width),
+        lambda width: with_attribute(lambda: None, width),
+        lambda width: {"width": width}.get,
+        lambda width: collections.defaultdict(lambda: width),
+        lambda width: (lambda: 2) if width == 2 else (lambda: 3),
+    ],
+    ids="slot private int mapping function method default lambda".split(),
+)
+def test_what_a_value_holds_is_found(kept, made):
+    _, _, content = kept
+    found = [content(lambda model, w=w: setattr(model, "own", made(w))) for w in (2, 2, 3)]
+    assert found[0] == found[1] != found[2]
+    assert found[2] is not None
+
+
+def test_data_that_was_read_stands_for_a_function(tmp_path, monkeypatch):
+    """On import, and in the call; what the function writes does not."""
+    read = "import json\nfrom pathlib import Path\n"
+    read += 'WIDTHS = json.loads(Path("widths.json").read_text())\n'
+    call = '    Path("log").write_text(Path("sizes.txt").read_text())\n    return Rows'
+    (tmp_path / "reads_data.py").write_text(read + KEPT.replace("    return Rows", call))
+    (tmp_path / "widths.json").write_text("[1]")
+    (tmp_path / "sizes.txt").write_text("1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def content():
+        name = "reads_data:build"
+        made = load(name, seq=128, batch=1, dtype=torch.float32, degrees=Degrees())
+        return function_content(name, made)
+
+    before = content()
+    assert before == content()
+    (tmp_path / "widths.json").write_text("[12]")
+    after = content()
+    assert after != before
+    (tmp_path / "sizes.txt").write_text("12")
+    assert content() != after
+
+
+def test_packages_that_a_trace_loads_do_not_stand_for_a_function(kept, monkeypatch):
+    """The second length of a search is found by a process that traced no first one."""
+    _, _, content = kept
+    before = content()
+    other = types.ModuleType("loaded_by_a_trace")
+    other.__file__ = str(Path(pytest.__file__).with_name("__main__.py"))
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    assert content() == before
+
+
+def test_code_beside_the_package_of_a_function_stands_for_it(tmp_path, monkeypatch):
+    folder = tmp_path / "some_package" / "models"
+    folder.mkdir(parents=True)
+    (folder / "rows.py").write_text(KEPT)
+    (tmp_path / "some_package" / "layers.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    name, found = "some_package.models.rows:build", []
+    for _ in range(2):
+        made = load(name, seq=128, batch=1, dtype=torch.float32, degrees=Degrees())
+        found.append(function_content(name, made))
+        os.utime(tmp_path / "some_package" / "layers.py", ns=(1, 1))
+    assert found[0] != found[1]
+
+
 def test_code_globals_and_environment_stand_for_a_function(kept, monkeypatch):
     folder, module, content = kept
     found = [content(), content(seq=256)]
@@ -150,7 +247,11 @@ def test_code_globals_and_environment_stand_for_a_function(kept, monkeypatch):
     assert len({json.dumps(own) for own in found}) == len(found)
 
 
-@pytest.mark.parametrize("unknown", [threading.Lock(), iter(()), object()])
+@pytest.mark.parametrize(
+    "unknown",
+    [threading.Lock(), iter(()), object(), 10**5000],
+    ids=["lock", "iterator", "object", "digits"],
+)
 def test_nothing_stands_for_a_model_that_holds_what_cannot_be_told(kept, unknown):
     assert kept[2](lambda model: setattr(model, "unknown", unknown)) is None
 
