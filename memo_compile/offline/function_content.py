@@ -6,7 +6,9 @@ The function is called each time; what it made is described, with all code that 
 import contextlib
 import enum
 import functools
+import logging
 import os
+import re
 import sys
 import sysconfig
 import types
@@ -37,7 +39,17 @@ RANDOM = frozenset({"_original_object_hash"})
 """Attributes that are other numbers in each process: transformers keeps a hash of Python's."""
 
 _PLAIN = (bool, int, str, bytes, type(None))
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice, complex, Path)
+_NAMED = (
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    range,
+    slice,
+    complex,
+    Path,
+    re.Pattern,
+)
 _SEQUENCES = (list, tuple, deque)
 _BUILT_IN = (bool, int, str, bytes, float, complex)
 """What a class of the user's may be made from."""
@@ -106,6 +118,8 @@ class _Described:
             yield self.of([cells, value.__defaults__, value.__kwdefaults__, vars(value)])
         elif isinstance(value, types.ModuleType):
             yield value.__name__
+        elif isinstance(value, logging.Logger):
+            yield value.name
         elif isinstance(value, types.BuiltinFunctionType):
             yield [value.__name__, self.of(value.__self__)]
         elif isinstance(value, types.MethodType):

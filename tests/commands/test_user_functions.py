@@ -4,7 +4,9 @@ import collections
 import dataclasses
 import importlib
 import json
+import logging
 import os
+import re
 import sys
 import threading
 import types
@@ -80,6 +82,29 @@ def test_a_function_may_cast_draw_and_read_a_linspace(capsys, tmp_path, monkeypa
     assert late["fixed_bytes"] == early["fixed_bytes"]
     assert late["fixed_bytes"]["parameters"] == 2 * 4 * (2 * 64 * 256 + 256 + 64 + 1)
     assert (late["peak_bytes"], late["step_s"]) == (early["peak_bytes"], early["step_s"])
+
+
+COPIED = """
+import copy, torch
+from torch import nn
+def layers(dtype):
+    norm, layer = nn.BatchNorm1d(64), nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
+    norms = nn.ModuleList([norm, copy.deepcopy(norm)])
+    return nn.ModuleDict({"norms": norms, "layers": nn.TransformerEncoder(layer, 2)})
+def cast(dtype):
+    return layers(dtype).to(dtype), ()
+"""
+
+
+def test_a_function_may_copy_modules_before_it_casts(tmp_path, monkeypatch):
+    """torch's TransformerEncoder copies its layer; a copy of a mode would be another mode."""
+    (tmp_path / "copied_layers.py").write_text(COPIED)
+    monkeypatch.syspath_prepend(tmp_path)
+    sizes = {"seq": None, "batch": 1, "dtype": torch.bfloat16, "degrees": Degrees()}
+    made = load("copied_layers:cast", **sizes).model
+    assert isinstance(made, torch.nn.Module)
+    assert {own.dtype for own in made.parameters()} == {torch.bfloat16}
+    assert len({own.fake_mode for own in (*made.parameters(), *made.buffers())}) == 1
 
 
 KEPT = """
@@ -245,6 +270,11 @@ def test_code_globals_and_environment_stand_for_a_function(kept, monkeypatch):
     (folder / "deeper" / "helper.py").write_text("")  # a forward may import it
     found.append(content())
     assert len({json.dumps(own) for own in found}) == len(found)
+
+
+@pytest.mark.parametrize("named", [logging.getLogger("own"), re.compile("own")])
+def test_what_is_known_by_its_name_may_be_held(kept, named):
+    assert kept[2](lambda model: setattr(model, "named", named)) is not None
 
 
 @pytest.mark.parametrize(
