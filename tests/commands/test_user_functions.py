@@ -43,6 +43,16 @@ def test_a_function_that_does_not_run_on_fakes_is_refused(capsys, tmp_path, monk
     assert len(err.splitlines()) == 1
 
 
+def test_a_forward_that_takes_its_length_from_a_tensor_is_refused(capsys, tmp_path, monkeypatch):
+    forward = "        for _ in range(self.sizes['width'].item()): x = x + 1\n        return"
+    code = KEPT.replace('"width": width', '"width": torch.tensor(width)')
+    (tmp_path / "reads_in_forward.py").write_text(code.replace("        return", forward))
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, err = plan(capsys, "reads_in_forward:build", "--seq", "128", "--hardware", "a100")
+    assert (code, out) == (2, "")
+    assert "does not trace into one graph" in err
+
+
 RATED = """
 import torch
 class Layer(torch.nn.Module):
