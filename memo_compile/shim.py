@@ -514,7 +514,8 @@ def traced_whole(
 
 def graph_break(error: BaseException) -> str | None:
     """What Dynamo could not trace, in one line with the user's line; None for another error."""
-    if not isinstance(error, torch._dynamo.exc.Unsupported):
+    refused = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)
+    if not isinstance(error, refused):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = lines[0] if lines else "graph break"

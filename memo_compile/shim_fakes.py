@@ -4,6 +4,7 @@ Read in torch 2.11.0 and 2.13.0.
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,10 +22,12 @@ def model_of_fakes() -> Iterator[None]:
     """Tensors made inside take no memory; real ones may be mixed in.
 
     A module of them may take another dtype, which torch refuses: it swaps parameters, and the mode
-    has weak references to them. ``trunc_normal_`` reads what it draws; here it draws nothing. And
-    a ``linspace`` between numbers is real: models take the rates of their layers from one.
+    has weak references to them. It may be copied, as torch's ``TransformerEncoder`` does.
+    ``trunc_normal_`` reads what it draws; here it draws nothing. And a ``linspace`` between numbers
+    is real: models take the rates of their layers from one.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.__deepcopy__ = lambda _: mode  # a copy of a module is of the same mode
     swap = torch.utils.swap_tensors
 
     def swapped(first: torch.Tensor, second: torch.Tensor) -> None:
@@ -50,6 +53,8 @@ class _FewNumbers(TorchFunctionMode):
     """What keeps a ``linspace`` real, and what is computed from one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+            return _copied(*args)
         kwargs = kwargs or {}
         tensors = [own for own in tree_leaves((args, kwargs)) if isinstance(own, torch.Tensor)]
         if tensors:
@@ -59,6 +64,17 @@ class _FewNumbers(TorchFunctionMode):
             is_real = func is torch.linspace and torch.device(device).type == "cpu"
         with unset_fake_temporarily() if is_real else contextlib.nullcontext():
             return func(*args, **kwargs)
+
+
+def _copied(own: FakeTensor, memo: dict[int, Any]) -> Any:
+    """A copy of a fake, without the number that it may stand for: torch would make that a fake."""
+    constant, own.constant = own.constant, None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            return torch.Tensor.__deepcopy__(own, memo)
+    finally:
+        own.constant = constant
 
 
 def _is_few(tensor: torch.Tensor) -> bool:

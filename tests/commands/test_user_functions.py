@@ -1,11 +1,16 @@
 """``memo plan package.module:function``: what model code does at its fakes; what is remembered."""
 
+import collections
 import dataclasses
 import importlib
 import json
+import logging
 import os
+import re
 import sys
 import threading
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +41,16 @@ def test_a_function_that_does_not_run_on_fakes_is_refused(capsys, tmp_path, monk
     assert "reads_a_value:build, line 3: DataDependentOutputException" in err
     assert "no values to read" in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_forward_that_takes_its_length_from_a_tensor_is_refused(capsys, tmp_path, monkeypatch):
+    forward = "        for _ in range(self.sizes['width'].item()): x = x + 1\n        return"
+    code = KEPT.replace('"width": width', '"width": torch.tensor(width)')
+    (tmp_path / "reads_in_forward.py").write_text(code.replace("        return", forward))
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, err = plan(capsys, "reads_in_forward:build", "--seq", "128", "--hardware", "a100")
+    assert (code, out) == (2, "")
+    assert "does not trace into one graph" in err
 
 
 RATED = """
@@ -77,6 +92,29 @@ def test_a_function_may_cast_draw_and_read_a_linspace(capsys, tmp_path, monkeypa
     assert late["fixed_bytes"] == early["fixed_bytes"]
     assert late["fixed_bytes"]["parameters"] == 2 * 4 * (2 * 64 * 256 + 256 + 64 + 1)
     assert (late["peak_bytes"], late["step_s"]) == (early["peak_bytes"], early["step_s"])
+
+
+COPIED = """
+import copy, torch
+from torch import nn
+def layers(dtype):
+    norm, layer = nn.BatchNorm1d(64), nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
+    norms = nn.ModuleList([norm, copy.deepcopy(norm)])
+    return nn.ModuleDict({"norms": norms, "layers": nn.TransformerEncoder(layer, 2)})
+def cast(dtype):
+    return layers(dtype).to(dtype), ()
+"""
+
+
+def test_a_function_may_copy_modules_before_it_casts(tmp_path, monkeypatch):
+    """torch's TransformerEncoder copies its layer; a copy of a mode would be another mode."""
+    (tmp_path / "copied_layers.py").write_text(COPIED)
+    monkeypatch.syspath_prepend(tmp_path)
+    sizes = {"seq": None, "batch": 1, "dtype": torch.bfloat16, "degrees": Degrees()}
+    made = load("copied_layers:cast", **sizes).model
+    assert isinstance(made, torch.nn.Module)
+    assert {own.dtype for own in made.parameters()} == {torch.bfloat16}
+    assert len({own.fake_mode for own in (*made.parameters(), *made.buffers())}) == 1
 
 
 KEPT = """
@@ -135,6 +173,100 @@ def test_what_a_model_holds_stands_for_it(kept, change):
     assert before != content(change)
 
 
+class Slot:
+    __slots__ = "width"
+
+
+class Private:
+    __slots__ = ("__width",)
+
+    def __init__(self, width):
+        self.__width = width
+
+
+class Number(int):
+    pass
+
+
+class Named(dict):
+    pass
+
+
+def with_attribute(value, width):
+    value.width = width
+    return value
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda width: with_attribute(Slot(), width),
+        Private,
+        Number,
+        lambda width: with_attribute(Named(), width),
+        lambda width: with_attribute(lambda: None, width),
+        lambda width: {"width": width}.get,
+        lambda width: collections.defaultdict(lambda: width),
+        lambda width: (lambda: 2) if width == 2 else (lambda: 3),
+    ],
+    ids="slot private int mapping function method default lambda".split(),
+)
+def test_what_a_value_holds_is_found(kept, made):
+    _, _, content = kept
+    found = [content(lambda model, w=w: setattr(model, "own", made(w))) for w in (2, 2, 3)]
+    assert found[0] == found[1] != found[2]
+    assert found[2] is not None
+
+
+def test_data_that_was_read_stands_for_a_function(tmp_path, monkeypatch):
+    """On import, and in the call; what the function writes does not."""
+    read = "import json\nfrom pathlib import Path\n"
+    read += 'WIDTHS = json.loads(Path("widths.json").read_text())\n'
+    call = '    Path("log").write_text(Path("sizes.txt").read_text())\n    return Rows'
+    (tmp_path / "reads_data.py").write_text(read + KEPT.replace("    return Rows", call))
+    (tmp_path / "widths.json").write_text("[1]")
+    (tmp_path / "sizes.txt").write_text("1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def content():
+        name = "reads_data:build"
+        made = load(name, seq=128, batch=1, dtype=torch.float32, degrees=Degrees())
+        return function_content(name, made)
+
+    before = content()
+    assert before == content()
+    (tmp_path / "widths.json").write_text("[12]")
+    after = content()
+    assert after != before
+    (tmp_path / "sizes.txt").write_text("12")
+    assert content() != after
+
+
+def test_packages_that_a_trace_loads_do_not_stand_for_a_function(kept, monkeypatch):
+    """The second length of a search is found by a process that traced no first one."""
+    _, _, content = kept
+    before = content()
+    other = types.ModuleType("loaded_by_a_trace")
+    other.__file__ = str(Path(pytest.__file__).with_name("__main__.py"))
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    assert content() == before
+
+
+def test_code_beside_the_package_of_a_function_stands_for_it(tmp_path, monkeypatch):
+    folder = tmp_path / "some_package" / "models"
+    folder.mkdir(parents=True)
+    (folder / "rows.py").write_text(KEPT)
+    (tmp_path / "some_package" / "layers.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    name, found = "some_package.models.rows:build", []
+    for _ in range(2):
+        made = load(name, seq=128, batch=1, dtype=torch.float32, degrees=Degrees())
+        found.append(function_content(name, made))
+        os.utime(tmp_path / "some_package" / "layers.py", ns=(1, 1))
+    assert found[0] != found[1]
+
+
 def test_code_globals_and_environment_stand_for_a_function(kept, monkeypatch):
     folder, module, content = kept
     found = [content(), content(seq=256)]
@@ -150,7 +282,16 @@ def test_code_globals_and_environment_stand_for_a_function(kept, monkeypatch):
     assert len({json.dumps(own) for own in found}) == len(found)
 
 
-@pytest.mark.parametrize("unknown", [threading.Lock(), iter(()), object()])
+@pytest.mark.parametrize("named", [logging.getLogger("own"), re.compile("own")])
+def test_what_is_known_by_its_name_may_be_held(kept, named):
+    assert kept[2](lambda model: setattr(model, "named", named)) is not None
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [threading.Lock(), iter(()), object(), 10**5000],
+    ids=["lock", "iterator", "object", "digits"],
+)
 def test_nothing_stands_for_a_model_that_holds_what_cannot_be_told(kept, unknown):
     assert kept[2](lambda model: setattr(model, "unknown", unknown)) is None
 

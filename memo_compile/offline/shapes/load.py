@@ -15,6 +15,7 @@ from memo_compile.costs.models import ModelShape, find_model
 from memo_compile.errors import InputError, require_at_least
 from memo_compile.offline.more_layers import MoreLayers
 from memo_compile.offline.shapes.degrees import Degrees
+from memo_compile.offline.shapes.files_read import FILES_READ
 from memo_compile.offline.shapes.transformer import default_dtype, first_stage
 from memo_compile.shim import fake_mode
 from memo_compile.shim_fakes import model_of_fakes
@@ -158,7 +159,8 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` has it
     try:
-        module = importlib.import_module(module_name)
+        with FILES_READ.watched():
+            module = importlib.import_module(module_name)
     except ImportError as error:
         raise InputError(f"{text}: cannot import {module_name}: {error}") from error
     function = getattr(module, function_name, None)
@@ -186,7 +188,7 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
 def _called(function: Callable[..., Any], arguments: Mapping[str, Any], text: str) -> Any:
     """What the user's function gives on fakes. Raises InputError where it does not run on them."""
     try:
-        with model_of_fakes():
+        with FILES_READ.watched(), model_of_fakes():
             return function(**arguments)
     except RuntimeError as error:  # of torch's fakes too
         file = getattr(getattr(function, "__code__", None), "co_filename", None)
