@@ -32,8 +32,11 @@ OWN = frozenset(
 )
 """Packages that the command itself loads, sooner or later."""
 
+NO_CODE = ("__pycache__", "site-packages")
+"""Folders that hold none of the user's code; nor do hidden ones, an environment's mostly."""
+
 MAX_FILES = 2000
-"""Of a folder with more Python files nothing is remembered."""
+"""With more folders and Python files beside a function nothing is remembered."""
 
 RANDOM = frozenset({"_original_object_hash"})
 """Attributes that are other numbers in each process: transformers keeps a hash of Python's."""
@@ -188,10 +191,11 @@ def _files_beside(name: str) -> Collection[tuple[str, int, int]]:
     above = name.count(".") - (0 if is_package else 1)
     if above > 0:
         folder = folder.parents[above - 1]
-    found = []
-    for path in folder.rglob("*.py"):
-        found.append(_stamp(path))
-        if len(found) > MAX_FILES:
+    found: list[tuple[str, int, int]] = []
+    for number, (at, folders, files) in enumerate(os.walk(folder)):
+        folders[:] = [own for own in folders if own[0] != "." and own not in NO_CODE]
+        found += [_stamp(Path(at, own)) for own in files if own.endswith(".py")]
+        if number + len(found) > MAX_FILES:
             raise _Unknown(f"{folder} and what is in it")
     return found
 

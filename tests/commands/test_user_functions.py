@@ -17,6 +17,7 @@ import torch
 
 from memo_compile.cli.main import main
 from memo_compile.costs.hardware import find_hardware
+from memo_compile.offline import function_content as code_of
 from memo_compile.offline.forecast import Question, forecast
 from memo_compile.offline.function_content import function_content
 from memo_compile.offline.shapes.degrees import Degrees
@@ -285,6 +286,22 @@ def test_code_globals_and_environment_stand_for_a_function(kept, monkeypatch):
 @pytest.mark.parametrize("named", [logging.getLogger("own"), re.compile("own")])
 def test_what_is_known_by_its_name_may_be_held(kept, named):
     assert kept[2](lambda model: setattr(model, "named", named)) is not None
+
+
+def test_an_environment_beside_a_function_is_none_of_its_code(kept, monkeypatch):
+    """A project's root has one, with many files; with as many of its own nothing is remembered."""
+    monkeypatch.setattr(code_of, "MAX_FILES", 20)
+    folder, _, content = kept
+    before = content()
+    for place in (".venv/lib", "venv/lib/site-packages"):
+        (folder / place).mkdir(parents=True)
+        for number in range(30):
+            (folder / place / f"m{number}.py").write_text("")
+    assert before is not None
+    assert content() == before
+    for number in range(30):
+        (folder / f"m{number}.py").write_text("")
+    assert content() is None
 
 
 @pytest.mark.parametrize(
