@@ -53,6 +53,7 @@ from memo_compile.step.problem import Problem
 from memo_compile.step.residency import residency, step_constant_bytes
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from memo_compile.step.tilings import WholeStep
+from memo_compile.step.timed import TimedProgram
 from memo_compile.units import format_bytes, format_enough, format_seconds
 
 if TYPE_CHECKING:
@@ -296,10 +297,10 @@ class StepPlanner:
         if not self.config.comm_windows:
             yield at_once(problem)
             return
-        waiting_late, tried = late(problem), []
+        waiting_late, tried = TimedProgram(late(problem), costs), []
         most = budget_bytes or plan.peak_bytes + gathered_bytes(problem)
         for limit_bytes in (most, plan.peak_bytes):
-            better = overlapped(waiting_late, costs, limit_bytes=limit_bytes)
+            better = overlapped(waiting_late, limit_bytes=limit_bytes).problem
             if better.calls not in tried:
                 tried.append(better.calls)
                 yield better

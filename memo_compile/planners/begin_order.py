@@ -12,15 +12,13 @@ no plan changes it. ``ahead`` then begins each as early as hides it, between the
 and behind it.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from memo_compile.step.communication import comm_bytes, value_sizes
 from memo_compile.step.copy_times import CopyBack, issues_of
-from memo_compile.step.movable import StepCosts
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
-from memo_compile.step.residency import step_constant_bytes
-from memo_compile.step.simulate import most_per_call, peak_live_bytes, simulate
+from memo_compile.step.timed import TimedProgram
 
 AHEAD_UNITS = 2
 """So many times the most that one unit gathers may be gathered and not yet waited for."""
@@ -53,28 +51,47 @@ def gathers_of(problem: Problem) -> dict[str, Gather]:
     Nothing in the same half that comes before may write what one reads.
     """
     given = frozenset(problem.inputs)
-    makers = {value: call for call in problem.calls for value in call.outputs}
-    readers: dict[str, list[StepCall]] = {}
-    for call in problem.calls:
-        for value in (*call.inputs, *(into.value for into in call.into)):
-            readers.setdefault(value, []).append(call)
     waits = {call.waits_for: call for call in problem.calls if call.kind is CallKind.COMM_WAIT}
+    issues = [call for call in problem.calls if call.kind is CallKind.ISSUE and call.name in waits]
+    makers = _makers(problem, {call.inputs[0] for call in issues} - given)
+    chains = [_chain(call, makers.get(call.inputs[0])) for call in issues]
+    chains = [calls for calls in chains if given.issuperset(calls[0].inputs)]
+    asked = {value for calls in chains for call in calls for value in (*call.inputs, *call.outputs)}
+    asked.update(waits[calls[-1].name].outputs[0] for calls in chains)
+    readers = _readers(problem, asked)
     found: dict[str, Gather] = {}
-    for call in problem.calls:
-        if call.kind is not CallKind.ISSUE or call.name not in waits:
-            continue
-        (source,) = call.inputs
-        calls: tuple[StepCall, ...] = (call,)
-        maker = makers.get(source)
-        if source not in given and maker is not None and _converts(problem, maker, readers):
-            calls = (maker, call)
-        wait = waits[call.name]
-        values = frozenset(calls[0].inputs)
-        if not values <= given or _is_touched(readers, values, calls):
-            continue
-        (shown,) = wait.outputs
-        reader = next((own for own in readers.get(shown, ()) if own.kind in _ORDERED), call)
-        found[call.name] = Gather(calls=calls, wait=wait, half=_half(call), unit=unit_of(reader))
+    for calls in chains:
+        call, wait = calls[-1], waits[calls[-1].name]
+        converts = len(calls) == 1 or _converts(problem, calls[0], readers)
+        if converts and not _is_touched(readers, calls[0].inputs, calls):
+            (shown,) = wait.outputs
+            reader = next((own for own in readers.get(shown, ()) if own.kind in _ORDERED), call)
+            found[call.name] = Gather(
+                calls=calls, wait=wait, half=_half(call), unit=unit_of(reader)
+            )
+    return found
+
+
+def _chain(issue: StepCall, maker: StepCall | None) -> tuple[StepCall, ...]:
+    """A beginning, behind what makes its input."""
+    return (issue,) if maker is None else (maker, issue)
+
+
+def _makers(problem: Problem, values: Collection[str]) -> dict[str, StepCall]:
+    """Value -> the call that makes it."""
+    if not values:
+        return {}
+    return {value: call for call in problem.calls for value in call.outputs if value in values}
+
+
+def _readers(problem: Problem, values: Set[str]) -> dict[str, list[StepCall]]:
+    """Value -> the calls that read it or write into it, in order."""
+    found: dict[str, list[StepCall]] = {}
+    for call in problem.calls if values else ():
+        if not values.isdisjoint(call.inputs) or call.into:
+            for value in (*call.inputs, *(into.value for into in call.into)):
+                if value in values:
+                    found.setdefault(value, []).append(call)
     return found
 
 
@@ -181,15 +198,20 @@ def _in_order(problem: Problem, gathers: dict[str, Gather]) -> Iterator[StepCall
 
 def gathered_bytes(problem: Problem) -> int:
     """The most bytes that may be gathered and not waited for: those of ``AHEAD_UNITS`` units."""
-    sizes, units = value_sizes(problem), dict[_Unit, int]()
-    for gather in gathers_of(problem).values():
+    gathers = gathers_of(problem)
+    return _gathered_bytes(gathers, value_sizes(problem)) if gathers else 0
+
+
+def _gathered_bytes(gathers: dict[str, Gather], sizes: Mapping[str, int]) -> int:
+    units = dict[_Unit, int]()
+    for gather in gathers.values():
         size_bytes = sizes.get(gather.issue.outputs[0], 0)
         units[gather.unit] = units.get(gather.unit, 0) + size_bytes
     return AHEAD_UNITS * max(units.values(), default=0)
 
 
-def ahead(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
-    """``problem`` that gathers as early as it takes, and no earlier.
+def ahead(program: TimedProgram, *, limit_bytes: int) -> TimedProgram:
+    """``program`` that gathers as early as it takes, and no earlier.
 
     No more than ``limit_bytes`` are alive at one time then, or as many as before, and no more than
     ``gathered_bytes`` are gathered and not waited for. The order of collectives stays. The program
@@ -198,19 +220,11 @@ def ahead(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
     Raises:
         InputError: a region has no seconds.
     """
-    gathers = gathers_of(problem)
-    before = simulate(problem, costs, spans=False)
-    if not gathers or before.exposed_comm_s <= 0:
-        return problem
-    better = _Ahead(problem, costs, gathers, limit_bytes).run()
-    is_faster = simulate(better, costs, spans=False).step_s < before.step_s
-    return better if is_faster and has_room(better, problem, limit_bytes) else problem
-
-
-def has_room(better: Problem, problem: Problem, limit_bytes: int) -> bool:
-    """True where ``better`` has no more than ``limit_bytes`` alive, or no more than ``problem``."""
-    peak_bytes = peak_live_bytes(better)
-    return peak_bytes <= limit_bytes or peak_bytes <= peak_live_bytes(problem)
+    gathers = gathers_of(program.problem) if program.timeline.exposed_comm_s > 0 else {}
+    if not gathers:
+        return program
+    better = program.in_order(_Ahead(program, gathers, limit_bytes).run())
+    return better if better.is_better_than(program, limit_bytes) else program
 
 
 def earliest(problem: Problem) -> Problem:
@@ -238,19 +252,15 @@ def earliest(problem: Problem) -> Problem:
 class _Ahead:
     """Places between the calls of a step, its gathers taken out, at which these begin."""
 
-    def __init__(
-        self, problem: Problem, costs: StepCosts, gathers: dict[str, Gather], limit_bytes: int
-    ) -> None:
-        self.problem = problem
-        self.costs = costs
+    def __init__(self, program: TimedProgram, gathers: dict[str, Gather], limit_bytes: int) -> None:
+        self.program = program
         self.gathers = gathers
+        problem, sizes = program.problem, program.sizes
         own = {call.name for gather in gathers.values() for call in gather.calls}
         self.rest = [call for call in problem.calls if call.name not in own]
-        alive = most_per_call(problem) + step_constant_bytes(problem)
-        self.room = max(limit_bytes, int(alive.max())) - alive
+        self.room = max(limit_bytes, program.peak_bytes) - program.alive
         """Per call of the rest the bytes that are free."""
         self.room = self.room[[call.name not in own for call in problem.calls]]
-        sizes = value_sizes(problem)
         self.sizes = {
             name: sum(sizes.get(call.outputs[0], 0) for call in gather.calls)
             for name, gather in gathers.items()
@@ -272,26 +282,27 @@ class _Ahead:
             if call.kind is CallKind.COMM_WAIT
         }
 
-    def run(self) -> Problem:
-        regions = {call.name: call for call in self.problem.calls if call.name in self.latest}
+    def run(self) -> tuple[StepCall, ...]:
+        problem, costs = self.program.problem, self.program.costs
+        regions = {call.name: call for call in problem.calls if call.name in self.latest}
         computes = (CallKind.RUN, CallKind.RECOMPUTE)
-        call_s = [self.costs.call_s(c) if c.kind in computes else 0.0 for c in self.rest]
+        call_s = [costs.call_s(call) if call.kind in computes else 0.0 for call in self.rest]
         earliest = self._earliest()
         copies = [
             CopyBack(
                 earliest[name],
                 self.latest[name],
                 self.waited[name],
-                self.costs.comm_s(regions[name].region, comm_bytes(self.problem, regions[name])),
+                costs.comm_s(regions[name].region, comm_bytes(problem, regions[name])),
             )
             for name in self.order
         ]
         wanted = dict(zip(self.order, issues_of(call_s, copies), strict=True))
-        return replace(self.problem, calls=tuple(self._placed(wanted)))
+        return tuple(self._placed(wanted))
 
     def _earliest(self) -> dict[str, int]:
         """Per beginning the first place that order and the bound on what is gathered allow."""
-        bound, found = gathered_bytes(self.problem), dict[str, int]()
+        bound, found = _gathered_bytes(self.gathers, self.program.sizes), dict[str, int]()
         first: dict[_Unit, int] = {}
         for at, call in enumerate(self.rest):
             first.setdefault(_half(call), at)

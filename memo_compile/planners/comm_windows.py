@@ -24,18 +24,17 @@ from memo_compile.planners.begin_order import (
     ahead,
     earliest,
     gathers_of,
-    has_room,
     in_begin_order,
 )
-from memo_compile.step.communication import comm_bytes, value_sizes
+from memo_compile.step.communication import comm_bytes
 from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.hand_over import storage_roots
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.ordinary import outside_bytes
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
-from memo_compile.step.residency import step_constant_bytes
-from memo_compile.step.simulate import STALL, most_per_call, simulate
+from memo_compile.step.simulate import STALL, simulate
 from memo_compile.step.tilings import WholeStep
+from memo_compile.step.timed import TimedProgram
 
 MAX_WAITS = 8
 """Most waits that a recomputation is tried at: what is made further ahead is alive for longer."""
@@ -143,8 +142,8 @@ def whole_compute_s(
     return min(compute_s(problem, costs), whole_s) + least_wait_s(problem, costs)
 
 
-def overlapped(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
-    """``problem`` that hides its collectives, where no more than ``limit_bytes`` are alive.
+def overlapped(program: TimedProgram, *, limit_bytes: int) -> TimedProgram:
+    """``program`` that hides its collectives, where no more than ``limit_bytes`` are alive.
 
     Or no more than before. It waits later where that holds an input (``held``), gathers earlier
     (``ahead``), and recomputes before waits (``filled``), each where the step takes less time.
@@ -152,15 +151,15 @@ def overlapped(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Probl
     Raises:
         InputError: a region has no seconds.
     """
-    if not has_collectives(problem):
-        return problem
+    if not has_collectives(program.problem):
+        return program
     for better in (held, ahead, filled):
-        problem = better(problem, costs, limit_bytes=limit_bytes)
-    return problem
+        program = better(program, limit_bytes=limit_bytes)
+    return program
 
 
-def held(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
-    """``problem`` that waits later where ``late`` does not, since the input is held until then.
+def held(program: TimedProgram, *, limit_bytes: int) -> TimedProgram:
+    """``program`` that waits later where ``late`` does not, since the input is held until then.
 
     A wait moves behind calls until its collective has ended, as far as order allows and no more
     than ``limit_bytes`` are alive. The program is as it was where the step takes no less time.
@@ -168,12 +167,10 @@ def held(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
     Raises:
         InputError: a region has no seconds.
     """
-    before = simulate(problem, costs, spans=False)
-    if before.exposed_comm_s <= 0:
-        return problem
-    better = replace(problem, calls=tuple(_Held(problem, costs, limit_bytes).run()))
-    is_faster = simulate(better, costs, spans=False).step_s < before.step_s
-    return better if is_faster and has_room(better, problem, limit_bytes) else problem
+    if program.timeline.exposed_comm_s <= 0:
+        return program
+    better = program.in_order(tuple(_Held(program, limit_bytes).run()))
+    return better if better.is_better_than(program, limit_bytes) else program
 
 
 class _Late:
@@ -261,16 +258,15 @@ class _Late:
 class _Held(_Late):
     """Waits of which each stands as late as it gains time, and as far as there is room."""
 
-    def __init__(self, problem: Problem, costs: StepCosts, limit_bytes: int) -> None:
-        super().__init__(problem, holds_inputs=True)
-        self.costs = costs
+    def __init__(self, program: TimedProgram, limit_bytes: int) -> None:
+        super().__init__(program.problem, holds_inputs=True)
+        self.costs = program.costs
         self.now, self.lane = 0.0, CopyLane()
         self.end_s: dict[str, float] = {}
         """Collective -> when it has ended."""
-        alive = most_per_call(problem) + step_constant_bytes(problem)
-        self.room = max(limit_bytes, int(alive.max())) - alive
+        self.room = max(limit_bytes, program.peak_bytes) - program.alive
         """Per call the bytes that are free."""
-        self.sizes = value_sizes(problem)
+        self.sizes = program.sizes
 
     def run(self) -> Iterator[StepCall]:
         for call in super().run():
@@ -296,8 +292,8 @@ class _Held(_Late):
         return 0 if wait.waits_for in self.in_place else self.sizes.get(self._held(wait), 0)
 
 
-def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
-    """``problem`` with recomputations before waits for other ranks at which it would stand still.
+def filled(program: TimedProgram, *, limit_bytes: int) -> TimedProgram:
+    """``program`` with recomputations before waits for other ranks at which it would stand still.
 
     One that runs beside no collective moves up to the wait at which most of it hides, the nearest
     of equal ones: further ones add up as long as their collectives are in flight together. It stays
@@ -308,15 +304,14 @@ def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
     Raises:
         InputError: a region has no seconds.
     """
+    problem, costs = program.problem, program.costs
     recomputed = _beside_nothing(problem) if has_collectives(problem) else []
-    if not recomputed:
-        return problem
+    if not recomputed or program.peak_bytes > limit_bytes:
+        return program
     before = simulate(problem, costs)
     stall_s = {span.name: span.end_s - span.start_s for span in before.spans if span.lane == STALL}
     calls = list(problem.calls)
-    alive = most_per_call(problem) + step_constant_bytes(problem)
-    if alive.max() > limit_bytes:
-        return problem
+    alive = program.alive
     for call in recomputed:
         place = next(at for at, other in enumerate(calls) if other is call)
         region, seconds = problem.regions[call.region], costs.call_s(call)
@@ -334,8 +329,8 @@ def filled(problem: Problem, costs: StepCosts, *, limit_bytes: int) -> Problem:
             alive = np.concatenate((alive[:to], [during], beside, alive[place + 1 :]))
             calls.insert(to, calls.pop(place))
             _spend(stall_s, beside_waits, seconds)
-    better = replace(problem, calls=tuple(calls))
-    return better if simulate(better, costs, spans=False).step_s < before.step_s else problem
+    better = program.in_order(calls)
+    return better if better.timeline.step_s < before.step_s else program
 
 
 def _spend(stall_s: dict[str, float], waits: Sequence[str], seconds: float) -> None:

@@ -15,6 +15,7 @@ from memo_compile.planners.place_step import place_step
 from memo_compile.step.problem import CallKind, Into
 from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.step.tilings import WholeStep
+from memo_compile.step.timed import TimedProgram
 from tests.steps.among_ranks import BACKWARD, FORWARD, among_ranks, sharded, sharded_costs
 from tests.steps.bugs import dropped, expect, named, replaced, with_calls
 from tests.steps.byte_machine import is_right, roomy
@@ -202,7 +203,7 @@ def placed_before(problem, name, other):
 def test_a_gather_elsewhere(name, before, words):
     """It may begin wherever what it reads is there and all ranks keep their order."""
     problem = sharded(converts=True)
-    ordered = overlapped(late(problem), sharded_costs(), limit_bytes=1 << 30)
+    ordered = overlapped(TimedProgram(late(problem), sharded_costs()), limit_bytes=1 << 30).problem
     moved = placed_before(ordered, name, before)
     found = [*check_moves(problem, moved).problems, *check(moved, roomy(moved)).problems]
     if not words:
@@ -217,7 +218,7 @@ def test_a_gather_elsewhere(name, before, words):
 
 def test_a_gathered_weight_is_overwritten_before_its_last_reader():
     problem = sharded()
-    moved = overlapped(late(problem), sharded_costs(), limit_bytes=1 << 30)
+    moved = overlapped(TimedProgram(late(problem), sharded_costs()), limit_bytes=1 << 30).problem
     plan = roomy(moved)
     plan = dataclasses.replace(
         plan, offsets={**plan.offsets, "gather.u0/v": plan.offsets["gather.u1/v"]}
@@ -236,7 +237,7 @@ def test_what_is_gathered_again_is_the_same():
     ]
     whole = WholeStep(calls=kept.calls, halves=kept.halves, tilings={})
     assert graph_faults(whole, problem) == []
-    moved = overlapped(late(problem), sharded_costs(), limit_bytes=1 << 30)
+    moved = overlapped(TimedProgram(late(problem), sharded_costs()), limit_bytes=1 << 30).problem
     assert check_moves(problem, moved).ok
     assert is_right(in_begin_order(problem), moved, roomy(moved))
     assert peak_live_bytes(late(problem)) < peak_live_bytes(late(kept))

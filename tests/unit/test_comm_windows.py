@@ -25,6 +25,7 @@ from memo_compile.step.problem import CallKind, Phase, Problem
 from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import from_json, to_json
 from memo_compile.step.simulate import peak_live_bytes, simulate
+from memo_compile.step.timed import TimedProgram
 from tests.steps.among_ranks import (
     GATHER,
     REDUCE,
@@ -56,7 +57,7 @@ def test_a_recomputation_that_stands_before_the_reader_runs_before_the_wait():
     """The last call that reads the collective's input is W: there the input's memory is free."""
     problem = among_ranks(recomputes=True)
     assert names(late(problem))[5:] == ["Bb", "gather@5", "W", "wait.gather@5", "R", "Ab"]
-    better = filled(late(problem), costs(), limit_bytes=ROOMY)
+    better = filled(TimedProgram(late(problem), costs()), limit_bytes=ROOMY).problem
     assert names(better)[5:] == ["Bb", "gather@5", "W", "R", "wait.gather@5", "Ab"]
     assert simulate(better, costs()).step_s == simulate(late(problem), costs()).step_s - 1
 
@@ -93,7 +94,7 @@ def test_a_recomputation_hides_behind_as_many_waits_as_it_is_long(seconds, room,
     problem, known = two_gathers(), costs()
     known = replace(known, region_s={**known.region_s, "R": seconds})
     limit_bytes = room or peak_live_bytes(at_last_wait(problem))
-    better = filled(problem, known, limit_bytes=limit_bytes)
+    better = filled(TimedProgram(problem, known), limit_bytes=limit_bytes).problem
     assert names(better)[-len(end) :] == end
     assert simulate(better, known).step_s == step_s
     assert peak_live_bytes(better) <= limit_bytes
@@ -110,7 +111,7 @@ def test_a_recomputation_does_not_pass_the_beginning_of_what_hides_it():
     calls = (*calls, *(aside if name == "X" else by_name[name] for name in order))
     problem, known = replace(problem, calls=calls), costs()
     known = replace(known, region_s={**known.region_s, "R": 3.0})
-    better = filled(problem, known, limit_bytes=ROOMY)
+    better = filled(TimedProgram(problem, known), limit_bytes=ROOMY).problem
     assert names(better)[-4:] == ["gather@6", "R", "wait.gather@6", "Ab"]
     assert simulate(better, known).step_s == simulate(problem, known).step_s - 2
 
@@ -126,13 +127,16 @@ def at_last_wait(problem: Problem) -> Problem:
 def test_nothing_is_moved_where_more_would_be_alive():
     problem = late(among_ranks(recomputes=True))
     peak = peak_live_bytes(problem)
-    assert filled(problem, costs(), limit_bytes=peak - 1) == problem
+    assert filled(TimedProgram(problem, costs()), limit_bytes=peak - 1).problem == problem
 
 
 def test_nothing_is_moved_where_it_gains_nothing():
     """The collective ends while W runs."""
     problem = late(among_ranks(recomputes=True))
-    assert filled(problem, costs(comm_bytes_per_s=4 * KIB), limit_bytes=ROOMY) == problem
+    assert (
+        filled(TimedProgram(problem, costs(comm_bytes_per_s=4 * KIB)), limit_bytes=ROOMY).problem
+        == problem
+    )
 
 
 def test_waiting_at_once_is_what_the_step_was():
@@ -153,7 +157,9 @@ def test_the_lanes_of_a_step_among_ranks():
     waiting = simulate(problem, seconds)
     assert (waiting.step_s, waiting.hidden_comm_s, waiting.exposed_comm_s) == (11.0, 0.0, 4.0)
     assert waiting.stall_s == 0.0
-    hidden = simulate(filled(late(problem), seconds, limit_bytes=ROOMY), seconds)
+    hidden = simulate(
+        filled(TimedProgram(late(problem), seconds), limit_bytes=ROOMY).problem, seconds
+    )
     assert (hidden.step_s, hidden.hidden_comm_s, hidden.exposed_comm_s) == (9.0, 2.0, 2.0)
     lanes = [span.name for span in hidden.spans if span.lane == "communication"]
     assert lanes == ["reduce@1", "gather@5"]
@@ -202,13 +208,15 @@ def test_no_order_of_the_step_is_faster_than_its_least_seconds():
     least = least_s(keeps_all, costs())
     orders = keeps_all, late(keeps_all), at_once(keeps_all), late(keeps_all, holds_inputs=True)
     assert least == min(simulate(order, costs()).step_s for order in orders)
-    recomputes = filled(late(among_ranks(recomputes=True)), costs(), limit_bytes=ROOMY)
+    recomputes = filled(
+        TimedProgram(late(among_ranks(recomputes=True)), costs()), limit_bytes=ROOMY
+    ).problem
     assert least <= simulate(recomputes, costs()).step_s
 
 
 def test_what_is_recomputed_in_windows_is_counted():
     problem = among_ranks(recomputes=True)
-    better = filled(late(problem), costs(), limit_bytes=ROOMY)
+    better = filled(TimedProgram(late(problem), costs()), limit_bytes=ROOMY).problem
     assert window_recompute_s(problem, costs()) == 0.0
     assert window_recompute_s(better, costs()) == 1.0
     assert num_collectives(better) == 2
@@ -266,7 +274,9 @@ def test_gathers_begin_in_one_order(converts):
     order += ["gather.u0", "scatter.1", "scatter.0"]
     some = [in_begin_order, late, at_once, lambda own: in_begin_order(late(own))]
     some += [
-        lambda own, limit=limit: overlapped(late(own), sharded_costs(), limit_bytes=limit)
+        lambda own, limit=limit: (
+            overlapped(TimedProgram(late(own), sharded_costs()), limit_bytes=limit).problem
+        )
         for limit in (0, ROOMY)
     ]
     for ordered in some:
@@ -282,7 +292,7 @@ def test_what_is_gathered_runs_ahead_of_its_layer():
     """The first gather of each half is seen, and the last scatter: the rest is hidden."""
     problem, known = late(sharded()), sharded_costs()
     assert simulate(problem, known).exposed_comm_s == 9
-    better = overlapped(problem, known, limit_bytes=ROOMY)
+    better = overlapped(TimedProgram(problem, known), limit_bytes=ROOMY).problem
     assert simulate(better, known).exposed_comm_s == 3
     assert least_s(problem, known) == simulate(better, known).step_s
     assert peak_live_bytes(better) > peak_live_bytes(problem)
@@ -291,21 +301,21 @@ def test_what_is_gathered_runs_ahead_of_its_layer():
 def test_gathers_run_no_further_ahead_than_bytes_allow():
     """Two layers' weights, though a third would hide more; and no more than there is room for."""
     problem, known = late(sharded(6, again=False)), sharded_costs(3.0)
-    better = ahead(problem, known, limit_bytes=ROOMY)
+    better = ahead(TimedProgram(problem, known), limit_bytes=ROOMY).problem
     places = names(better)
     for at in range(2, 6):
         assert places.index(f"gather.v{at}") > places.index(f"wait.gather.v{at - 2}")
     assert gathered_bytes(problem) == 4 * KIB
     peak = peak_live_bytes(problem)
-    small = overlapped(problem, known, limit_bytes=peak)
+    small = overlapped(TimedProgram(problem, known), limit_bytes=peak).problem
     assert peak_live_bytes(small) == peak
     assert simulate(small, known).step_s < simulate(problem, known).step_s
 
 
 def test_a_scattered_gradient_is_held_where_there_is_room():
     problem, known = late(sharded(again=False)), sharded_costs()
-    better = held(problem, known, limit_bytes=ROOMY)
+    better = held(TimedProgram(problem, known), limit_bytes=ROOMY).problem
     assert simulate(better, known).step_s == simulate(problem, known).step_s - 2
     assert names(better).index("wait.scatter.2") == names(better).index("B1") + 1
-    small = held(problem, known, limit_bytes=0)
+    small = held(TimedProgram(problem, known), limit_bytes=0).problem
     assert peak_live_bytes(small) == peak_live_bytes(problem)

@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memo_compile.planners.comm_windows import overlapped
-from memo_compile.planners.copy_windows import Widened, widened
+from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.model import COPY_WEIGHT
+from memo_compile.step.lives import CallTables
 from memo_compile.step.movable import MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.plans import Timeline
 from memo_compile.step.problem import CallKind, Problem
 from memo_compile.step.residency import step_constant_bytes
-from memo_compile.step.simulate import most_per_call, peak_live_bytes, simulate
+from memo_compile.step.simulate import most_per_call
+from memo_compile.step.timed import TimedProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,23 +84,26 @@ class Program:
     costs: StepCosts
     alive: Any
     """Per call the most bytes alive during it; None where the copies' times stay as they are."""
+    tables: CallTables | None
+    """Of the programs of the same step."""
     has_windows: bool
     """True where recomputations may move to where the step waits for other ranks."""
 
-    def widened(self, schedule: Schedule) -> Widened:
-        """The program whose copies get as much time as ``schedule`` says.
+    def widened(self, schedule: Schedule) -> tuple[TimedProgram, float]:
+        """The program whose copies get as much time as ``schedule`` says, and ``next_times``.
 
         Likewise recomputations move into the windows of collectives.
         """
         times = schedule.widen
         if not times:
-            return Widened(problem=self.problem, next_times=math.inf)
+            return TimedProgram(self.problem, self.costs, self.tables), math.inf
         wide = widened(self.problem, self.costs, times, spare=schedule.spare, alive=self.alive)
+        alive = self.alive if wide.problem.calls == self.problem.calls else None
+        program = TimedProgram(wide.problem, self.costs, self.tables, alive)
         if self.has_windows:
             peak_bytes = int(self.alive.max()) + step_constant_bytes(self.problem)
-            limit_bytes = int(times * peak_bytes)
-            wide.problem = overlapped(wide.problem, self.costs, limit_bytes=limit_bytes)
-        return wide
+            program = overlapped(program, limit_bytes=int(times * peak_bytes))
+        return program, wide.next_times
 
 
 def simulated(
@@ -106,20 +111,18 @@ def simulated(
     moves: Moves,
     recompute: RecomputeOf,
     notes: tuple[str, ...] = (),
-    program: Callable[[], Program] | None = None,
+    find: Callable[[], Program] | None = None,
 ) -> Candidate:
-    """The step program of ``moves``, simulated; ``program`` gives what ``program_before`` does."""
-    before = program_before(step, moves, recompute) if program is None else program()
-    wide = before.widened(moves.schedule)
-    problem = wide.problem
-    timeline = simulate(problem, before.costs, spans=False)
-    alive = before.alive if problem.calls == before.problem.calls else None
+    """The step program of ``moves``, simulated; ``find`` gives what ``program_before`` does."""
+    before = program_before(step, moves, recompute) if find is None else find()
+    program, next_times = before.widened(moves.schedule)
+    problem, timeline = program.problem, program.timeline
     figures = Figures(
         timeline=timeline,
-        live_bytes=peak_live_bytes(problem, facts_of(step).tables, alive=alive),
+        live_bytes=program.peak_bytes,
         host_bytes=problem.host_bytes,
         cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
-        next_times=wide.next_times,
+        next_times=next_times,
     )
     return Candidate(moves=moves, figures=figures, make=lambda: problem, notes=notes)
 
@@ -132,6 +135,7 @@ def program_before(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> P
         problem=problem,
         costs=costs_with(step, moves, recompute),
         alive=alive,
+        tables=facts_of(step).tables,
         has_windows=step.waits_late and facts_of(step).talks,
     )
 
@@ -141,7 +145,7 @@ def program_of(
 ) -> tuple[Problem, StepCosts]:
     """The step program of ``moves``, and its costs."""
     program = program_before(step, moves, recompute)
-    return program.widened(moves.schedule).problem, program.costs
+    return program.widened(moves.schedule)[0].problem, program.costs
 
 
 def costs_with(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> StepCosts:
