@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks import harness
+from memo_compile.step.timed import TimedProgram
 from memo_compile.units import format_seconds
 
 NAME = "window_slices"
@@ -74,11 +75,11 @@ def _bound(options: argparse.Namespace, shape: str, link: float, policy: str) ->
         given["memory_budget"] = int(FLOORS * (error.floor_bytes or 0))
         step = _planned(options, shape, link, given)
     problem, costs = _on_demand(step.problem), step.costs
-    whole = filled(problem, costs, limit_bytes=UNLIMITED)
+    whole = filled(TimedProgram(problem, costs), limit_bytes=UNLIMITED).problem
     parts, more = _in_slices(problem, options.slices)
     seconds = {name: costs.region_s[of] / options.slices for name, of in more.items()}
     costs_of_parts = replace(costs, region_s={**costs.region_s, **seconds})
-    sliced = filled(parts, costs_of_parts, limit_bytes=UNLIMITED)
+    sliced = filled(TimedProgram(parts, costs_of_parts), limit_bytes=UNLIMITED).problem
     return {
         "plan_s": simulate(step.problem, costs).step_s,
         "on_demand_s": simulate(problem, costs).step_s,

@@ -26,7 +26,9 @@ only, and of a layer in one of the forward's: in that in which its largest tenso
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from memo_compile.planners import solver
@@ -73,7 +75,9 @@ def backward_waits_s(away: Away, *, counts: bool) -> float:
     end = len(away.free)
     borders = [*sorted(set(away.facts.backward_at)), end]
     reads = sorted({away.facts.first_backward, *(life.read for life in away.moved)})
-    return _longest_s(away, borders, reads, (end,), _due_back, counts=counts)
+    layers = [(sorted(life.read for life in own), own) for own in _by_layer(away.moved)]
+    due_in = partial(_due_back, away, layers, counts)
+    return _longest_s(away, borders, reads, (end,), due_in)
 
 
 def forward_waits_s(away: Away, *, counts: bool) -> float:
@@ -81,7 +85,12 @@ def forward_waits_s(away: Away, *, counts: bool) -> float:
     turn = away.facts.first_backward
     made = {life.made for life in away.moved}
     borders = [*sorted({0, *away.facts.forward_at}), turn]
-    return _longest_s(away, borders, [*sorted({0, *made}), turn], (), _due_out, counts=counts)
+    largest = {
+        own[0].layer: max(own, key=lambda life: size_of(away.step, life)).made
+        for own in _by_layer(away.moved)
+    }
+    due_in = partial(_due_out, away, largest, counts)
+    return _longest_s(away, borders, [*sorted({0, *made}), turn], (), due_in)
 
 
 class _Due(NamedTuple):
@@ -120,9 +129,7 @@ def _longest_s(
     borders: Sequence[int],
     reads: Sequence[int],
     ends: Iterable[int],
-    due_in: Callable[[Away, _Window, bool], Iterator[_Deadline]],
-    *,
-    counts: bool,
+    due_in: Callable[[_Window], Iterator[_Deadline]],
 ) -> float:
     """The seconds of the path of windows that takes most, see ``backward_waits_s``."""
     of_layers = [[*_scarcest(away.free, borders, last=last)] for last in (False, True)]
@@ -134,7 +141,7 @@ def _longest_s(
     for skip in range(1, MAX_SKIP + 1):
         pairs.update(zip(points, points[skip:], strict=False))
     for at, end in sorted(pairs):
-        window = tuple(due_in(away, (at, end), counts))
+        window = tuple(due_in((at, end)))
         if window not in known:
             known[window] = _window_s(away, window)
         most_s[end] = max(most_s[end], most_s[at] + known[window])
@@ -148,13 +155,18 @@ def _scarcest(free: Any, borders: Iterable[int], *, last: bool = False) -> Itera
         yield end - 1 - int(some[::-1].argmin()) if last else first + int(some.argmin())
 
 
-def _due_back(away: Away, window: _Window, counts: bool) -> Iterator[_Deadline]:
-    """The deadlines of a window of the backward."""
+def _due_back(
+    away: Away,
+    layers: Iterable[tuple[Sequence[int], Sequence[Life]]],
+    counts: bool,
+    window: _Window,
+) -> Iterator[_Deadline]:
+    """The deadlines of a window of the backward; ``layers``: when each is read, and its lives."""
     at, end = window
     due = [
-        own
-        for own in _by_layer(life for life in away.moved if at < life.read)
-        if any(life.read <= end for life in own)
+        [life for life in own if at < life.read]
+        for reads, own in layers
+        if bisect_right(reads, at) < bisect_right(reads, end)
     ]
     for call in sorted({life.read for own in due for life in own if life.read <= end}):
         yield _Deadline(
@@ -165,14 +177,12 @@ def _due_back(away: Away, window: _Window, counts: bool) -> Iterator[_Deadline]:
         )
 
 
-def _due_out(away: Away, window: _Window, counts: bool) -> Iterator[_Deadline]:
-    """The deadlines of a window of the forward."""
+def _due_out(
+    away: Away, largest: Mapping[int, int], counts: bool, window: _Window
+) -> Iterator[_Deadline]:
+    """The deadlines of a window of the forward; each layer's ``largest`` is made by which call."""
     at, end = window
     calls = away.step.problem.calls
-    largest = {
-        own[0].layer: max(own, key=lambda life: size_of(away.step, life)).made
-        for own in _by_layer(away.moved)
-    }
     made = [
         life
         for life in away.moved

@@ -18,6 +18,7 @@ from memo_compile.planners.place_step import place_step
 from memo_compile.step.movable import Action, Mode, Moves, RecomputeKey, RecomputeRegion, Schedule
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, Copy, Phase, Problem, StepCall
+from memo_compile.step.timed import TimedProgram
 from tests.steps.byte_machine import is_right, roomy
 from tests.steps.drawn_moves import regions_of, talking_steps
 from tests.steps.movable import KIB, costs_of, movable_step, recomputer
@@ -71,7 +72,9 @@ def talking_shapes(draw) -> Shape:
     step, moves, moved = draw(talking_steps())
     regions = regions_of(step, moves)
     if draw(st.booleans()):
-        moved = filled(late(moved), costs_of(step, *regions), limit_bytes=1 << 40)
+        moved = filled(
+            TimedProgram(late(moved), costs_of(step, *regions)), limit_bytes=1 << 40
+        ).problem
     return Shape(
         original=step.problem, moved=moved, recomputations=recomputations_of(step, moved, regions)
     )

@@ -14,6 +14,7 @@ from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.step.movable import Action, Mode, Moves, Schedule
 from memo_compile.step.problem import OutsideBuffer, Phase
 from memo_compile.step.simulate import peak_live_bytes, simulate
+from memo_compile.step.timed import TimedProgram
 from tests.steps.drawn_moves import moved_steps, regions_of, talking_steps
 from tests.steps.movable import (
     FORWARD_S,
@@ -38,7 +39,10 @@ def test_no_plan_is_faster_than_the_bound_at_its_own_peak(drawn, wide):
     costs = costs_of(step, *regions_of(step, moves))
     if wide:
         problem = widened(problem, costs).problem
-        problem = overlapped(problem, costs, limit_bytes=peak_live_bytes(problem))
+        program = TimedProgram(problem, costs)
+        problem = overlapped(program, limit_bytes=program.peak_bytes).problem
+            TimedProgram(problem, costs), limit_bytes=peak_live_bytes(problem)
+        ).problem
     bound_s = step_lower_bound_s(
         step, budget_bytes=peak_live_bytes(problem), host_budget_bytes=problem.host_bytes
     )
@@ -271,5 +275,5 @@ def test_of_an_operator_that_no_collective_is_as_long_as_something_shows():
     peak_bytes, costs = peak_live_bytes(problem), costs_of(step, *regions_of(step, moves))
     bound_s = step_lower_bound_s(step, budget_bytes=peak_bytes, host_budget_bytes=0)
     assert bound_s > alone.step_s + 2
-    fastest = overlapped(problem, costs, limit_bytes=peak_bytes)
+    fastest = overlapped(TimedProgram(problem, costs), limit_bytes=peak_bytes).problem
     assert bound_s <= simulate(fastest, costs).step_s

@@ -10,6 +10,7 @@ from memo_compile.planners.gather_again import gathered_again
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.problem import CallKind
 from memo_compile.step.simulate import peak_live_bytes, simulate
+from memo_compile.step.timed import TimedProgram
 from tests.steps.among_ranks import sharded, sharded_costs
 from tests.steps.byte_machine import is_right
 from tests.steps.drawn_moves import regions_of, talking_steps
@@ -24,7 +25,7 @@ def test_filled_windows_cost_neither_time_nor_more_bytes(drawn, times):
     costs = costs_of(step, *regions)
     moved = late(moved)
     before, peak = simulate(moved, costs), peak_live_bytes(moved)
-    better = filled(moved, costs, limit_bytes=int(times * peak))
+    better = filled(TimedProgram(moved, costs), limit_bytes=int(times * peak)).problem
     assert simulate(better, costs).step_s <= before.step_s
     assert peak_live_bytes(better) <= max(peak, int(times * peak))
     assert check_moves(step.problem, better, recomputations_of(step, better, regions)).ok
@@ -54,7 +55,7 @@ def test_gathers_cost_neither_time_nor_more_bytes(layers, size, how, converts, s
     problem, costs = gathered_again(problem) if how == "again" else problem, sharded_costs(*seconds)
     moved = late(problem)
     before, peak = simulate(moved, costs), peak_live_bytes(moved)
-    better = overlapped(moved, costs, limit_bytes=int(times * peak))
+    better = overlapped(TimedProgram(moved, costs), limit_bytes=int(times * peak)).problem
     assert simulate(better, costs).step_s <= before.step_s
     assert peak_live_bytes(better) <= max(peak, int(times * peak))
     assert check_moves(problem, better).ok
