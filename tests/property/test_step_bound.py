@@ -41,8 +41,6 @@ def test_no_plan_is_faster_than_the_bound_at_its_own_peak(drawn, wide):
         problem = widened(problem, costs).problem
         program = TimedProgram(problem, costs)
         problem = overlapped(program, limit_bytes=program.peak_bytes).problem
-            TimedProgram(problem, costs), limit_bytes=peak_live_bytes(problem)
-        ).problem
     bound_s = step_lower_bound_s(
         step, budget_bytes=peak_live_bytes(problem), host_budget_bytes=problem.host_bytes
     )
