@@ -14,7 +14,7 @@ further, from behind a call that reads the result to before the wait: the window
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -186,12 +186,21 @@ class _Late:
             and problem.regions[call.region].outputs[0].storage is Storage.INPUT
         }
         self.last_read: dict[str, int] = {}
-        """Root of a storage -> the last call that reads or writes it, waits left out."""
-        for at, call in enumerate(problem.calls):
-            if call.kind is not CallKind.COMM_WAIT:
-                self.last_read.update(dict.fromkeys(self._touched(call), at))
+        """Storage of a collective's input -> the last call that reads or writes it, but waits."""
+        self._find_last_reads()
         self.pending: list[StepCall] = []
         """Waits that stand further up in the program and were not made, in order."""
+
+    def _find_last_reads(self) -> None:
+        calls = self.problem.calls
+        held = {self._held(call) for call in calls if call.kind is CallKind.COMM_WAIT}
+        lies_in = {root: root for root in held}
+        lies_in |= {value: root for value, root in self.roots.items() if root in held}
+        for at, call in enumerate(calls):
+            if call.kind is not CallKind.COMM_WAIT:
+                for value in (*call.inputs, *(into.value for into in call.into)):
+                    if value in lies_in:
+                        self.last_read[lies_in[value]] = at
 
     def run(self) -> Iterator[StepCall]:
         half = None
@@ -204,7 +213,12 @@ class _Late:
                 self.pending.append(call)
                 yield from self._made([call] if self._must_stay(call, at) else self._released(at))
                 continue
-            yield from self._made([wait for wait in self.pending if self._needs(call, wait)])
+            if not self.pending:
+                yield call
+                continue
+            touched = self._touched(call)
+            needed = [wait for wait in self.pending if self._needs(call, touched, wait)]
+            yield from self._made(needed)
             yield call
             yield from self._made(self._released(at))
         yield from self._made(self.pending)
@@ -239,20 +253,20 @@ class _Late:
         is_in_place = wait.waits_for in self.in_place
         return is_in_place or self.holds_inputs or self._held(wait) in self.given
 
-    def _needs(self, call: StepCall, wait: StepCall) -> bool:
+    def _needs(self, call: StepCall, touched: Set[str], wait: StepCall) -> bool:
         """True for a call that reads the result, or may write into the input."""
-        touched = self._touched(call)
         if self.roots.get(wait.outputs[0], wait.outputs[0]) in touched:
             return True
         held = self._held(wait)
+        if held not in touched:
+            return False
         writes = {into.value for into in call.into}
         writes |= {
             call.inputs[output.index]
             for output, _ in self.problem.made_by(call)
             if output.storage is Storage.INPUT and output.index is not None
         }
-        changes = {self.roots.get(value, value) for value in writes}
-        return held in changes or (held in self.given and held in touched)
+        return held in self.given or held in {self.roots.get(value, value) for value in writes}
 
 
 class _Held(_Late):

@@ -134,7 +134,7 @@ def _collect(step: MovableStep) -> StepFacts:
         call_s=call_s,
         layered=frozenset(itertools.chain.from_iterable(layer.values for layer in step.layers)),
         talks=talks,
-        tables=None if talks else CallTables(),
+        tables=CallTables(),
         halves_s=(
             sum(s for s, call in zip(call_s, calls, strict=True) if call.phase is Phase.FORWARD),
             sum(s for s, call in zip(call_s, calls, strict=True) if call.phase is Phase.BACKWARD),
