@@ -24,8 +24,9 @@ def last_uses(problem: Problem) -> dict[str, int]:
 def storage_roots(problem: Problem) -> dict[str, str]:
     """Value that lies in another's storage -> the first value there."""
     roots: dict[str, str] = {}
+    sharing = {name for name, region in problem.regions.items() if region.shares_storage}
     for call in problem.calls:
-        for output, value in problem.made_by(call):
+        for output, value in problem.made_by(call) if call.into or call.region in sharing else ():
             around = call.value_around(output.index) if output.storage is Storage.ARENA else None
             if output.storage is Storage.INPUT and output.index is not None:
                 around = call.inputs[output.index]

@@ -211,10 +211,7 @@ class CallTables:
             number=self.inner.add(np.cumsum(inner)[:-1].tolist()),
             profile=profile,
             outputs=[crossing[index] for index in own],
-            shares=any(
-                output.same_as is not None or output.storage is Storage.INPUT
-                for output in profile.outputs
-            ),
+            shares=profile.shares_storage,
         )
 
 

@@ -193,6 +193,11 @@ class RegionProfile:
                 found.setdefault(output.index, []).append(position)
         return found
 
+    @property
+    def shares_storage(self) -> bool:
+        """True where an output has the storage of an input, or of an earlier output."""
+        return any(o.same_as is not None or o.storage is Storage.INPUT for o in self.outputs)
+
     def most_bytes(self, *, own_outputs: bool = True) -> int:
         """Most bytes of buffers at one line; without ``own_outputs`` outputs lie elsewhere."""
         outputs = self.outputs_of_buffers()
@@ -555,11 +560,7 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
     the calls backwards settles chains of such aliases in one go.
     """
     last: dict[str, int] = {}
-    sharing = {
-        name
-        for name, region in problem.regions.items()
-        if any(o.same_as is not None or o.storage is Storage.INPUT for o in region.outputs)
-    }
+    sharing = {name for name, region in problem.regions.items() if region.shares_storage}
     known = last.get
     for index in reversed(range(len(problem.calls))):
         call, start = problem.calls[index], starts[index]

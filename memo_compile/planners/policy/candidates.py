@@ -208,7 +208,7 @@ class CandidateSource:
             known += self.named(policy, alphas.get(policy, (None,)))
         known += self.steady()
         if facts_of(self.step).talks:
-            known += self.lynx("lynx-opt" if self.solver else "lynx-heu")
+            known += self.lynx("lynx-opt" if self.solver else "lynx-heu", most_bytes)
         slow = (plan for plan in known if plan.moves.policy != "memo" and _stalls(plan))
         found.update(dict.fromkeys(map(_widened, slow)))
         return [*self._valid(self._within(found, most_bytes)), *known]
@@ -290,12 +290,15 @@ class CandidateSource:
         """Plans that do not depend on measured seconds."""
         return self._valid(steady_moves(self.step, self.recompute))
 
-    def lynx(self, policy: str) -> list[Candidate]:
-        """What one of the policies ``LYNX`` chooses from; it copies nothing."""
+    def lynx(self, policy: str, most_bytes: int | None = None) -> list[Candidate]:
+        """What one of the policies ``LYNX`` chooses from; it copies nothing.
+
+        Plans that surely need more than ``most_bytes`` are left out.
+        """
         if policy not in self.searched.lynx:
             found = lynx_moves(self.step, policy, self.recompute, time_limit_s=self.time_limit_s)
             self.searched.lynx[policy] = tuple(found)
-        return self._valid(self.searched.lynx[policy])
+        return self._valid(self._within(self.searched.lynx[policy], most_bytes))
 
     def _greedy(self) -> tuple[Moves, ...]:
         return *self._far_from_floor(), *self._near_floor()

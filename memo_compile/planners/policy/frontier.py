@@ -213,7 +213,7 @@ def _search(
             return saved, found
         others = [*saved, *(source.steady() if policy == "greedy" else [])]
         if policy == "auto" and facts_of(source.step).talks:  # no choice is slower than Lynx's
-            others += source.lynx("lynx-heu")
+            others += source.lynx("lynx-heu", chooser.budget_bytes if spares else None)
         fast_s = min(wanted_s, chooser.max_step_s)
         if not (spares and _is_fast(source, chooser, others, fast_s)):
             _require_fast(source, chooser, others, fast_s)
