@@ -232,6 +232,16 @@ keep_while_backward_runs: Any = torch.autograd.Variable._execution_engine.queue_
 """Autograd calls what it is given when this backward has ended, and drops it after an exception."""
 
 
+def free_stopped_backward() -> None:
+    """Free what autograd holds of a backward in this thread that an exception has stopped.
+
+    The nodes that were ready to run stay in the thread's queue until its next backward (torch 2.11,
+    2.13), with all that they have saved. This runs one, of a single number.
+    """
+    with real_tensors(), torch.enable_grad():
+        torch.ones((), requires_grad=True).sum().backward()
+
+
 def captures(node: Any) -> bool:
     """True where the backward returns what reaches this leaf: torch then raises (2.11, 2.13)."""
     with contextlib.suppress(RuntimeError):

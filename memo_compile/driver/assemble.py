@@ -291,6 +291,7 @@ class Assembly:
         step, budget = self.step, self.plan.budget_bytes
         if budget is None or step.live < step.max_inflight:
             return
+        shim.free_stopped_backward()
         gc.collect()  # which ends the steps that nobody holds any more
         if step.live < step.max_inflight:
             return

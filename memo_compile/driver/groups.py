@@ -102,14 +102,14 @@ class GroupedSteps:
         """The forward's results; empties ``args``. Raises as ``Assembly.forward``."""
         with self._lock:
             leaves = own_leaves(args)
-            if not self._any_live():
-                self._begin_step(leaves)
-            watch = self._watch
-            assert watch is not None, "a step has begun"
-            number = len(watch.members)
-            watch.begin((False, number), leaves)
-            del leaves
+            watch, number = self._enter(leaves)
             member = self._member(watch, number)
+            if member is None and number and self.planned is not None:
+                shim.free_stopped_backward()
+                if not self._any_live():
+                    watch, number = self._enter(leaves)
+                    member = self._member(watch, number)
+            del leaves
             # Until it has run, no other thread may begin a step in the same frame.
             results = None if member is None else self._as_member(member, args)
         if results is None:
@@ -120,6 +120,16 @@ class GroupedSteps:
                 self._members[lease.number] = number
             watch.end((False, number), results)
         return results
+
+    def _enter(self, leaves: Sequence[Any]) -> tuple[StepWatch, int]:
+        """A forward begins, of the live step or of the next one: its watch, and its number."""
+        if not self._any_live():
+            self._begin_step(leaves)
+        watch = self._watch
+        assert watch is not None, "a step has begun"
+        number = len(watch.members)
+        watch.begin((False, number), leaves)
+        return watch, number
 
     def backward(self, args: list[Any]) -> list[Any]:
         """The backward's results; empties ``args``. Raises as ``Assembly.backward``."""

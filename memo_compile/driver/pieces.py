@@ -25,7 +25,6 @@ from memo_runtime.group_steps import GroupPlan, GroupStep
 from memo_runtime.leases import StepCounters, leases
 
 from memo_compile import shim
-from memo_compile.config import MemoConfig
 from memo_compile.driver.around import fixed_beside
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
@@ -35,12 +34,12 @@ from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.groups import PERSISTS, PIPELINE_FIRST_STEP, GroupedSteps
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.piece_knowledge import PieceKnowledge
+from memo_compile.driver.pieces_watch import PiecesWatch
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import plan_known
-from memo_compile.driver.step_watch import SeenGraph, StepWatch
 from memo_compile.errors import Infeasible, MemoError
 from memo_compile.reporting import state
-from memo_compile.step.group import Group, HalfOrder, nested_order, num_user_results
+from memo_compile.step.group import Group, HalfOrder
 from memo_compile.step.interludes import most_between
 from memo_compile.step.plans import Observed, ReportedGroup
 from memo_compile.step.problem import FixedBytes
@@ -53,6 +52,12 @@ FIRST_STEP = (
     "several graphs of one step are live together (graph breaks, or DistributedDataParallel's "
     "buckets): in their first step each keeps memory_budget by itself, and their sum may exceed "
     "it; from the next on they are planned as one step"
+)
+
+OTHER_ORDER = (
+    "the graphs of a step came in another order than planned, and were refused: the next step is "
+    "watched, in which each keeps memory_budget by itself and their sum may exceed it, and planned "
+    "anew"
 )
 
 PIPELINE_LOOKS = 2
@@ -128,48 +133,6 @@ class Piece:
         """Let go of what is held for a model that is gone."""
         _pieces.remove(self)
         self.own.retire()
-
-
-@dataclass(slots=True, eq=False)
-class PiecesWatch(StepWatch):
-    """What was seen of all graphs since no step of any was live."""
-
-    pieces: list[Piece] = field(default_factory=list)
-    """Per forward its graph."""
-
-    def graph_of(self, number: int) -> SeenGraph:
-        """The graph of forward ``number``."""
-        problem = self.pieces[number].assembly.lowered.problem
-        forward, backward = problem.halves
-        return SeenGraph(backward, num_user_results(forward, backward), problem.tangents)
-
-    @property
-    def order(self) -> HalfOrder:
-        """The halves as they ran."""
-        return tuple((member, is_backward) for is_backward, member in self.calls)
-
-    def is_step(self) -> bool:
-        """True for several graphs, and their backwards in the opposite order.
-
-        In a pipeline in any order.
-        """
-        count = self.num_members
-        is_whole = self.has_run() and count >= self.num_forwards
-        if not self.is_pipeline:
-            is_whole = self.order == nested_order(count)
-        configs = [piece.assembly.config for piece in self.pieces]
-        devices = {piece.assembly.step.device for piece in self.pieces}
-        alike = all(_alike(config, configs[0]) for config in configs) and len(devices) == 1
-        return count > 1 and is_whole and alike and not self.is_mixed
-
-
-def _alike(first: MemoConfig, second: MemoConfig) -> bool:
-    """True for options that ask for the same; which tiles a graph runs in is its own affair."""
-    first, second = (
-        replace(config.at_any_speed(), token_tiles=None, tile_above_bytes=0, drop_above_bytes=0)
-        for config in (first, second)
-    )
-    return first == second
 
 
 @dataclass(slots=True, eq=False)
@@ -348,6 +311,8 @@ class _Pieces:
     """Steps in which memory was looked at since a graph was compiled."""
     numbers: dict[int, int] = field(default_factory=dict)
     """Number of a lease -> which forward of the step that is watched."""
+    refused: JointSteps | None = None
+    """The plan that had no place for the last forward, and no room beside it."""
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def add(self, piece: Piece) -> None:
@@ -376,16 +341,14 @@ class _Pieces:
         with self.lock:
             piece.own.end_interlude()
             leaves = own_leaves(args)
-            if self.watch is None or not any(known.is_live for known in list(self.graphs)):
-                self._begin_step(piece, stages)
-            watch = self.watch
-            assert watch is not None, "a step has begun"
-            number = len(watch.pieces)
-            watch.pieces.append(piece)
-            watch.begin((False, number), leaves)
+            watch, number = self._enter(piece, leaves, stages)
+            joint, member = piece.joint, self._member(watch, number)
+            if joint is not None and member is None:
+                shim.free_stopped_backward()
+                if not self._any_live():
+                    watch, number = self._enter(piece, leaves, stages)
+                    joint, member = piece.joint, self._member(watch, number)
             del leaves
-            joint = piece.joint
-            member = None if joint is None or watch.is_mixed else joint.place_of(piece, number)
             if joint is None or member is None:
                 self._require_room(watch, piece)
         if joint is None or member is None:
@@ -400,6 +363,28 @@ class _Pieces:
                 self.numbers[lease.number] = number
             watch.end((False, number), results)
         return results
+
+    def _any_live(self) -> bool:
+        return any(known.is_live for known in list(self.graphs))
+
+    def _enter(
+        self, piece: Piece, leaves: Sequence[Any], stages: Stages
+    ) -> tuple[PiecesWatch, int]:
+        """A forward begins, of the live step or of the next one: its watch, and its number."""
+        if self.watch is None or not self._any_live():
+            self._begin_step(piece, stages)
+        watch = self.watch
+        assert watch is not None, "a step has begun"
+        number = len(watch.pieces)
+        watch.pieces.append(piece)
+        watch.begin((False, number), leaves)
+        return watch, number
+
+    def _member(self, watch: PiecesWatch, number: int) -> int | None:
+        """Which member of the planned step the forward is; None: it is none."""
+        piece = watch.pieces[number]
+        is_planned = piece.joint is not None and not watch.is_mixed
+        return piece.joint.place_of(piece, number) if is_planned and piece.joint else None
 
     def backward(self, piece: Piece, args: list[Any]) -> list[Any]:
         """The results of ``piece``'s backward."""
@@ -426,7 +411,7 @@ class _Pieces:
         is_cpu = seen.pieces[0].assembly.step.device.type == "cpu"
         if not (seen.is_pipeline and is_first and is_cpu and seen.is_step()):
             return
-        if any(known.is_live for known in list(self.graphs)):
+        if self._any_live():
             return
         seen.stop()
         with contextlib.suppress(MemoError, RuntimeError), torch.enable_grad():
@@ -440,6 +425,10 @@ class _Pieces:
         """
         seen, self.watch = self.watch, None
         self.numbers.clear()
+        refused, self.refused = self.refused, None
+        if refused is not None and not refused.is_pipeline:
+            state.warn_once(OTHER_ORDER)
+            self._drop(refused)
         if seen is not None:
             seen.stop()
             for known in seen.pieces:
@@ -492,6 +481,8 @@ class _Pieces:
                     self._take(joint, joint.planned_again(group, is_assumed=False))
                 else:
                     joint.members = replace(joint.members, is_assumed=False)
+            return
+        if not any(known) and seen.fits_apart():
             return
         step = (pieces, seen.order)
         if any(known) and not self._persists(step, [found for found in known if found]):
@@ -551,12 +542,14 @@ class _Pieces:
         others = [known for known in watch.pieces if known is not piece and known.is_live]
         joint = piece.joint
         if joint is not None and (joint.is_live or joint.is_pipeline):
+            self.refused = joint
             joint.require_room(piece)
+            self.refused = None
             if piece.assembly.step.live < piece.assembly.step.max_inflight:
                 state.count_unplanned()  # beyond that it is counted where it takes its memory
         elif others and watch.is_pipeline:
             state.warn_once(PIPELINE_FIRST_STEP)
-        elif others and not piece.is_known:
+        elif others and not piece.is_known and not watch.fits_apart():
             state.warn_once(FIRST_STEP)
         elif others and (other := others[0].joint) is not None:
             other.require_room(piece)
