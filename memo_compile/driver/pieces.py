@@ -318,6 +318,9 @@ class _Pieces:
     def add(self, piece: Piece) -> None:
         """A graph was compiled. What that takes is not the step's."""
         with self.lock:
+            for known in list(self.graphs):
+                if known.assembly.step.heap is not None:
+                    known.assembly.step.heap.pause()
             self.graphs.add(piece)
             self.num_looks = 0
             if self.watch is not None:

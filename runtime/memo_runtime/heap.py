@@ -43,6 +43,10 @@ class HeapWatch:
             others = anonymous_bytes() - resident_bytes
         self.base_bytes, self.beyond_bytes = others - self.replaced_bytes, 0
 
+    def pause(self) -> None:
+        """Count nothing until the next step begins: memory is taken for what is no step's."""
+        self.base_bytes = None
+
     def begin_backward(self, planned_bytes: int) -> None:
         """The backward begins: give back results that the user dropped and what kernels freed.
 
