@@ -1,0 +1,160 @@
+"""After a step that an exception stopped, or that came otherwise than planned, training goes on."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memo_compile
+from memo_compile.errors import Infeasible
+from memo_compile.reporting import state
+from tests.numerics.small import Block
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"  # Dynamo hides it by a filter
+)
+
+HIDDEN, LAYERS = 32, 3
+LIMIT = 2e-6
+"""Of each parameter's largest gradient: sums in another order."""
+ROOMY, TIGHT = "1GiB", 0.9
+"""A budget in which all is kept, and a share of the peak there."""
+
+
+class Layers(nn.Module):
+    """Layers, and between the first two a graph break if it ``breaks``."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(HIDDEN) for _ in range(LAYERS))
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.breaks and index == 0:
+                torch._dynamo.graph_break()
+        return x.pow(2).mean()
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    state.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def blocks(model: Layers, budget: str | int) -> Callable[..., Any]:
+    """Each layer compiled by itself."""
+    for layer in model.layers:
+        layer.compile(backend="memo", options={"lowering": "aten", "memory_budget": budget})
+    return model
+
+
+def whole(model: Layers, budget: str | int, **options: Any) -> Callable[..., Any]:
+    """The model compiled at once."""
+    options |= {"lowering": "aten", "memory_budget": budget}
+    return torch.compile(model, backend="memo", options=options)
+
+
+def trained(model: Layers, run: Callable[..., Any], *inputs: torch.Tensor) -> float:
+    """One step of all ``inputs``; the largest difference to eager of a gradient, by its size."""
+    eager = copy.deepcopy(model)
+    for layer in eager.layers:
+        layer._compiled_call_impl = None
+    model.zero_grad()
+    eager.zero_grad()
+    sum(run(x) for x in inputs).backward()
+    sum(eager(x) for x in inputs).backward()
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    return max(
+        float((own.grad - its.grad).abs().max() / its.grad.abs().max()) for own, its in pairs
+    )
+
+
+def tight_budget(model: Layers, compiled: Callable[..., Any], inputs: list[torch.Tensor]) -> int:
+    """Bytes in which a step of ``inputs`` fits, and another beside it does not."""
+    own = copy.deepcopy(model)
+    run = compiled(own, ROOMY)
+    for _ in range(3):
+        trained(own, run, *inputs)
+    report = memo_compile.report()
+    peak = max(plan.peak_bytes for plan in (*report.groups, *report.plans))
+    torch._dynamo.reset()
+    state.reset()
+    return int(TIGHT * peak)
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ValueError("half way")
+
+
+@pytest.mark.parametrize("way", ["blocks", "a graph break", "two forwards"])
+def test_a_hook_that_raises_stops_one_step_only(way: str) -> None:
+    """Autograd keeps the node behind such a hook until the thread's next backward."""
+    model = Layers(breaks=way == "a graph break")
+    two = way == "two forwards"
+    inputs = [torch.randn(1, 64, HIDDEN) for _ in range(1 + two)]
+
+    def compiled(own: Layers, budget: str | int) -> Callable[..., Any]:
+        if way == "blocks":
+            return blocks(own, budget)
+        return whole(own, budget, max_inflight=len(inputs))
+
+    budget = tight_budget(model, compiled, inputs)
+    run = compiled(model, budget)
+    for _ in range(3):
+        assert trained(model, run, *inputs) <= LIMIT
+    unplanned = memo_compile.report().unplanned_steps
+    for _ in range(2):
+        hook = model.layers[1].up.weight.register_hook(_raise)
+        with pytest.raises(ValueError, match="half way"):
+            trained(model, run, *inputs)
+        hook.remove()
+        for _ in range(3):
+            assert trained(model, run, *inputs) <= LIMIT
+    assert memo_compile.report().unplanned_steps == unplanned
+
+
+LENGTHS = [(65, 33), (65, 65), (33, 65), (65, 33), (33, 33), (65, 65)]
+
+
+def test_two_lengths_live_together_in_any_order_where_their_plans_fit() -> None:
+    model = Layers()
+    roomy = [torch.randn(1, 65, HIDDEN) for _ in range(2)]
+
+    def compiled(own: Layers, budget: str | int) -> Callable[..., Any]:
+        return whole(own, budget, max_inflight=2)
+
+    budget = tight_budget(model, compiled, roomy)
+    run = compiled(model, budget)
+    assert trained(model, run, *roomy) <= LIMIT
+    for lengths in LENGTHS:
+        inputs = [torch.randn(1, length, HIDDEN) for length in lengths]
+        assert trained(model, run, *inputs) <= LIMIT
+    report = memo_compile.report()
+    assert report.unplanned_steps == 0
+    assert not report.groups
+
+
+def test_an_order_that_was_refused_is_planned_for() -> None:
+    """Beyond max_inflight the graphs are planned together, in the order that was seen."""
+    model = Layers()
+    one, other = torch.randn(1, 65, HIDDEN), torch.randn(1, 33, HIDDEN)
+
+    def compiled(own: Layers, budget: str | int) -> Callable[..., Any]:
+        return whole(own, budget)
+
+    budget = int(1.15 * tight_budget(model, compiled, [one, other]) / TIGHT)
+    run = compiled(model, budget)
+    for _ in range(3):
+        assert trained(model, run, one, other) <= LIMIT
+    with pytest.raises(Infeasible, match="order of the steps before"):
+        trained(model, run, other, one)
+    for _ in range(3):
+        assert trained(model, run, other, one) <= LIMIT
