@@ -145,16 +145,16 @@ def test_two_lengths_live_together_in_any_order_where_their_plans_fit() -> None:
 def test_an_order_that_was_refused_is_planned_for() -> None:
     """Beyond max_inflight the graphs are planned together, in the order that was seen."""
     model = Layers()
-    one, other = torch.randn(1, 65, HIDDEN), torch.randn(1, 33, HIDDEN)
+    long, short = torch.randn(1, 65, HIDDEN), torch.randn(1, 33, HIDDEN)
 
     def compiled(own: Layers, budget: str | int) -> Callable[..., Any]:
         return whole(own, budget)
 
-    budget = int(1.15 * tight_budget(model, compiled, [one, other]) / TIGHT)
+    budget = int(1.15 * tight_budget(model, compiled, [long, short]) / TIGHT)
     run = compiled(model, budget)
     for _ in range(3):
-        assert trained(model, run, one, other) <= LIMIT
+        assert trained(model, run, long, short) <= LIMIT
     with pytest.raises(Infeasible, match="order of the steps before"):
-        trained(model, run, other, one)
+        trained(model, run, short, long)
     for _ in range(3):
-        assert trained(model, run, other, one) <= LIMIT
+        assert trained(model, run, short, long) <= LIMIT
