@@ -92,6 +92,8 @@ class GroupedSteps:
     """Several graphs of a step, of which this is one, are planned together."""
     _waiting_bytes: int = 0
     """Gradients of the last step that were there when the next one began."""
+    _before: StepWatch | None = None
+    """What was seen of the last step."""
     _memory: OutOfMemory = field(init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -229,7 +231,7 @@ class GroupedSteps:
         seen, self._watch = self._watch, None
         if seen is not None:
             seen.stop()
-            self._waiting_bytes = seen.waiting_gradient_bytes()
+            self._before, self._waiting_bytes = seen, seen.waiting_gradient_bytes()
             if not seen.is_learned:
                 self._learn(seen)
         problem, stages = self.assembly.problem, stages_around(args)
@@ -333,9 +335,22 @@ class GroupedSteps:
             with shim.nothing_else_compiles():
                 planned = plan_step(assembly.lowered, config, request, assembly.known)
         except Infeasible:
+            if self._has_fewer_waiting() and self._existing_bytes(members) < existing:
+                self._plan_group(group, members)
+                return
             assembly.unplanned_request = request  # in other tiles there may be a plan
             raise
         self._take(planned, assembly.members)
+
+    def _has_fewer_waiting(self) -> bool:
+        """True where gradients that others held when the step began are gone since.
+
+        A thread that has reduced them lets go of them when it comes to it.
+        """
+        before = self._waiting_bytes
+        if self._before is not None:
+            self._waiting_bytes = self._before.waiting_gradient_bytes()
+        return self._waiting_bytes < before
 
     def _take(self, planned: PlannedStep, members: GroupMembers) -> None:
         """From now on steps of the group run by ``planned``."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import memo_compile
+from memo_compile.driver.step_watch import StepWatch
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from tests.numerics.small import Block
@@ -94,15 +95,16 @@ def _raise(_: torch.Tensor) -> None:
     raise ValueError("half way")
 
 
-@pytest.mark.parametrize("way", ["blocks", "a graph break", "two forwards"])
+@pytest.mark.parametrize("way", ["blocks", "alike", "a graph break", "two forwards"])
 def test_a_hook_that_raises_stops_one_step_only(way: str) -> None:
     """Autograd keeps the node behind such a hook until the thread's next backward."""
     model = Layers(breaks=way == "a graph break")
     two = way == "two forwards"
-    inputs = [torch.randn(1, 64, HIDDEN) for _ in range(1 + two)]
+    alike = way == "alike"  # all layers are of one graph where the first one's input has a gradient
+    inputs = [torch.randn(1, 64, HIDDEN, requires_grad=alike) for _ in range(1 + two)]
 
     def compiled(own: Layers, budget: str | int) -> Callable[..., Any]:
-        if way == "blocks":
+        if way in ("blocks", "alike"):
             return blocks(own, budget)
         return whole(own, budget, max_inflight=len(inputs))
 
@@ -119,6 +121,24 @@ def test_a_hook_that_raises_stops_one_step_only(way: str) -> None:
         for _ in range(3):
             assert trained(model, run, *inputs) <= LIMIT
     assert memo_compile.report().unplanned_steps == unplanned
+
+
+def test_a_gradient_that_another_thread_drops_late_refuses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A collective's thread may hold what it has reduced when the next step begins."""
+    model = Layers()
+    x = torch.randn(1, 64, HIDDEN, requires_grad=True)  # then all layers are of one graph
+    budget = tight_budget(model, blocks, [x])
+    waiting = iter([budget])
+    see = StepWatch.waiting_gradient_bytes
+    monkeypatch.setattr(
+        StepWatch, "waiting_gradient_bytes", lambda own: next(waiting, None) or see(own)
+    )
+    run = blocks(model, budget)
+    for _ in range(3):
+        assert trained(model, run, x) <= LIMIT
+    assert next(waiting, None) is None
 
 
 LENGTHS = [(65, 33), (65, 65), (33, 65), (65, 33), (33, 33), (65, 65)]
