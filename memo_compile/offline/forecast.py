@@ -21,7 +21,7 @@ from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, Subject, is_shape
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_level
-from memo_compile.units import format_bytes, parse_size
+from memo_compile.units import format_bytes, parse_budget
 
 CONTEXT_BYTES = 2**30
 """A GPU's memory that no step can have: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
@@ -73,13 +73,14 @@ class Question:
             raise InputError(
                 f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}"
             )
+        _ = self.budget_bytes  # raises ConfigError, before anything is traced
 
     @property
     def budget_bytes(self) -> int:
         """Device memory that the step may take; by default what CUDA's context leaves."""
         total = self.hardware.memory_bytes
         if self.budget is not None:
-            return parse_size(self.budget, total_bytes=total, what="budget")
+            return parse_budget(self.budget, total_bytes=total)
         return total if self.hardware.name == "cpu" else total - CONTEXT_BYTES
 
     @property

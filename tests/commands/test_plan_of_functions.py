@@ -1,0 +1,53 @@
+"""``memo plan package.module:function``: budgets, lengths and advice that a function can take."""
+
+import pytest
+
+from memo_compile.cli.main import main
+
+ROWS = """
+import torch
+
+def made(tokens):
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+    ), (torch.randn(tokens, 64),)
+
+def build(seq):
+    return made(seq)
+
+def fixed():
+    return made(1024)
+
+def ignoring(seq):
+    return made(1024)
+
+def short(seq=2048, batch=1):
+    return made(seq * batch)
+"""
+
+
+@pytest.fixture
+def plan(capsys, tmp_path, monkeypatch):
+    """(exit code, stdout, stderr) of ``memo plan rows_of_lengths:FUNCTION ARGUMENTS``."""
+    (tmp_path / "rows_of_lengths.py").write_text(ROWS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MEMO_LOWERING", "aten")
+
+    def planned(function, *arguments):
+        with pytest.raises(SystemExit) as left:
+            main(["plan", f"rows_of_lengths:{function}", "--hardware", "a100", *arguments])
+        out, err = capsys.readouterr()
+        return left.value.code, out, err
+
+    return planned
+
+
+@pytest.mark.parametrize("budget", ["0", "0%", "0GiB", "0.4"])
+def test_a_budget_below_a_byte_is_refused(plan, budget):
+    code, out, err = plan("build", "--seq", "1024", "--budget", budget)
+    assert (code, out) == (2, "")
+    assert err == f"memo: budget: expected at least 1 byte, got {budget}\n"
+
+
+def test_no_host_memory_is_a_budget(plan):
+    assert plan("build", "--seq", "1024", "--host-budget", "0")[0] == 0
