@@ -35,6 +35,9 @@ ADAMW_FP32_BYTES = 12.0
 SEQ_GRANULE = 1024
 """``longest`` searches multiples of this for each device that shares the tokens."""
 
+MAX_SEQ = 2**30
+"""``longest`` tries none above: no model reads so long a sequence, so that its step ignores it."""
+
 START_SEQ = 32_768
 """The first length that ``longest`` tries where none is given."""
 
@@ -305,31 +308,46 @@ def longest(
 ) -> int:
     """The longest sequence that fits, a multiple of SEQ_GRANULE x tp x cp; 0 where none does.
 
+    None above MAX_SEQ is tried. Raises as ``forecast``, and InputError: the length does not change
+    the step.
+
     ``tried`` is told each length and whether it fits. The least bytes of a length grow about
     linearly from those of the parameters and their state, so that those of one length tell which
     one just fits. Cost: mostly three to five lengths, of which two are traced where ``lengths`` is
     given, and the whole choice for the next longer one.
     """
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
+    most = max(1, MAX_SEQ // granule)
     search = LengthSearch(
-        start=(question.seq or START_SEQ) // granule,
+        start=min(most, (question.seq or START_SEQ) // granule),
         budget_bytes=question.available_bytes,
         constant_bytes=_constant_bytes(replace(question, seq=granule)),
     )
-    while (count := search.next_count()) is not None:
+    while search.low < most and (count := search.next_count()) is not None:
+        count = min(count, most)
         need = least_needed(replace(question, seq=count * granule), lengths)
         search.tell(count, need)
         tried(count * granule, need.fits)
+    if search.low == most and search.is_flat:
+        raise InputError(
+            f"max-seq: the step needs as many bytes with {most * granule} tokens as with fewer: "
+            "the length changes nothing"
+        )
     longest = search.low + 1
-    while needed(replace(question, seq=longest * granule), lengths).fits:
+    while longest <= most and needed(replace(question, seq=longest * granule), lengths).fits:
         tried(longest * granule, True)
         longest += 1
     return (longest - 1) * granule
 
 
 def _constant_bytes(question: Question) -> int:
-    """Parameters, their gradients and optimizer state; 0 where the model is a function."""
+    """Parameters, their gradients and optimizer state; 0 where the model is a function.
+
+    Raises InputError: it is one of no length.
+    """
     with _subject(question) as subject:
+        if subject.facts.num_tokens is None:
+            raise InputError(f"max-seq: {question.model} takes no seq; leave out --max-seq")
         return subject.constant_bytes(_state_bytes(question, subject))
 
 

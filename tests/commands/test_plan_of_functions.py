@@ -51,3 +51,18 @@ def test_a_budget_below_a_byte_is_refused(plan, budget):
 
 def test_no_host_memory_is_a_budget(plan):
     assert plan("build", "--seq", "1024", "--host-budget", "0")[0] == 0
+
+
+def test_the_longest_sequence_of_a_function_without_one_is_refused(plan):
+    code, out, err = plan("fixed", "--max-seq")
+    assert (code, out) == (2, "")
+    assert err == "memo: max-seq: rows_of_lengths:fixed takes no seq; leave out --max-seq\n"
+
+
+def test_a_search_ends_where_the_length_changes_nothing(plan):
+    code, out, err = plan("ignoring", "--max-seq")
+    assert (code, out) == (2, "")
+    assert "1073741824 tokens as with fewer: the length changes nothing" in err
+    assert len(err.splitlines()) <= 8
+    close = plan("ignoring", "--max-seq", "--budget", "2GiB")  # a line would go on in small steps
+    assert close[0] == 2
