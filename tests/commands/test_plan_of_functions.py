@@ -66,3 +66,13 @@ def test_a_search_ends_where_the_length_changes_nothing(plan):
     assert len(err.splitlines()) <= 8
     close = plan("ignoring", "--max-seq", "--budget", "2GiB")  # a line would go on in small steps
     assert close[0] == 2
+
+
+def test_without_a_length_that_of_the_function_is_taken(plan):
+    code, out, _ = plan("short")
+    assert code == 0
+    assert "note: without --seq the function's own is taken: 2048" in out
+    _, asked, _ = plan("short", "--seq", "2048")
+    rows = [[line for line in text.splitlines() if "peak" in line] for text in (out, asked)]
+    assert rows[0] == rows[1]
+    assert plan("build")[0] == 2
