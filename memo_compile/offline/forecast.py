@@ -10,6 +10,7 @@ from typing import Any
 
 from memo_compile.config import resolve, user_store
 from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.costs.models import find_model
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.gpus import missing_for_target, target_of, version_of
@@ -85,6 +86,22 @@ class Question:
         if self.budget is not None:
             return parse_budget(self.budget, total_bytes=total)
         return total if self.hardware.name == "cpu" else total - CONTEXT_BYTES
+
+    def tp_of(self, least: float) -> int | None:
+        """The least tp of ``least`` or more, doubled from this one, that the model can be cut into.
+
+        None where there is none, or the model is no named shape.
+        """
+        if not is_shape(self.model) or self.seq is None:
+            return None
+        shape, tp = find_model(self.model), 2 * self.degrees.tp
+        while tp <= shape.num_heads:
+            with contextlib.suppress(InputError):
+                replace(self.degrees, tp=tp).require_divides(shape, self.seq)
+                if tp >= least:
+                    return tp
+            tp *= 2
+        return None
 
     @property
     def room(self) -> Room:

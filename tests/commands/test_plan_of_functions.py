@@ -76,3 +76,10 @@ def test_without_a_length_that_of_the_function_is_taken(plan):
     rows = [[line for line in text.splitlines() if "peak" in line] for text in (out, asked)]
     assert rows[0] == rows[1]
     assert plan("build")[0] == 2
+
+
+def test_advice_names_no_devices_for_a_function(plan):
+    code, out, _ = plan("build", "--seq", "1024", "--budget", "1KiB")
+    assert code == 1
+    assert "what to change:" in out
+    assert "--tp" not in out
