@@ -44,6 +44,14 @@ def parse_size(text: str | float, *, total_bytes: int | None = None, what: str =
     return round(float(match.group(1)) * factor) if factor > 1 else int(float(match.group(1)))
 
 
+def parse_budget(text: str | float, *, total_bytes: int | None = None, what: str = "budget") -> int:
+    """As ``parse_size``. Raises ConfigError for less than a byte too."""
+    budget_bytes = parse_size(text, total_bytes=total_bytes, what=what)
+    if budget_bytes < 1:
+        raise ConfigError(f"{what}: expected at least 1 byte, got {text}")
+    return budget_bytes
+
+
 def format_enough(num_bytes: int) -> str:
     """``num_bytes`` as by ``format_bytes``, but rounded up: a bound of that text holds them."""
     factor = 1

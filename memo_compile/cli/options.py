@@ -11,7 +11,6 @@ import typer
 from memo_compile.errors import InputError
 from memo_compile.step.serialise import Data, from_json
 from memo_compile.text_files import read_text
-from memo_compile.units import parse_size
 
 EXIT_CODES = {"optimal": 0, "feasible": 0, "infeasible": 1, "time_limit": 3, "error": 3}
 """A solver's status -> exit code of the command."""
@@ -38,19 +37,6 @@ def parse_count(text: str | int) -> int:
     raise typer.BadParameter(
         f"expected a whole number such as 4096 or 32e3, at most {MAX_COUNT:.0e}, got {text!r}"
     )
-
-
-def parse_budget(text: str, device_bytes: int) -> int:
-    """Bytes of the option ``--budget``; a percentage is of ``device_bytes``.
-
-    Raises:
-        ConfigError: it is no size.
-        InputError: it is 0.
-    """
-    budget_bytes = parse_size(text, total_bytes=device_bytes, what="budget")
-    if budget_bytes == 0:
-        raise InputError("budget: expected more than 0 bytes")
-    return budget_bytes
 
 
 def require_script(script: Path) -> None:

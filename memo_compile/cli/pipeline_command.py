@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memo_compile.cli.options import AsJson, Count, Hardware, Model, format_table, parse_budget
+from memo_compile.cli.options import AsJson, Count, Hardware, Model, format_table
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.papers.kwai.balanced import layer_frontier
@@ -24,7 +24,7 @@ from memo_compile.papers.layer_costs import Efficiency
 from memo_compile.papers.memo.alpha import compute_alpha
 from memo_compile.papers.search.cost import CostModel
 from memo_compile.text_files import write_text
-from memo_compile.units import format_bytes
+from memo_compile.units import format_bytes, parse_budget
 
 
 def alpha(
@@ -116,7 +116,7 @@ def offload_fraction(
 ) -> None:
     """The smallest share of every chunk that must be offloaded so that rank 0 fits the budget."""
     shape, device = find_model(model), find_hardware(hardware)
-    budget_bytes = parse_budget(budget, device.memory_bytes)
+    budget_bytes = parse_budget(budget, total_bytes=device.memory_bytes)
     config = divide_gpus(
         shape,
         gpus=gpus,

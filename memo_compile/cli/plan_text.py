@@ -1,6 +1,5 @@
 """The answer of ``memo plan`` on one screen, and what to change where the step does not fit."""
 
-import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -155,9 +154,10 @@ def _advice(answer: "Forecast") -> Iterator[str]:
     constant = fixed.parameters + fixed.gradients + fixed.optimizer_state
     room = answer.budget_bytes - constant
     if room <= 0:
+        more = "more devices (--tp, --pp), or " if question.tp_of(1) is not None else ""
         yield (
             f"no sequence is short enough: parameters, gradients and optimizer state alone take "
-            f"{format_bytes(constant)}; more devices (--tp, --pp), or another --optimizer"
+            f"{format_bytes(constant)}; {more}another --optimizer"
         )
     elif question.seq is not None:
         # The least bytes beside the constant ones grow about linearly with the tokens.
@@ -167,5 +167,6 @@ def _advice(answer: "Forecast") -> Iterator[str]:
         cut = 1 - seq / question.seq
         yield f"about {cut:.0%} shorter, --seq {seq}; --max-seq finds the longest that fits"
     if question.degrees.pp == 1:
-        tp = question.degrees.tp * 2 ** math.ceil(math.log2(max(2, over / answer.budget_bytes)))
-        yield f"--tp {tp}: weights and activations over {tp} devices take about their share each"
+        tp = question.tp_of(question.degrees.tp * over / answer.budget_bytes)
+        if tp is not None:
+            yield f"--tp {tp}: weights and activations over {tp} devices take about a share each"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memo_compile.cli.options import AsJson, Count, Hardware, Model, format_table, parse_budget
+from memo_compile.cli.options import AsJson, Count, Hardware, Model, format_table
 from memo_compile.cli.progress import working
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.costs.models import find_model
@@ -17,7 +17,7 @@ from memo_compile.papers.search.cost import CostModel
 from memo_compile.papers.search.measurements import read_measurements
 from memo_compile.papers.search.ranking import COLUMNS, SearchQuestion, search
 from memo_compile.papers.search.report import write_search_report
-from memo_compile.units import format_seconds
+from memo_compile.units import format_seconds, parse_budget
 
 
 def search_command(
@@ -45,7 +45,9 @@ def search_command(
         seq=seq,
         global_batch=global_batch,
         hardware=device,
-        budget_bytes=None if budget is None else parse_budget(budget, device.memory_bytes),
+        budget_bytes=None
+        if budget is None
+        else parse_budget(budget, total_bytes=device.memory_bytes),
         model=_cost_model(measurements, device),
     )
     with working("comparing configurations"):

@@ -31,7 +31,7 @@ from memo_compile.offline.plan_offline import (
 )
 from memo_compile.offline.room import Room
 from memo_compile.offline.scaled_inputs import Arguments, Varied, Vary
-from memo_compile.units import format_bytes, parse_size
+from memo_compile.units import format_bytes, parse_budget
 
 TOKEN_GRANULE = 128
 """Sequences are searched in multiples of this, or of the script's own length if that is less."""
@@ -170,12 +170,12 @@ class Fitting:
         hardware, memory = self._question.hardware, self._question.memory
         total = self._total_bytes()
         if memory is not None:
-            budget = parse_size(memory, total_bytes=total, what="memory")
+            budget = parse_budget(memory, total_bytes=total, what="memory")
         elif hardware is None and config.memory_budget is not None:
-            budget = parse_size(config.memory_budget, total_bytes=total, what="memory_budget")
+            budget = parse_budget(config.memory_budget, total_bytes=total, what="memory_budget")
         else:
             budget = self._free_bytes()
-        if budget <= 0:
+        if budget <= 0:  # of what the device has
             raise InputError("memory: expected more than 0 bytes")
         return budget
 

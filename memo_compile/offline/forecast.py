@@ -10,6 +10,7 @@ from typing import Any
 
 from memo_compile.config import resolve, user_store
 from memo_compile.costs.hardware import HardwareProfile
+from memo_compile.costs.models import find_model
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.gpus import missing_for_target, target_of, version_of
@@ -21,7 +22,7 @@ from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, Subject, is_shape
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_level
-from memo_compile.units import format_bytes, parse_size
+from memo_compile.units import format_bytes, parse_budget
 
 CONTEXT_BYTES = 2**30
 """A GPU's memory that no step can have: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
@@ -34,6 +35,9 @@ ADAMW_FP32_BYTES = 12.0
 
 SEQ_GRANULE = 1024
 """``longest`` searches multiples of this for each device that shares the tokens."""
+
+MAX_SEQ = 2**30
+"""``longest`` tries none above: no model reads so long a sequence, so that its step ignores it."""
 
 START_SEQ = 32_768
 """The first length that ``longest`` tries where none is given."""
@@ -73,14 +77,31 @@ class Question:
             raise InputError(
                 f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}"
             )
+        _ = self.budget_bytes  # raises ConfigError, before anything is traced
 
     @property
     def budget_bytes(self) -> int:
         """Device memory that the step may take; by default what CUDA's context leaves."""
         total = self.hardware.memory_bytes
         if self.budget is not None:
-            return parse_size(self.budget, total_bytes=total, what="budget")
+            return parse_budget(self.budget, total_bytes=total)
         return total if self.hardware.name == "cpu" else total - CONTEXT_BYTES
+
+    def tp_of(self, least: float) -> int | None:
+        """The least tp of ``least`` or more, doubled from this one, that the model can be cut into.
+
+        None where there is none, or the model is no named shape.
+        """
+        if not is_shape(self.model) or self.seq is None:
+            return None
+        shape, tp = find_model(self.model), 2 * self.degrees.tp
+        while tp <= shape.num_heads:
+            with contextlib.suppress(InputError):
+                replace(self.degrees, tp=tp).require_divides(shape, self.seq)
+                if tp >= least:
+                    return tp
+            tp *= 2
+        return None
 
     @property
     def room(self) -> Room:
@@ -304,31 +325,46 @@ def longest(
 ) -> int:
     """The longest sequence that fits, a multiple of SEQ_GRANULE x tp x cp; 0 where none does.
 
+    None above MAX_SEQ is tried. Raises as ``forecast``, and InputError: the length does not change
+    the step.
+
     ``tried`` is told each length and whether it fits. The least bytes of a length grow about
     linearly from those of the parameters and their state, so that those of one length tell which
     one just fits. Cost: mostly three to five lengths, of which two are traced where ``lengths`` is
     given, and the whole choice for the next longer one.
     """
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
+    most = max(1, MAX_SEQ // granule)
     search = LengthSearch(
-        start=(question.seq or START_SEQ) // granule,
+        start=min(most, (question.seq or START_SEQ) // granule),
         budget_bytes=question.available_bytes,
         constant_bytes=_constant_bytes(replace(question, seq=granule)),
     )
-    while (count := search.next_count()) is not None:
+    while search.low < most and (count := search.next_count()) is not None:
+        count = min(count, most)
         need = least_needed(replace(question, seq=count * granule), lengths)
         search.tell(count, need)
         tried(count * granule, need.fits)
+    if search.low == most and search.is_flat:
+        raise InputError(
+            f"max-seq: the step needs as many bytes with {most * granule} tokens as with fewer: "
+            "the length changes nothing"
+        )
     longest = search.low + 1
-    while needed(replace(question, seq=longest * granule), lengths).fits:
+    while longest <= most and needed(replace(question, seq=longest * granule), lengths).fits:
         tried(longest * granule, True)
         longest += 1
     return (longest - 1) * granule
 
 
 def _constant_bytes(question: Question) -> int:
-    """Parameters, their gradients and optimizer state; 0 where the model is a function."""
+    """Parameters, their gradients and optimizer state; 0 where the model is a function.
+
+    Raises InputError: it is one of no length.
+    """
     with _subject(question) as subject:
+        if subject.facts.num_tokens is None:
+            raise InputError(f"max-seq: {question.model} takes no seq; leave out --max-seq")
         return subject.constant_bytes(_state_bytes(question, subject))
 
 

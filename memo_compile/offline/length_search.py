@@ -32,6 +32,8 @@ class LengthSearch:
         """Granules that the next length differs from ``low`` or ``high`` at least; doubled where
         the line missed."""
         self._num_told = 0
+        self.is_flat = False
+        """The last two sizes that fit need as many bytes: a line says nothing of larger ones."""
 
     def tell(self, count: int, need: Need) -> None:
         """``count`` granules fit, or do not, and need as many bytes."""
@@ -39,6 +41,7 @@ class LengthSearch:
         if need.fits:
             self._longer = 1 if self.low < self._guess() else 2 * self._longer
             self._shorter = 1
+            self.is_flat = self.low > 0 and need.num_bytes == self._low_bytes < math.inf
             self.low, self._low_bytes = count, need.num_bytes
         else:
             missed = self._high is not None and count >= self._high - self._shorter
@@ -49,6 +52,8 @@ class LengthSearch:
         """What to try next; None when the answer is ``low``."""
         if self._high is None and not self.low:
             return self._start
+        if self._high is None and self.is_flat:
+            return LONGEST * self.low
         if self._high is None:
             return min(max(self._guess(), self.low + self._longer), LONGEST * self.low)
         if self._high - self.low <= 1:

@@ -236,7 +236,7 @@ def test_a_script_without_a_step_is_bad_input(script, run, loop, says):
         (("--multiple-of", "0"), "multiple-of: expected at least 1, got 0"),
         (("--hardware", "h2000"), "h2000"),
         (("--memory", "lots"), "memory: expected"),
-        (("--memory", "0B"), "memory: expected more than 0 bytes"),
+        (("--memory", "0B"), "memory: expected at least 1 byte"),
         (("--vary", "batch", "--dims", "idx:1"), "dims: expected NAME:DIM of ids 2 x 64"),
     ],
 )

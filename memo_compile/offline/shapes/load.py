@@ -168,16 +168,23 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
         raise InputError(f"{text}: {module_name} has no function {function_name!r}")
     wanted = inspect.signature(function).parameters
     given = {"seq": seq, "batch": batch, "dtype": dtype}
-    if seq is None and "seq" in wanted:
-        raise InputError(f"{text}: takes seq; give --seq N")
     arguments = {key: value for key, value in given.items() if key in wanted}
+    notes: tuple[str, ...] = ()
+    if seq is None and "seq" in wanted:
+        default = wanted["seq"].default
+        if default is inspect.Parameter.empty:
+            raise InputError(f"{text}: takes seq; give --seq N")
+        del arguments["seq"]
+        seq = default if isinstance(default, int) else None
+        notes = (f"without --seq the function's own is taken: {default}",)
     made = _called(function, arguments, text)
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
         raise InputError(f"{text}: expected (model, example inputs), got {type(made).__name__}")
     model, inputs = made
     num_tokens = seq * batch if seq is not None and "seq" in wanted else None
     unused = seq is not None and "seq" not in wanted
-    notes = ("the function takes no seq: --seq is unused",) if unused else ()
+    if unused:
+        notes = ("the function takes no seq: --seq is unused",)
     if isinstance(inputs, Mapping):
         return Loaded(name=text, model=model, kwargs=inputs, num_tokens=num_tokens, notes=notes)
     if isinstance(inputs, torch.Tensor):
