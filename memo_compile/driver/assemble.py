@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memo_runtime.arena import ArenaError, arena_of
+from memo_runtime.heap import COUNTED_LATE_BYTES
 from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters, leases
 from memo_runtime.run_step import StepPlan, begin_backward, ran_before, run_forward
@@ -99,6 +100,8 @@ class Assembly:
     _made: tuple[int, ...] = ()
     """Positions of the forward's results that keep alive ordinary memory which it allocated."""
     _said_beyond: bool = False
+    _is_watched: bool = False
+    """The forward that runs is of the first step of a group."""
     _kept_bytes: int = 0
     """Bytes of results planned as dropped that were held when their backward had ended."""
     _unburdened: PlannedStep | None = None
@@ -137,7 +140,7 @@ class Assembly:
         self.planned, self.plan, self.step, self._peaks = planned, planned.plan, bound, {}
         self.observed = Observed(planning_s=planned.planning_s, lowering_s=self.lowered.lowering_s)
         self._made = tuple(result_storages(planned.problem, self.lowered.cut.forward.results))
-        bound.on_step_end, bound.on_unplanned = self._count, _say_unplanned
+        bound.on_step_end, bound.on_unplanned = self._count, self._say_unplanned
         bound.comm_times = self.known.collectives.times
         if bound.heap is not None and planned.plan.budget_bytes is not None:
             called = {call.region for call in planned.problem.calls}
@@ -194,6 +197,7 @@ class Assembly:
         if not leases.any_live():
             state.step_begins()
         self.unplanned_request = None
+        self._is_watched = watched
         gates, leaves = prove(args), own_leaves(args)
         if not watched:
             self._require_room_beside_others()
@@ -282,7 +286,8 @@ class Assembly:
             return
         fixed = self.plan.fixed  # what may exist before the step, and may be made beside it
         beyond = heap.beyond_bytes - (fixed.gradients - fixed.new_gradients) - fixed.earlier_outputs
-        if self.plan.peak_bytes + max(0, beyond) > budget * (1 + TOLERANCE):
+        seen_bytes = self.plan.peak_bytes + max(0, beyond - COUNTED_LATE_BYTES)
+        if seen_bytes > budget * (1 + TOLERANCE):
             self._said_beyond = True
             state.warn_once(taken_beyond(beyond, self._could_not_run))
 
@@ -566,10 +571,11 @@ class Assembly:
         self._report()
         state.step_ran(self.reported)
 
-
-def _say_unplanned() -> None:
-    if state.count_unplanned() == 1:
-        state.warn_once(
-            "a forward began while another of the same graph was waiting for its backward; it "
-            "runs in ordinary memory. Set max_inflight to the number of live forwards"
-        )
+    def _say_unplanned(self) -> None:
+        """A forward runs in ordinary memory; steps of a group do so once, and say so themselves."""
+        state.count_unplanned()
+        if not self._is_watched:
+            state.warn_once(
+                "a forward began while another of the same graph was waiting for its backward; it "
+                "runs in ordinary memory. Set max_inflight to the number of live forwards"
+            )

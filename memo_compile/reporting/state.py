@@ -208,12 +208,11 @@ def mark_failed(note: str, *, runs: bool = True) -> None:
         _state.refused |= not runs
 
 
-def count_unplanned() -> int:
-    """One more step ran without its plan; returns how many so far."""
+def count_unplanned() -> None:
+    """One more step ran without its plan."""
     with _state.lock:
         _state.unplanned_now = True
         _state.unplanned_steps += 1
-        return _state.unplanned_steps
 
 
 def step_begins() -> None:

@@ -5,6 +5,7 @@ memory until ``malloc_trim``. That costs a millisecond and new page faults, so i
 the process holds more than the plan says, and between the halves of a large step.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,9 @@ _STATM = Path("/proc/self/statm")
 
 MIN_TRIM_BYTES = 32 * 2**20
 """A step that holds fewer bytes is over too soon for a trim between its halves to be worth it."""
+
+COUNTED_LATE_BYTES = 2**17 * (os.cpu_count() or 1)
+"""The kernel may know of so many bytes later than they are taken: of 128 KiB on each core."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +72,7 @@ class HeapWatch:
 
 
 def anonymous_bytes() -> int:
-    """Anonymous resident memory of this process; the kernel may be behind by 128 KiB per core."""
+    """Anonymous resident memory of this process; it may be behind by COUNTED_LATE_BYTES."""
     # Both are in pages; the shared ones are those of files and of shared memory.
     resident, shared = map(int, _STATM.read_bytes().split()[1:3])
     return (resident - shared) * PAGE_BYTES

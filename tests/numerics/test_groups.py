@@ -137,6 +137,7 @@ def test_a_budget_that_the_first_step_may_exceed_is_said() -> None:
     (note,) = (note for note in memo_compile.report().notes if "memory_budget" in note)
     assert "its first step is watched, runs in ordinary memory and may exceed memory_budget" in note
     assert "memo_compile.group(modules) plans them from the first step on" in note
+    assert not any("max_inflight" in own for own in memo_compile.report().notes)
 
 
 def test_a_frame_holds_what_one_member_needs_when_all_others_are_offloaded() -> None:

@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from typing import Any
 
 import pytest
 import torch
+from memo_runtime.heap import COUNTED_LATE_BYTES, HeapWatch
 from torch import nn
 
 import memo_compile
@@ -91,6 +93,10 @@ def tight_budget(model: Layers, compiled: Callable[..., Any], inputs: list[torch
     return int(TIGHT * peak)
 
 
+def _grows(watch: HeapWatch, _: int, num_bytes: int) -> None:
+    watch.beyond_bytes = num_bytes
+
+
 def _raise(_: torch.Tensor) -> None:
     raise ValueError("half way")
 
@@ -139,6 +145,27 @@ def test_a_gradient_that_another_thread_drops_late_refuses_nothing(
     for _ in range(3):
         assert trained(model, run, x) <= LIMIT
     assert next(waiting, None) is None
+
+
+def test_a_second_forward_that_no_plan_counts_is_noted() -> None:
+    model = Layers()
+    trained(model, whole(model, ROOMY), *torch.randn(2, 1, 64, HIDDEN))
+    assert any("Set max_inflight to the number" in note for note in memo_compile.report().notes)
+
+
+def test_what_the_kernel_counts_late_is_not_taken_for_memory_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tiny step whose budget is its peak; the user's own megabytes are named."""
+    model = Layers()
+    x = torch.randn(1, 64, HIDDEN)
+    budget = tight_budget(model, whole, [x])
+    run = whole(model, budget)
+    for beyond in (COUNTED_LATE_BYTES, 2 * COUNTED_LATE_BYTES):
+        monkeypatch.setattr(HeapWatch, "check", partialmethod(_grows, num_bytes=beyond))
+        trained(model, run, x)
+        notes = [note for note in memo_compile.report().notes if "no plan knows of" in note]
+        assert len(notes) == (beyond > COUNTED_LATE_BYTES)
 
 
 LENGTHS = [(65, 33), (65, 65), (33, 65), (65, 33), (33, 33), (65, 65)]
