@@ -154,18 +154,22 @@ def _advice(answer: "Forecast") -> Iterator[str]:
     constant = fixed.parameters + fixed.gradients + fixed.optimizer_state
     room = answer.budget_bytes - constant
     if room <= 0:
-        more = "more devices (--tp, --pp), or " if question.tp_of(1) is not None else ""
+        more = "more devices (--tp, --pp), or " if question.can_be_cut else ""
         yield (
             f"no sequence is short enough: parameters, gradients and optimizer state alone take "
             f"{format_bytes(constant)}; {more}another --optimizer"
         )
-    elif question.seq is not None:
+    elif question.seq is not None and answer.tokens_per_s is not None:
         # The least bytes beside the constant ones grow about linearly with the tokens.
         seq = int(question.seq * room / max(1, over - constant))
-        granule = SEQ_GRANULE if seq >= SEQ_GRANULE else 1
+        sharing = question.degrees.tp * question.degrees.cp
+        granule = SEQ_GRANULE * sharing if seq >= SEQ_GRANULE * sharing else sharing
         seq = seq // granule * granule
-        cut = 1 - seq / question.seq
-        yield f"about {cut:.0%} shorter, --seq {seq}; --max-seq finds the longest that fits"
+        if seq:
+            cut = 1 - seq / question.seq
+            yield f"about {cut:.0%} shorter, --seq {seq}; --max-seq finds the longest that fits"
+    if over > total:
+        yield f"a device with {format_enough(over)} holds this plan, the smallest one"
     if question.degrees.pp == 1:
         tp = question.tp_of(question.degrees.tp * over / answer.budget_bytes)
         if tp is not None:

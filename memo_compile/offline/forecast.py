@@ -87,12 +87,17 @@ class Question:
             return parse_budget(self.budget, total_bytes=total)
         return total if self.hardware.name == "cpu" else total - CONTEXT_BYTES
 
+    @property
+    def can_be_cut(self) -> bool:
+        """True for what can be divided over devices: a named shape."""
+        return is_shape(self.model)
+
     def tp_of(self, least: float) -> int | None:
         """The least tp of ``least`` or more, doubled from this one, that the model can be cut into.
 
         None where there is none, or the model is no named shape.
         """
-        if not is_shape(self.model) or self.seq is None:
+        if not self.can_be_cut or self.seq is None:
             return None
         shape, tp = find_model(self.model), 2 * self.degrees.tp
         while tp <= shape.num_heads:

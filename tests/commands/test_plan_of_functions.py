@@ -3,6 +3,9 @@
 import pytest
 
 from memo_compile.cli.main import main
+from memo_compile.costs.hardware import find_hardware
+from memo_compile.offline.forecast import Question
+from memo_compile.offline.shapes.degrees import Degrees
 
 ROWS = """
 import torch
@@ -83,3 +86,27 @@ def test_advice_names_no_devices_for_a_function(plan):
     assert code == 1
     assert "what to change:" in out
     assert "--tp" not in out
+
+
+@pytest.mark.parametrize(
+    ("least", "seq", "tp"),
+    [
+        (1.0, 4096, 4),
+        (3.0, 4096, 4),
+        (5.0, 4096, 8),
+        (9.0, 4096, 16),
+        (33.0, 4096, None),
+        (3.0, 4098, None),
+    ],
+)
+def test_a_shape_is_cut_only_as_its_heads_and_tokens_can_be(least, seq, tp):
+    degrees = Degrees(tp=2)
+    question = Question(model="llama3-8b", hardware=find_hardware("h200"), seq=seq, degrees=degrees)
+    assert question.tp_of(least) == tp
+
+
+def test_advice_of_a_length_only_where_the_function_takes_one(plan):
+    code, out, _ = plan("fixed", "--seq", "1024", "--budget", "1MiB")
+    assert code == 1
+    assert "shorter" not in out
+    assert "--seq 0" not in plan("build", "--seq", "4", "--budget", "600KiB")[1]
