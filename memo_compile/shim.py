@@ -239,7 +239,7 @@ def free_stopped_backward() -> None:
     2.13), with all that they have saved. This runs one, of a single number.
     """
     with real_tensors(), torch.enable_grad():
-        torch.ones((), requires_grad=True).sum().backward()
+        torch.ones((), device="cpu", requires_grad=True).sum().backward()
 
 
 def captures(node: Any) -> bool:

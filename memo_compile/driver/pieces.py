@@ -90,6 +90,8 @@ class Piece:
     """The step of several graphs that it is planned in."""
     is_known: bool = False
     """A step with it has ended."""
+    is_apart: bool = False
+    """It was said that nothing bounds the sum of it and of others."""
     is_chunk: bool = False
     """It is one of several stages of its rank in a pipeline."""
 
@@ -504,6 +506,8 @@ class _Pieces:
         """Graphs of a step are not planned together: each keeps the budget by itself."""
         if not seen.is_pipeline:
             state.warn_once(NO_ORDER)
+            for piece in seen.pieces:
+                piece.is_apart = True
         elif seen.num_members >= seen.num_forwards:
             state.warn_once(NO_ORDER)
             for piece in seen.pieces:
@@ -552,10 +556,10 @@ class _Pieces:
                 state.count_unplanned()  # beyond that it is counted where it takes its memory
         elif others and watch.is_pipeline:
             state.warn_once(PIPELINE_FIRST_STEP)
-        elif others and not piece.is_known and not watch.fits_apart():
-            state.warn_once(FIRST_STEP)
-        elif others and (other := others[0].joint) is not None:
+        elif others and piece.is_known and (other := others[0].joint) is not None:
             other.require_room(piece)
+        elif others and not piece.is_apart and not watch.fits_apart():
+            state.warn_once(FIRST_STEP)
 
     def _take(self, before: JointSteps | None, joint: JointSteps) -> None:
         """From now on the graphs of ``joint`` run by it."""

@@ -189,6 +189,23 @@ def test_two_lengths_live_together_in_any_order_where_their_plans_fit() -> None:
     assert not report.groups
 
 
+def test_more_lengths_together_than_plans_have_room_for_are_said() -> None:
+    """Each of them has run before, two at a time."""
+    model = Layers()
+    inputs = [torch.randn(1, length, HIDDEN) for length in (65, 49, 33)]
+
+    def compiled(own: Layers, budget: str | int) -> Callable[..., Any]:
+        return whole(own, budget, max_inflight=2)
+
+    budget = tight_budget(model, compiled, [inputs[0], inputs[0]])
+    run = compiled(model, budget)
+    for pair in (inputs[:2], inputs[1:], inputs[::2]):
+        assert trained(model, run, *pair) <= LIMIT
+    assert not any("their sum may exceed" in note for note in memo_compile.report().notes)
+    assert trained(model, run, *inputs) <= LIMIT
+    assert any("their sum may exceed" in note for note in memo_compile.report().notes)
+
+
 def test_an_order_that_was_refused_is_planned_for() -> None:
     """Beyond max_inflight the graphs are planned together, in the order that was seen."""
     model = Layers()
