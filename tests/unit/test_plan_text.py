@@ -93,7 +93,11 @@ def answer(peak: int, budget: int, *, constant: int = 10 * GIB, stall_s: float =
         timeline=Timeline(step_s=1.0, stall_s=stall_s),
     )
     question = Question(
-        model="m", hardware=find_hardware("h200"), seq=8192, degrees=Degrees(), budget=budget
+        model="llama3-8b",
+        hardware=find_hardware("h200"),
+        seq=8192,
+        degrees=Degrees(),
+        budget=budget,
     )
     return Forecast(
         question=question,
@@ -104,7 +108,7 @@ def answer(peak: int, budget: int, *, constant: int = 10 * GIB, stall_s: float =
         outside_bytes=0,
         host_bytes=0,
         in_flight=1,
-        tokens_per_s=None,
+        tokens_per_s=4096.0,
         peak_at=PeakAt(call="c", region="r", phase="backward", layer=None, tensors=()),
         notes=tuple(f"note {number}: " + "many words " * 30 for number in range(9)),
     )
