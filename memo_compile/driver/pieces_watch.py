@@ -52,7 +52,8 @@ class PiecesWatch(StepWatch):
         They are one model at several lengths, of which max_inflight may be live together.
         """
         assemblies = [piece.assembly for piece in self.pieces]
-        is_one_model = len({*self.keys}) == 1 and None not in self.keys
+        fixed = {(own.plan.fixed.parameters, own.plan.fixed.new_gradients) for own in assemblies}
+        is_one_model = len({*self.keys}) == len(fixed) == 1 and None not in self.keys
         return is_one_model and not self.is_pipeline and fit_together(assemblies)
 
 
