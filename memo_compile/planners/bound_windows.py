@@ -20,6 +20,14 @@ p, and u the seconds for which the forward stands still:
     bytes         sum size[s] w[s] <= free bytes at p
     out           sum d2h[s] y[s] <= computation between m and p + u
 
+What is read first in a window of the backward, and not recomputed, was copied to the host in the
+forward, or is on the device ever since: of the latter no more than has room at the first window's
+point. So with the seconds of those copies in the objective, in windows that follow each other,
+
+    out           sum d2h[s] (1 - x[s]) <= computation of the forward + u + that room's seconds
+
+bounds what both halves stand still: what hides in the one by recomputing costs in the other.
+
 What is recomputed takes its seconds once. So ``R`` counts in the windows of one half of the step
 only, and of a layer in one of the forward's: in that in which its largest tensor is made.
 """
@@ -30,6 +38,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from memo_compile.planners import solver
 from memo_compile.planners.bound_never import Never
@@ -64,10 +74,21 @@ class Away(NamedTuple):
     """(class, operator) -> the least share of its seconds that a recomputation takes."""
 
 
-def backward_waits_s(away: Away, *, counts: bool) -> float:
+class _Out(NamedTuple):
+    """Copies to the host whose seconds count."""
+
+    end: int
+    """Of what was last used by a call of the forward before this one."""
+    byte_s: float
+
+
+_NOTHING_OUT = _Out(0, 0.0)
+
+
+def backward_waits_s(away: Away, *, counts: bool, out: _Out = _NOTHING_OUT) -> float:
     """The seconds beyond computation of windows that follow each other: of those that take most.
 
-    Some begin at a call of a layer's backward at which the fewest bytes are free for what is read
+    With ``out`` the seconds of copies to the host are added. Some begin at a call of a layer's backward at which the fewest bytes are free for what is read
     later, the first or the last, and end where the next layer's begins; others, which are shorter,
     at such a call between two at which something is read first. Without ``counts`` recomputation
     takes no time.
@@ -76,8 +97,29 @@ def backward_waits_s(away: Away, *, counts: bool) -> float:
     borders = [*sorted(set(away.facts.backward_at)), end]
     reads = sorted({away.facts.first_backward, *(life.read for life in away.moved)})
     layers = [(sorted(life.read for life in own), own) for own in _by_layer(away.moved)]
-    due_in = partial(_due_back, away, layers, counts)
+    due_in = partial(_due_back, away, layers, counts, out)
     return _longest_s(away, borders, reads, (end,), due_in)
+
+
+def both_waits_s(away: Away) -> float:
+    """The seconds beyond computation of both halves, see the module's text."""
+    turn, out_s = away.facts.first_backward, 1 / away.step.costs.d2h_bytes_per_s
+    late = [life for life in away.moved if life.read > turn]
+    if not late:
+        return 0.0
+    first = min(life.made for life in late) + 1
+    ends = range(first, min(life.read for life in late))
+    hidden_s = [*itertools.accumulate(away.facts.call_s[first:turn], initial=0.0)]
+    made_later = np.bincount(
+        [life.last_use for life in late], [size_of(away.step, life) for life in late], ends.stop
+    )[::-1].cumsum()[::-1]
+
+    def spare_s(end: int) -> float:
+        return hidden_s[min(end, turn) - first] + out_s * float(away.free[end])
+
+    end = min(ends, key=lambda end: spare_s(end) + out_s * made_later[end])
+    beyond_s = backward_waits_s(away, counts=True, out=_Out(end, out_s))
+    return max(0.0, beyond_s - spare_s(end))
 
 
 def forward_waits_s(away: Away, *, counts: bool) -> float:
@@ -107,6 +149,10 @@ class _Due(NamedTuple):
     """Pairs of which one may be."""
     counts: bool
     """The seconds of their recomputation count."""
+    out: frozenset[int] = frozenset()
+    """Those of ``slots`` of which the seconds of a copy to the host count as well."""
+    out_s: float = 0.0
+    """Those seconds, a byte."""
 
 
 class _Deadline(NamedTuple):
@@ -159,6 +205,7 @@ def _due_back(
     away: Away,
     layers: Iterable[tuple[Sequence[int], Sequence[Life]]],
     counts: bool,
+    out: _Out,
     window: _Window,
 ) -> Iterator[_Deadline]:
     """The deadlines of a window of the backward; ``layers``: when each is read, and its lives."""
@@ -170,7 +217,7 @@ def _due_back(
     ]
     for call in sorted({life.read for own in due for life in own if life.read <= end}):
         yield _Deadline(
-            due=tuple(_read_by(away, own, call, counts) for own in due if _is_read(own, call)),
+            due=tuple(_read_by(away, own, call, counts, out) for own in due if _is_read(own, call)),
             free_bytes=int(away.free[at]),
             beside_s=sum(away.facts.call_s[at + 1 : call]),
             is_forward=False,
@@ -219,12 +266,14 @@ def _is_read(own: Iterable[Life], call: int) -> bool:
     return any(life.read <= call for life in own)
 
 
-def _read_by(away: Away, own: Sequence[Life], call: int, counts: bool) -> _Due:
+def _read_by(away: Away, own: Sequence[Life], call: int, counts: bool, out: _Out) -> _Due:
     slots = tuple(life.slot for life in own if life.read <= call)
     cls, again = away.step.classes[own[0].class_key], away.never.again(own)
     read = frozenset().union(*(sources_of(cls, slot) for slot in again.intersection(slots)))
     later = sorted(life.slot for life in own if life.read > call and life.slot in read)
-    return _Due(cls.key, slots, tuple(later), again, away.never.apart(own), counts)
+    counted = frozenset(life.slot for life in own if life.read <= call and life.last_use < out.end)
+    apart = away.never.apart(own)
+    return _Due(cls.key, slots, tuple(later), again, apart, counts, counted, out.byte_s)
 
 
 def _window_s(away: Away, deadlines: Iterable[_Deadline]) -> float:
@@ -249,6 +298,11 @@ def _copied_s(step: MovableStep, deadline: _Deadline) -> float:
     """
     slots = [step.classes[own.class_key].slots[slot] for own in deadline.due for slot in own.slots]
     left, copied = deadline.free_bytes, 0
+    out_s = sum(
+        own.out_s * step.classes[own.class_key].slots[slot].size_bytes
+        for own in deadline.due
+        for slot in own.out
+    )
     for slot in sorted(slots, key=lambda slot: -slot.size_bytes):
         if slot.size_bytes <= left:
             left -= slot.size_bytes
@@ -256,7 +310,7 @@ def _copied_s(step: MovableStep, deadline: _Deadline) -> float:
             copied += slot.size_bytes
         else:
             return math.inf
-    return max(0.0, copied / _rate(step, deadline) - deadline.beside_s)
+    return max(0.0, copied / _rate(step, deadline) - deadline.beside_s) + out_s
 
 
 def _late_s(away: Away, deadline: _Deadline) -> float:
@@ -267,8 +321,8 @@ def _late_s(away: Away, deadline: _Deadline) -> float:
     copied: list[tuple[int, Any]] = []
     counted: list[tuple[float, Any]] = []
     hidden: list[tuple[float, Any]] = []
-    unit_s = unit_of_s(away.step)
-    for class_key, slots, later, may_again, apart, counts in deadline.due:
+    always_s, unit_s = 0.0, unit_of_s(away.step)
+    for class_key, slots, later, may_again, apart, counts, out, out_s in deadline.due:
         cls = away.step.classes[class_key]
         off = dict.fromkeys((*slots, *later), 1)
         x, y = slot_variables(model, cls, off, dict.fromkeys(may_again, 1), apart=apart)
@@ -276,6 +330,12 @@ def _late_s(away: Away, deadline: _Deadline) -> float:
         at_hand = {slot: there[slot] + x.get(slot, 0) + y.get(slot, 0) for slot in there}
         for slot in slots:
             model.add_constr(at_hand[slot] >= 1)
+            own_s = out_s * cls.slots[slot].size_bytes if slot in out else 0.0
+            always_s += 0.0 if slot in x else own_s
+            if slot in x and own_s:
+                stays = model.add_var(name="out")
+                model.add_constr(stays >= 1 - x[slot])
+                counted.append((own_s / unit_s, stays))
             if slot in x:
                 for source in sources_of(cls, slot).intersection(later):
                     model.add_constr(at_hand[source] >= x[slot])
@@ -291,7 +351,7 @@ def _late_s(away: Away, deadline: _Deadline) -> float:
     rate = _rate(away.step, deadline) * unit_s
     moved = weighted([size / rate for size, _ in copied], [own for _, own in copied])
     model.add_constr(moved <= deadline.beside_s / unit_s + stall + weighted(*_columns(hidden)))
-    return minimum_s(model, stall + weighted(*_columns(counted)), unit_s)
+    return always_s + minimum_s(model, stall + weighted(*_columns(counted)), unit_s)
 
 
 def _columns(terms: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:

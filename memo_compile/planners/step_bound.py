@@ -63,7 +63,12 @@ from memo_compile.planners.bound_parts import (
     slot_variables,
     unit_of_s,
 )
-from memo_compile.planners.bound_windows import Away, backward_waits_s, forward_waits_s
+from memo_compile.planners.bound_windows import (
+    Away,
+    backward_waits_s,
+    both_waits_s,
+    forward_waits_s,
+)
 from memo_compile.planners.comm_windows import at_once, late, least_of
 from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, recompute_seconds
 from memo_compile.planners.policy.model import call_bytes
@@ -110,7 +115,7 @@ class _Found(NamedTuple):
     """In the forward, which waits for copies to the host, and in the backward, which waits for
     copies back: with recomputation counted in one of them, and in the other."""
     whole_s: float
-    """Of the worst single point."""
+    """Of the worst single point, or of both halves together."""
     unhidden_s: float
     """Of recomputation that no wait for other ranks hides."""
 
@@ -168,7 +173,7 @@ def _most(added: Iterable["_Added"], away: Away) -> _Found:
         )
         for counts in (False, True)
     )
-    return _Found(halves_s, most.step_s, most.unhidden_s)
+    return _Found(halves_s, max(most.step_s, both_waits_s(away)), most.unhidden_s)
 
 
 def _alive(step: MovableStep, facts: StepFacts) -> Any:
