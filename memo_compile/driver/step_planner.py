@@ -62,6 +62,10 @@ if TYPE_CHECKING:
 CANDIDATE_PLACEMENT_S = 1.0
 """Most seconds for the placement of a candidate that does not fit where it is placed greedily."""
 
+NEARLY = 0.005
+"""A candidate that lacks at most this share of its arena is placed with all effort, down to the
+byte: the search ends a little above the bound, and a few small buffers may stand out."""
+
 LOSS_OUTSIDE = (
     "large results that the compiled function returns beside its own loss are used outside (by "
     "another loss, or behind a graph break); compute all inside, which needs less, or set "
@@ -398,6 +402,10 @@ class StepPlanner:
             return quick
         better = self._place(problem, at_most_s=CANDIDATE_PLACEMENT_S)
         better = better if better.peak_bytes < quick.peak_bytes else quick
+        missing = better.peak_bytes - budget_bytes
+        if 0 < missing <= NEARLY * better.arena_bytes:
+            best = self._placed_into(problem, better.arena_bytes - missing)
+            better = best if best and best.peak_bytes < better.peak_bytes else better
         if better.peak_bytes <= budget_bytes:
             return better
         return beneath_ordinary(problem, better, place=self.known.place)
@@ -420,14 +428,26 @@ class StepPlanner:
         is_free = self.config.placement_solver == "auto"
         return is_free and self._declared_budget_bytes() is not None
 
+    def _placed_into(self, problem: Problem, capacity_bytes: int) -> Plan | None:
+        """The step in an arena of so many bytes; None where that is not found with all effort."""
+        try:
+            return self._place(problem, capacity_bytes=capacity_bytes)
+        except Infeasible:
+            return None
+
     def _place(
-        self, problem: Problem, solver: str | None = None, at_most_s: float = math.inf
+        self,
+        problem: Problem,
+        solver: str | None = None,
+        at_most_s: float = math.inf,
+        capacity_bytes: int | None = None,
     ) -> Plan:
         return placed_step(
             problem,
             name=self.known.name,
             solver=solver or self.config.placement_solver,
             time_limit_s=min(self.config.placement_time_limit_s, at_most_s),
+            capacity_bytes=capacity_bytes,
             place=self.known.place,
         )
 

@@ -88,10 +88,10 @@ _NOTHING_OUT = _Out(0, 0.0)
 def backward_waits_s(away: Away, *, counts: bool, out: _Out = _NOTHING_OUT) -> float:
     """The seconds beyond computation of windows that follow each other: of those that take most.
 
-    With ``out`` the seconds of copies to the host are added. Some begin at a call of a layer's backward at which the fewest bytes are free for what is read
-    later, the first or the last, and end where the next layer's begins; others, which are shorter,
-    at such a call between two at which something is read first. Without ``counts`` recomputation
-    takes no time.
+    With ``out`` the seconds of copies to the host are added. Some begin at a call of a layer's
+    backward at which the fewest bytes are free for what is read later, the first or the last, and
+    end where the next layer's begins; others, which are shorter, at such a call between two at
+    which something is read first. Without ``counts`` recomputation takes no time.
     """
     end = len(away.free)
     borders = [*sorted(set(away.facts.backward_at)), end]

@@ -8,6 +8,7 @@ from memo_compile.check.check_plan import require_valid
 from memo_compile.errors import Infeasible
 from memo_compile.planners.beneath_ordinary import offsets_from_above, with_walls
 from memo_compile.planners.placement import Block, Buffer, Placement, PlacementProblem, place
+from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.ordinary import outside_peak
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import (
@@ -62,12 +63,22 @@ def placed_step(
     name: str = "",
     solver: str = "auto",
     time_limit_s: float = 5.0,
+    capacity_bytes: int | None = None,
     place: Placer = place,
 ) -> Plan:
-    """The plan of ``place_step``, unchecked, without decisions and budget."""
+    """The plan of ``place_step``, unchecked, without decisions and budget.
+
+    With ``capacity_bytes`` the search ends at an arena that is no larger, where it finds one; it is
+    at least what is alive at one time.
+    """
     buffers = arena_buffers(problem)
-    rectangles = _rectangles(problem, buffers)
+    rectangles = replace(_rectangles(problem, buffers), capacity=capacity_bytes)
     placed = place(rectangles, solver=solver, time_limit_s=time_limit_s)
+    if placed.status is SolveStatus.INFEASIBLE:
+        raise Infeasible(
+            f"no arena of {format_bytes(capacity_bytes or 0)} holds the step; give it more",
+            floor_bytes=placed.lower_bound_bytes,
+        )
     resident = residency(problem, placed.offsets, placed.height_bytes, buffers)
     return Plan(
         name=name,
