@@ -63,7 +63,8 @@ class RememberedPlaces:
 
     def _made(self, problem: PlacementProblem, key: Mapping[str, Any], **limits: Any) -> Placement:
         made = place(problem, **limits)
-        if self.store is not None and made.seconds >= WORTH_S:
+        fits = problem.capacity is None or 0 < made.height_bytes <= problem.capacity
+        if self.store is not None and made.seconds >= WORTH_S and fits:
             record = PlacementRecord(
                 offsets=tuple(made.offsets[buffer.id] for buffer in problem.buffers),
                 height_bytes=made.height_bytes,

@@ -116,26 +116,35 @@ def slot_variables(
 ) -> tuple[dict[int, Any], dict[int, Any]]:
     """Per slot the layers that recompute it, and that offload it.
 
-    With ``apart``, of one layer: what cannot be recomputed for a part of its rows is or is not, and
-    of these pairs at most one.
+    With ``apart``, of one layer: all that is recomputed is for the same part of its rows, or as a
+    whole where that cannot be split, and of these pairs at most one is.
     """
     x: dict[int, Any] = {}
     y: dict[int, Any] = {}
+    is_again: dict[int, Any] = {}
+    part = model.add_var(ub=1, name="part") if apart is not None else None
     for slot, kind in enumerate(cls.slots):
         count, again = num_off.get(slot, 0), num_again.get(slot, 0)
         if again and kind.can_recompute:
-            is_whole = apart is not None and not can_split(cls, (slot,))
-            x[slot] = model.add_var(var_type="B") if is_whole else model.add_var(ub=again)
+            x[slot] = model.add_var(ub=again)
+            if part is not None:
+                is_again[slot] = model.add_var(var_type="B")
+                _require_part(model, x[slot], part, is_again[slot], can_split(cls, (slot,)))
         if count and kind.can_offload:
             y[slot] = model.add_var(ub=count)
         if slot in x and slot in y:
             model.add_constr(x[slot] + y[slot] <= count)
     for slot, source in apart or ():
         if slot in x and source in x:
-            is_slot = model.add_var(var_type="B")
-            model.add_constr(x[slot] <= is_slot)
-            model.add_constr(x[source] <= 1 - is_slot)
+            model.add_constr(is_again[slot] + is_again[source] <= 1)
     return x, y
+
+
+def _require_part(model: Any, rows: Any, part: Any, is_again: Any, is_split: bool) -> None:
+    """``rows`` is ``part`` where ``is_again``, which is 1 unless they can be split, and else 0."""
+    model.add_constr(rows <= is_again)
+    model.add_constr(rows <= part)
+    model.add_constr(rows >= (part + is_again - 1 if is_split else is_again))
 
 
 def require_operators(
