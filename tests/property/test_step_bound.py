@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from memo_compile.planners import step_bound
 from memo_compile.planners.comm_windows import least_of, overlapped
 from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.move_rules import facts_of
@@ -101,6 +102,22 @@ def test_where_nothing_is_free_a_forward_waits_for_what_the_last_one_made():
     assert bound_s <= simulate(problem, costs_of(step, *regions_of(step, moves))).step_s
     added_s = bound_s - sum(facts_of(step).call_s)
     assert added_s >= 3 * (step.costs.d2h_s(16 * KIB) - FORWARD_S)  # x is copied beside it
+
+
+def test_what_hides_in_one_half_by_recomputing_costs_in_the_other(monkeypatch):
+    """To make b again takes longer than the backward waits for it, and less than both halves do."""
+    step = movable_step(6, bytes_per_s=16 * KIB)
+    cls = step.classes["L"]
+    slow = (replace(op, seconds=1.8, row_wise=False) if op.name == "op_b" else op for op in cls.ops)
+    step = replace(step, classes={"L": replace(cls, ops=tuple(slow), parts={})})
+    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+    everything = Mode(actions=(Action.OFFLOAD,) * 5)
+    problem = apply_moves(step, Moves(modes=(everything,) * 6, schedule=once), recomputer(step))
+    budget = peak_live_bytes(problem)
+    together_s = step_lower_bound_s(step, budget_bytes=budget)
+    monkeypatch.setattr(step_bound, "both_waits_s", lambda away: 0.0)
+    assert step_lower_bound_s(step, budget_bytes=budget) <= together_s - 1.0
+    assert together_s <= simulate(problem, step.costs).step_s
 
 
 @pytest.mark.parametrize("is_split", [False, True])

@@ -134,6 +134,57 @@ def test_out_of_time_keeps_the_greedy_placement():
 
 
 @pytest.mark.skipif(not has_numba(), reason="numba is an optional extra")
+def test_a_small_buffer_that_stands_out_is_searched_with_the_large_ones(monkeypatch):
+    """Where d stands over a, no place is left for the small one that lives beside both."""
+    spans = {"a": (0, 2), "b": (0, 1), "d": (2, 4), "e": (3, 4)}
+    large = [Buffer(id=name, lower=low, upper=up, size=400) for name, (low, up) in spans.items()]
+    small = (
+        Buffer(id="small", lower=1, upper=3, size=8),
+        Buffer(id="alone", lower=4, upper=5, size=8),
+    )
+    instance = build_instance(PlacementProblem(buffers=(*large, *small)))
+    parts, of_part = [], planner._of_part
+
+    def first_in_the_way(answer, part, *effort):
+        parts.append(part.tolist())
+        found = of_part(answer, part, *effort)
+        in_the_way = np.array([0, 400, 400, 0])
+        return found if len(parts) > 1 else dataclasses.replace(found, offsets=in_the_way)
+
+    monkeypatch.setattr(planner, "_of_part", first_in_the_way)
+    stacked = np.array([0, 400, 800, 1200, 1600, 0])
+    answer = planner._Answer(
+        instance=instance, target=800, enough=800, offsets=stacked, bound=800, solver="greedy"
+    )
+    found = planner._large_first(answer, Effort(1.0), None)
+    assert parts == [[True] * 4 + [False] * 2, [True] * 5 + [False]]
+    assert found.height == 800
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_large_first_is_never_higher_and_leaves_fixed_ones_alone(seed):
+    """Small ones among large ones, with and without a capacity, and one that is fixed."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice([1, 2, 64, 128, 256, 512], size=150)
+    starts = rng.integers(0, 60, size=150)
+    ends = starts + rng.integers(1, 12, size=150)
+    buffers = tuple(
+        Buffer(id=str(at), lower=int(low), upper=int(up), size=int(size))
+        for at, (low, up, size) in enumerate(zip(starts, ends, sizes, strict=True))
+    )
+    drawn = PlacementProblem(buffers=buffers)
+    quick = place(drawn, solver="greedy")
+    found = place(drawn, time_limit_s=1.0)
+    check_placement(drawn, found)
+    assert found.height_bytes <= quick.height_bytes
+    within = dataclasses.replace(drawn, capacity=found.height_bytes)
+    check_placement(within, place(within, time_limit_s=1.0))
+    fixed = dataclasses.replace(buffers[0], offset=64)
+    held = dataclasses.replace(drawn, buffers=(fixed, *buffers[1:]))
+    assert place(held, time_limit_s=1.0).offsets[fixed.id] == 64
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is an optional extra")
 @pytest.mark.parametrize("name", ["B", "C", "F", "H", "I"])
 def test_public_hard_instances_fit_their_capacity(name):
     hard = read_problem(DATA / f"{name}.1048576.csv", capacity=1048576)
