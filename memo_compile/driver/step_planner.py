@@ -402,10 +402,9 @@ class StepPlanner:
             return quick
         better = self._place(problem, at_most_s=CANDIDATE_PLACEMENT_S)
         better = better if better.peak_bytes < quick.peak_bytes else quick
-        missing = better.peak_bytes - budget_bytes
-        if 0 < missing <= NEARLY * better.arena_bytes:
-            best = self._placed_into(problem, better.arena_bytes - missing)
-            better = best if best and best.peak_bytes < better.peak_bytes else better
+        if 0 < better.peak_bytes - budget_bytes <= NEARLY * better.arena_bytes:
+            best = self._placed_without_holes(problem, better)
+            better = best if best.peak_bytes < better.peak_bytes else better
         if better.peak_bytes <= budget_bytes:
             return better
         return beneath_ordinary(problem, better, place=self.known.place)
@@ -428,12 +427,15 @@ class StepPlanner:
         is_free = self.config.placement_solver == "auto"
         return is_free and self._declared_budget_bytes() is not None
 
-    def _placed_into(self, problem: Problem, capacity_bytes: int) -> Plan | None:
-        """The step in an arena of so many bytes; None where that is not found with all effort."""
+    def _placed_without_holes(self, problem: Problem, plan: Plan) -> Plan:
+        """The step in an arena of what is alive at one time, or as near as all effort comes.
+
+        It does not depend on the budget, so that a larger one takes what a smaller one does.
+        """
         try:
-            return self._place(problem, capacity_bytes=capacity_bytes)
-        except Infeasible:
-            return None
+            return self._place(problem, capacity_bytes=plan.lower_bound_bytes)
+        except Infeasible:  # which the search has proved
+            return plan
 
     def _place(
         self,

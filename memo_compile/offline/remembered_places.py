@@ -55,7 +55,7 @@ class RememberedPlaces:
             try:
                 record: PlacementRecord = restore(body, PlacementRecord, "placement")
                 found = _placement(problem, record)
-                check_placement(problem, found)
+                check_placement(problem, found, capacity=False)
                 return found
             except (MemoError, ValueError) as error:
                 log.warning("memo: a remembered placement is not used: %s", error)
@@ -63,8 +63,8 @@ class RememberedPlaces:
 
     def _made(self, problem: PlacementProblem, key: Mapping[str, Any], **limits: Any) -> Placement:
         made = place(problem, **limits)
-        fits = problem.capacity is None or 0 < made.height_bytes <= problem.capacity
-        if self.store is not None and made.seconds >= WORTH_S and fits:
+        is_some = made.status is not SolveStatus.INFEASIBLE
+        if self.store is not None and made.seconds >= WORTH_S and is_some:
             record = PlacementRecord(
                 offsets=tuple(made.offsets[buffer.id] for buffer in problem.buffers),
                 height_bytes=made.height_bytes,

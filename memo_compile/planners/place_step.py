@@ -68,8 +68,8 @@ def placed_step(
 ) -> Plan:
     """The plan of ``place_step``, unchecked, without decisions and budget.
 
-    With ``capacity_bytes`` the search ends at an arena that is no larger, where it finds one; it is
-    at least what is alive at one time.
+    With ``capacity_bytes`` the search ends at an arena that is no larger, where it finds one.
+    Raises Infeasible: it is proved that there is none.
     """
     buffers = arena_buffers(problem)
     rectangles = replace(_rectangles(problem, buffers), capacity=capacity_bytes)
