@@ -17,7 +17,8 @@ What is read first must come first: a window takes what its worst deadline does
 forward has such windows too: what is made between p and q and has no room at q must have left by
 then. A recomputation takes its seconds once: they count in the windows of one half of the step, or
 of the other. In the forward its waits are at least the least ``u`` of the program below for one of
-its points, whatever is recomputed.
+its points, whatever is recomputed. A third sum counts the copies of both halves, which are the same
+ones (``both_waits_s``).
 
 Nothing is copied back or made again twice. So what a recomputation reads stays on the device until
 the backward reads it too; where there is no room for it, no plan recomputes the slot, or not both

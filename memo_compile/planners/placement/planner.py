@@ -45,7 +45,7 @@ _REPAIR_SHARE = 0.5
 _SMALL_SHARE = 0.01
 """Small are the buffers that together never take more than this share of the bound. Where a large
 one ends between multiples of the others' sizes for their sake, the holes are of no use (GPT 7B, tp
-4, near its floor: 1.11 to 1.32 of the bound in a second, and 1.00 to 1.13 with the large first)."""
+4, near its floor: 1.11 to 1.36 of the bound in a second, and 1.00 to 1.13 with the large first)."""
 _LARGE_SHARE = 0.75
 """Share of the time for that."""
 _MIP_MOST_BUFFERS = 60
