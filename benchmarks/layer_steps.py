@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import ModelShape
-from memo_compile.planners.move_rules import recompute_closure
+from memo_compile.planners.move_rules import closure_of
 from memo_compile.step.movable import (
     Layer,
     LayerClass,
@@ -320,8 +320,7 @@ def recompute_of(step: MovableStep) -> Callable[[RecomputeKey], RecomputeRegion]
 
     def make(key: RecomputeKey) -> RecomputeRegion:
         cls = step.classes[key.class_key]
-        available = [slot for slot in range(len(cls.slots)) if slot not in key.slots]
-        closure = recompute_closure(cls, key.slots, available)
+        closure = closure_of(cls, key.slots, key.passing)
         num_rows = max(cls.slots[slot].num_rows for slot in key.slots)
         share = 1.0 if key.rows is None else key.rows / num_rows
         line_of = {op: line for line, op in enumerate(closure)}

@@ -20,6 +20,7 @@ from memo_compile.offline.remembered_keys import Say, nobody_watches
 from memo_compile.offline.room import Room, is_exact
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.subject import ModelLengths, Subject, is_shape
+from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_level
 from memo_compile.units import format_bytes, parse_budget
@@ -400,15 +401,28 @@ def _within_budget(question: Question, subject: Subject) -> Forecast:
     counts k >= n times. With F = peak - arena, a plan for F + (budget - F) / k has an arena of
     (budget - F) / k at most, and k of them with F are within the budget. F is first that of the
     step that keeps everything. A plan may have a smaller F and a larger arena: then its F counts.
+    With a larger F a faster plan may be within the budget.
     """
     answer, room = _answer(question, subject, _plan(question, subject)), question.room
     for _ in range(MAX_FRAME_PLANS):
-        if answer.fits or room.arena_percent == 100:
-            break
         plan = answer.step.plan
         plan_bytes = room.plan_bytes(plan.peak_bytes - plan.arena_bytes)
-        answer = _answer(question, subject, _plan(question, subject, plan_bytes=plan_bytes))
+        if room.arena_percent == 100 or (answer.fits and not _is_faster_within(plan, plan_bytes)):
+            break
+        other = _answer(question, subject, _plan(question, subject, plan_bytes=plan_bytes))
+        if answer.fits:
+            return other if other.fits and other.step_s < answer.step_s else answer
+        answer = other
     return answer
+
+
+def _is_faster_within(plan: Plan, plan_bytes: int) -> bool:
+    """True where a plan that ``plan`` was chosen from is faster, and needs at most these bytes."""
+    step_s = plan.step_s or 0.0
+    return any(
+        point.step_s < step_s and plan.peak_bytes < point.peak_bytes <= plan_bytes
+        for point in plan.frontier
+    )
 
 
 def _plan(

@@ -142,10 +142,11 @@ def recompute_graph(
             y = add(mm(c, v), x)
             return y, a, c
 
-    Every slot that is not made is there to be read, kept or reloaded; it cuts the graph. Inputs
-    have the size and strides that the region's own code sees, which the step program must give
-    them. With ``key.rows`` all is for the first rows only. Raises UnsupportedGraph: an operator in
-    between may not be recomputed or does not keep rows apart.
+    Every slot that is not made is there to be read, kept or reloaded; it cuts the graph, but those
+    of ``key.passing`` are made on the way. Inputs have the size and strides that the region's own
+    code sees, which the step program must give them. With ``key.rows`` all is for the first rows
+    only. Raises UnsupportedGraph: an operator in between may not be recomputed or does not keep
+    rows apart.
     """
     region, outputs = layer.region, results_of(layer.region.gm.graph)
     made_at = {slot: outputs[position] for position, slot in layer.slot_of_output.items()}
@@ -155,7 +156,8 @@ def recompute_graph(
                 f"{key.region}: slot {slot} is no output of {region.name}; keep or offload it"
             )
     wanted = [made_at[slot] for slot in key.slots]
-    kept = {node: slot for slot, node in made_at.items() if slot not in key.slots}
+    made_again = {*key.slots, *key.passing}
+    kept = {node: slot for slot, node in made_at.items() if slot not in made_again}
     part = _part(layer, wanted, kept, key.region)
     gm = part.gm if key.rows is None else _first_rows(layer, part, wanted, key)
     placeholders = region.gm.graph.find_nodes(op="placeholder")

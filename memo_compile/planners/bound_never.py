@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memo_compile.planners.bound_parts import Life, size_of, sources_of
-from memo_compile.planners.move_rules import can_split
+from memo_compile.planners.move_rules import can_split, may_pass
 from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.step.movable import MovableStep, RecomputeRegion
 
@@ -20,7 +20,7 @@ class Never(NamedTuple):
     """What no plan of one kind recomputes, since there is no room for what that reads.
 
     A region reads tensors that stay on the device until the backward reads them, since nothing is
-    copied back twice, or made again.
+    copied back twice, or made again, but for what takes no time.
     """
 
     raised_bytes: int
@@ -96,10 +96,12 @@ class _Rooms:
             self._first[life.layer] = min(life.read, self._first.get(life.layer, life.read))
 
     def sources(self, life: Life) -> Sequence[Life]:
-        """The other slots of the layer that recomputing it reads."""
+        """The other slots of the layer that recomputing it reads, and that are not made twice."""
         key = life.class_key, life.slot
         if key not in self._sources:
-            self._sources[key] = sources_of(self._step.classes[life.class_key], life.slot)
+            cls = self._step.classes[life.class_key]
+            read = sources_of(cls, life.slot)
+            self._sources[key] = frozenset(slot for slot in read if not may_pass(cls, slot))
         found = (self._lives.get((life.layer, source)) for source in self._sources[key])
         return [source for source in found if source is not None]
 

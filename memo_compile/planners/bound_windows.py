@@ -60,6 +60,9 @@ from memo_compile.step.problem import CallKind
 MAX_SKIP = 3
 """A window ends at one of so many points that follow: in between more bytes may be free."""
 
+MAX_UNITS = 1 << 22
+"""Most units of bytes in which it is said what a window's tensors fill."""
+
 
 class Away(NamedTuple):
     """What may be off the device, and the bytes that there are for it."""
@@ -216,9 +219,10 @@ def _due_back(
         if bisect_right(reads, at) < bisect_right(reads, end)
     ]
     for call in sorted({life.read for own in due for life in own if life.read <= end}):
+        read = tuple(_read_by(away, own, call, counts, out) for own in due if _is_read(own, call))
         yield _Deadline(
-            due=tuple(_read_by(away, own, call, counts, out) for own in due if _is_read(own, call)),
-            free_bytes=int(away.free[at]),
+            due=read,
+            free_bytes=_filled_bytes(away.step, read, int(away.free[at])),
             beside_s=sum(away.facts.call_s[at + 1 : call]),
             is_forward=False,
         )
@@ -236,23 +240,44 @@ def _due_out(
         if at <= life.made and life.last_use < end and calls[life.made].kind is CallKind.RUN
     ]
     for call in sorted({life.made for life in made}):
-        since = _by_layer(life for life in made if life.made >= call)
+        since = tuple(
+            _Due(
+                class_key=own[0].class_key,
+                slots=tuple(life.slot for life in own),
+                later=(),
+                again=away.never.again(own),
+                apart=away.never.apart(own),
+                counts=counts and at <= largest[own[0].layer] < end,
+            )
+            for own in _by_layer(life for life in made if life.made >= call)
+        )
         yield _Deadline(
-            due=tuple(
-                _Due(
-                    class_key=own[0].class_key,
-                    slots=tuple(life.slot for life in own),
-                    later=(),
-                    again=away.never.again(own),
-                    apart=away.never.apart(own),
-                    counts=counts and at <= largest[own[0].layer] < end,
-                )
-                for own in since
-            ),
-            free_bytes=int(away.free[end]),
+            due=since,
+            free_bytes=_filled_bytes(away.step, since, int(away.free[end])),
             beside_s=sum(away.facts.call_s[call + 1 : end]),
             is_forward=True,
         )
+
+
+def _filled_bytes(step: MovableStep, due: Iterable[_Due], free_bytes: int) -> int:
+    """The most of ``free_bytes`` that some of those tensors fill, as wholes.
+
+    So windows are the same, and looked at once, in layers with a few bytes more for the same.
+    """
+    sizes = [
+        step.classes[own.class_key].slots[slot].size_bytes
+        for own in due
+        for slot in (*own.slots, *own.later)
+    ]
+    if sum(sizes) <= free_bytes:
+        return sum(sizes)
+    unit = math.gcd(*sizes)
+    if free_bytes // unit > MAX_UNITS:
+        return free_bytes
+    within, reached = (2 << free_bytes // unit) - 1, 1  # bit n: some of them take n units
+    for size_bytes in sizes:
+        reached |= reached << size_bytes // unit & within
+    return (reached.bit_length() - 1) * unit
 
 
 def _by_layer(lives: Iterable[Life]) -> Collection[Sequence[Life]]:

@@ -20,6 +20,7 @@ from memo_compile.step.movable import (
     MovableStep,
     Moves,
     RecomputeKey,
+    RecomputePart,
     RecomputeRegion,
 )
 from memo_compile.step.problem import Phase, Problem, StepCall
@@ -194,9 +195,17 @@ def can_split(cls: LayerClass, recomputed: Iterable[int]) -> bool:
     return all(cls.ops[op].row_wise for op in closure_of(cls, slots))
 
 
-def closure_of(cls: LayerClass, slots: Collection[int]) -> tuple[int, ...]:
-    """The operators that recompute ``slots``, with every other slot at hand."""
-    others = [slot for slot in range(len(cls.slots)) if slot not in slots]
+NO_TIME = 0.005
+"""Share of its layer's seconds: operators that together take no more may run in several of the
+regions that recompute."""
+
+
+def closure_of(
+    cls: LayerClass, slots: Collection[int], passing: Collection[int] = ()
+) -> tuple[int, ...]:
+    """The operators that recompute ``slots``, with every other slot at hand but ``passing``."""
+    made = {*slots, *passing}
+    others = [slot for slot in range(len(cls.slots)) if slot not in made]
     return recompute_closure(cls, slots, others)
 
 
@@ -206,9 +215,9 @@ def slots_s(cls: LayerClass, slots: Collection[int]) -> float:
 
 
 def recompute_seconds(step: MovableStep, key: RecomputeKey) -> float:
-    """Seconds to recompute ``key.slots``, every other slot at hand; of a part of the rows."""
+    """Seconds of the region of ``key``, with all that it reads at hand; of a part of the rows."""
     cls = step.classes[key.class_key]
-    seconds = slots_s(cls, key.slots)
+    seconds = sum(cls.ops[at].seconds for at in closure_of(cls, key.slots, key.passing))
     if key.rows is None or not key.slots:
         return seconds
     return seconds * key.rows / cls.slots[key.slots[0]].num_rows
@@ -237,15 +246,30 @@ def recompute_keys(cls: LayerClass, mode: Mode) -> tuple[RecomputeKey, ...]:
     if slots not in cls.parts:
         cls.parts[slots] = tuple(_recompute_parts(cls, slots))
     return tuple(
-        RecomputeKey(class_key=cls.key, slots=part, rows=rows) for part in cls.parts[slots]
+        RecomputeKey(class_key=cls.key, slots=part.slots, rows=rows, passing=part.passing)
+        for part in cls.parts[slots]
     )
 
 
-def _recompute_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def may_pass(cls: LayerClass, slot: int) -> bool:
+    """True where a region may make ``slot`` on the way, and another again later.
+
+    Wherever one does this holds, whatever else is recomputed.
+    """
+    return cls.slots[slot].can_recompute and _takes_no_time(cls, closure_of(cls, (slot,)))
+
+
+def _takes_no_time(cls: LayerClass, ops: Iterable[int]) -> bool:
+    return sum(cls.ops[at].seconds for at in ops) <= NO_TIME * sum(op.seconds for op in cls.ops)
+
+
+def _recompute_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[RecomputePart]:
     """``slots`` by the call that first reads them; together where they share an operator.
 
     What a layer in tiles recomputes for its attention need not exist while its MLP is in the
-    backward. Parts that share nothing take no longer than the whole.
+    backward. Parts that share nothing take no longer than the whole. Operators that take no time
+    run in several: the tokens in the order of their experts need not exist, after the experts'
+    inner values are made again from them, until the first weight's gradient reads them.
     """
     others = [slot for slot in range(len(cls.slots)) if slot not in slots]
     by_read: dict[int, list[int]] = {}
@@ -256,7 +280,7 @@ def _recompute_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[tuple[in
         left: list[_Part] = []
         for apart in _apart_parts(cls, own, others):
             meeting = [part for part in parts if apart.meets(part)]
-            if not meeting:
+            if not meeting or _runs_again(cls, apart, meeting, others):
                 left.append(apart)
                 continue
             at = parts.index(meeting[0])
@@ -264,7 +288,26 @@ def _recompute_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[tuple[in
             parts.insert(at, _together([*meeting, apart]))
         parts += [_together(left)] if left else []
     for part in parts:
-        yield tuple(sorted(part.slots))
+        made = {cls.ops[at].slot for at in part.ops}
+        passing = (slot for slot in slots if slot in made and slot not in part.slots)
+        yield RecomputePart(tuple(sorted(part.slots)), tuple(passing))
+
+
+def _runs_again(
+    cls: LayerClass, later: "_Part", earlier: Iterable["_Part"], available: Collection[int]
+) -> bool:
+    """True where ``later`` is made when it is read, though ``earlier`` ones make some of it too.
+
+    It takes no time, and is larger than what it is made from that was read before.
+    """
+    shared = later.ops.intersection(frozenset().union(*(part.ops for part in earlier)))
+    if not _takes_no_time(cls, shared):
+        return False
+    first = min(cls.slots[slot].first_read for slot in later.slots)
+    sources = {cls.ops[source].slot for at in later.ops for source in cls.ops[at].inputs}
+    held = (cls.slots[slot] for slot in sources.intersection(available) if slot is not None)
+    held_bytes = sum(slot.size_bytes for slot in held if slot.first_read < first)
+    return held_bytes < sum(cls.slots[slot].size_bytes for slot in later.slots)
 
 
 class _Part(NamedTuple):

@@ -232,7 +232,7 @@ def _discounts(
         key = region.key
         seconds = recompute_seconds(step, key)
         share = min(1.0, region.seconds / seconds) if seconds > 0 else 1.0
-        for op in closure_of(step.classes[key.class_key], key.slots):
+        for op in closure_of(step.classes[key.class_key], key.slots, key.passing):
             found[key.class_key, op] = min(share, found.get((key.class_key, op), 1.0))
     return found
 

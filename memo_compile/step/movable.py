@@ -8,6 +8,7 @@ happens to it between forward and backward. No torch here.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from memo_compile.errors import InputError
 from memo_compile.step.problem import LEFT_OUT, Problem, RegionProfile, StepCall
@@ -68,6 +69,13 @@ class LayerOp:
     """True when row r of the output depends on row r of every input only."""
 
 
+class RecomputePart(NamedTuple):
+    """What one region recomputes: see ``RecomputeKey``."""
+
+    slots: tuple[int, ...]
+    passing: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerClass:
     """What all layers of one class have in common. Operators are in an order that can run."""
@@ -75,10 +83,10 @@ class LayerClass:
     key: str
     slots: tuple[Slot, ...]
     ops: tuple[LayerOp, ...] = ()
-    parts: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = field(
+    parts: dict[tuple[int, ...], tuple[RecomputePart, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    """Slots that are recomputed -> those of each region that does it, once they were found."""
+    """Slots that are recomputed -> what each region makes that does it, once they were found."""
 
     @property
     def saved_bytes(self) -> int:
@@ -165,12 +173,15 @@ class RecomputeKey:
     class_key: str
     slots: tuple[int, ...]
     rows: int | None = None
+    passing: tuple[int, ...] = ()
+    """Slots that it makes on the way and does not keep: another region makes them again, later."""
 
     @property
     def region(self) -> str:
         """The region's name in ``Problem.regions``."""
         rows = "" if self.rows is None else f".rows{self.rows}"
-        return f"{self.class_key}.recompute.{'.'.join(map(str, self.slots))}{rows}"
+        passing = "".join(f".passing{slot}" for slot in self.passing)
+        return f"{self.class_key}.recompute.{'.'.join(map(str, self.slots))}{passing}{rows}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,16 @@ def test_sets_of_slots_come_out_the_same(name, picked):
     check_same_numbers(region, key(*list(slots(region))[picked]))
 
 
+def test_slots_on_the_way_are_made_and_not_kept():
+    region = REGIONS["llama"]()
+    *others, last = slots(region)
+    wanted = replace(key(last), passing=tuple(others))
+    _, sources = recomputed(region, wanted)
+    assert not {source.slot for source in sources} & {*others}
+    assert {source.slot for source in recomputed(region, key(last))[1]} & {*others}
+    check_same_numbers(region, wanted)
+
+
 def test_outputs_are_in_the_order_of_the_key():
     region = REGIONS["llama"]()
     check_same_numbers(region, key(*reversed(slots(region))))

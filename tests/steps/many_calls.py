@@ -43,7 +43,7 @@ SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 UNIT = 512
 SIZES = ((8,), (8, 8, 16), (4, 8, 12, 20, 28), (3, 5, 7, 11, 64))
 SECONDS = (0.0, 0.1, 0.5, 1.0, 1.0, 3.0)
-OP_SECONDS = (0.0, 0.02, 0.1, 0.3, 1.0)
+OP_SECONDS = (0.0, 0.001, 0.02, 0.1, 0.3, 1.0)
 SPEEDS = (0.03, 0.1, 0.3, 0.6, 1.0, 3.0)
 """Layers that a link copies in the time of one's forward."""
 
@@ -393,7 +393,7 @@ def varied_recomputer(
 
     def buffers(key: RecomputeKey, num_lines: int) -> Iterator[OutsideBuffer]:
         cls = step.classes[key.class_key]
-        for at in sorted(closure_of(cls, key.slots)):
+        for at in sorted(closure_of(cls, key.slots, key.passing)):
             slot = cls.ops[at].slot
             if slot is None or (key.class_key, at) not in allocating:
                 continue

@@ -10,7 +10,7 @@ Its backward reads the next gradient, x, a, b, c and d. Slots are x, a, b, c, d,
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memo_compile.planners.move_rules import recompute_closure, recompute_seconds
+from memo_compile.planners.move_rules import closure_of, recompute_seconds
 from memo_compile.step.movable import (
     Layer,
     LayerClass,
@@ -208,10 +208,9 @@ def recomputer(step: MovableStep) -> Callable[[RecomputeKey], RecomputeRegion]:
 
 def _recompute_region(step: MovableStep, key: RecomputeKey) -> RecomputeRegion:
     cls = step.classes[key.class_key]
-    others = [slot for slot in range(len(cls.slots)) if slot not in key.slots]
-    ops = recompute_closure(cls, key.slots, others)
+    ops, made = closure_of(cls, key.slots, key.passing), {None, *key.slots, *key.passing}
     sources = {cls.ops[source].slot for op in ops for source in cls.ops[op].inputs}
-    read = sorted(slot for slot in sources if slot is not None and slot not in key.slots)
+    read = sorted(slot for slot in sources.difference(made) if slot is not None)
     sizes = {
         cls.slots[slot].name: cls.slots[slot].size_bytes
         if key.rows is None

@@ -509,3 +509,21 @@ def test_only_what_shares_an_operator_is_made_before_it_is_read():
     later = replace(cls, slots=slots, parts={})
     everything = mode(a=RECOMPUTE, b=RECOMPUTE, c=RECOMPUTE, d=RECOMPUTE)
     assert [key.slots for key in recompute_keys(later, everything)] == [(2, 3, 4), (1,)]
+
+
+def test_what_takes_no_time_is_made_twice_and_need_not_exist_in_between():
+    """x -> b -> c: b is read last and takes no time, c is read first."""
+    cls = movable_step(1).classes["L"]
+    reads = {"x0": 2, "a0": 0, "b0": 2, "c0": 0, "d0": 0}
+    slots = tuple(replace(slot, first_read=reads[slot.name]) for slot in cls.slots)
+
+    def keys(b_s: float, x_read: int = 2) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        ops = tuple(replace(op, seconds=b_s) if op.name == "op_b" else op for op in cls.ops)
+        first = (replace(slots[0], first_read=x_read), *slots[1:])
+        own = replace(cls, slots=first, ops=ops, parts={})
+        found = recompute_keys(own, mode(b=RECOMPUTE, c=RECOMPUTE))
+        return [(key.slots, key.passing) for key in found]
+
+    assert keys(0.001) == [((3,), (2,)), ((2,), ())]
+    assert keys(0.5) == [((2, 3), ())]
+    assert keys(0.001, x_read=0) == [((2, 3), ())], "x would have to stay for b, and is as large"

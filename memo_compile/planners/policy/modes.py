@@ -371,7 +371,7 @@ def _partly_late_modes(cls: LayerClass, sets: Sequence[frozenset[int]]) -> Itera
     Everything else is offloaded.
     """
     for recomputed in sets:
-        found = [_reading_early(cls, part) for part in _parts_of(cls, recomputed)]
+        found = [_reading_early(cls, key) for key in _keys_of(cls, recomputed)]
         early = [slots for slots in found if slots]
         for slots in early if len(early) > 1 else ():
             kept = recomputed - slots
@@ -386,30 +386,29 @@ def reading_late(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
     """
     kept = recomputed
     while True:
-        early = frozenset().union(*(_reading_early(cls, part) for part in _parts_of(cls, kept)))
+        early = frozenset().union(*(_reading_early(cls, key) for key in _keys_of(cls, kept)))
         if not early:
             return kept
         kept -= early
 
 
-def _parts_of(cls: LayerClass, recomputed: frozenset[int]) -> Iterator[tuple[int, ...]]:
-    for key in recompute_keys(cls, make_mode(cls, recompute=recomputed)):
-        yield key.slots
+def _keys_of(cls: LayerClass, recomputed: frozenset[int]) -> Sequence[RecomputeKey]:
+    return recompute_keys(cls, make_mode(cls, recompute=recomputed))
 
 
-def _reading_early(cls: LayerClass, part: tuple[int, ...]) -> set[int]:
+def _reading_early(cls: LayerClass, key: RecomputeKey) -> set[int]:
     """The slots of a region which need that it reads or makes another slot too early.
 
     First those for whose sake it runs so early; of the others, those that share an operator.
     """
-    first = min(cls.slots[slot].first_read for slot in part)
+    part, first = key.slots, min(cls.slots[slot].first_read for slot in key.slots)
     small = _small(cls, frozenset(range(len(cls.slots))))
     reads: dict[int, set[int]] = {}
     for slot in part:
         sources = itertools.chain.from_iterable(
-            cls.ops[op].inputs for op in closure_of(cls, (slot,))
+            cls.ops[op].inputs for op in closure_of(cls, (slot,), key.passing)
         )
-        others = {cls.ops[source].slot for source in sources} - {None, slot, *small}
+        others = {cls.ops[source].slot for source in sources} - {None, slot, *small, *key.passing}
         reads[slot] = {
             other for other in others if other is not None and cls.slots[other].first_read > first
         }
@@ -457,9 +456,8 @@ def _without_small(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int
 
 def _early_bytes(cls: LayerClass, recomputed: frozenset[int]) -> int:
     """Bytes of slots that regions make for another slot that is read earlier."""
-    mode = make_mode(cls, recompute=recomputed)
     found = 0
-    for key in recompute_keys(cls, mode):
+    for key in _keys_of(cls, recomputed):
         first = min(cls.slots[slot].first_read for slot in key.slots)
         later = (cls.slots[slot] for slot in key.slots if cls.slots[slot].first_read > first)
         found += sum(slot.size_bytes for slot in later)
