@@ -47,7 +47,8 @@ def lives_of(step: MovableStep, facts: StepFacts) -> Iterator[Life]:
             readers = facts.backward_readers.get(value, ())
             if readers and value in uses:
                 made = facts.written_at.get(value, 0)
-                yield Life(value, number, layer.class_key, slot, made, uses[value], readers[0])
+                last_use = max(made, uses[value])
+                yield Life(value, number, layer.class_key, slot, made, last_use, readers[0])
 
 
 def _last_uses(problem: Problem) -> dict[str, int]:

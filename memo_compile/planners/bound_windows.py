@@ -26,7 +26,8 @@ point. So with the seconds of those copies in the objective, in windows that fol
 
     out           sum d2h[s] (1 - x[s]) <= computation of the forward + u + that room's seconds
 
-bounds what both halves stand still: what hides in the one by recomputing costs in the other.
+bounds what both halves stand still: what hides in the one by recomputing costs in the other. What
+an earlier window's region may have made as well counts no second time.
 
 What is recomputed takes its seconds once. So ``R`` counts in the windows of one half of the step
 only, and of a layer in one of the forward's: in that in which its largest tensor is made.
@@ -52,7 +53,7 @@ from memo_compile.planners.bound_parts import (
     sources_of,
     unit_of_s,
 )
-from memo_compile.planners.move_rules import StepFacts
+from memo_compile.planners.move_rules import StepFacts, closure_of
 from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.problem import CallKind
@@ -156,6 +157,8 @@ class _Due(NamedTuple):
     """Those of ``slots`` of which the seconds of a copy to the host count as well."""
     out_s: float = 0.0
     """Those seconds, a byte."""
+    paid: frozenset[int] = frozenset()
+    """Operators whose seconds count in an earlier window of the layer."""
 
 
 class _Deadline(NamedTuple):
@@ -218,14 +221,39 @@ def _due_back(
         for reads, own in layers
         if bisect_right(reads, at) < bisect_right(reads, end)
     ]
+    paid = {
+        own[0].layer: _paid(away, [life for life in own if life.read <= at])
+        for _, own in layers
+        if out.byte_s
+    }
     for call in sorted({life.read for own in due for life in own if life.read <= end}):
-        read = tuple(_read_by(away, own, call, counts, out) for own in due if _is_read(own, call))
+        read = tuple(
+            _read_by(away, own, call, counts, out)._replace(
+                paid=paid.get(own[0].layer, frozenset())
+            )
+            for own in due
+            if _is_read(own, call)
+        )
         yield _Deadline(
             due=read,
             free_bytes=_filled_bytes(away.step, read, int(away.free[at])),
             beside_s=sum(away.facts.call_s[at + 1 : call]),
             is_forward=False,
         )
+
+
+def _paid(away: Away, earlier: Sequence[Life]) -> frozenset[int]:
+    """What making ``earlier`` slots of a layer runs, and making what that reads.
+
+    One region may make what is read in several windows, so that a tensor at hand when a window
+    begins was not copied out for it. It counts as made in that window, of what no other pays for.
+    """
+    if not earlier:
+        return frozenset()
+    cls = away.step.classes[earlier[0].class_key]
+    made = away.never.again(earlier)
+    read = frozenset().union(*(sources_of(cls, slot) for slot in made))
+    return frozenset().union(*(closure_of(cls, (slot,)) for slot in made | read))
 
 
 def _due_out(
@@ -347,7 +375,7 @@ def _late_s(away: Away, deadline: _Deadline) -> float:
     counted: list[tuple[float, Any]] = []
     hidden: list[tuple[float, Any]] = []
     always_s, unit_s = 0.0, unit_of_s(away.step)
-    for class_key, slots, later, may_again, apart, counts, out, out_s in deadline.due:
+    for class_key, slots, later, may_again, apart, counts, out, out_s, paid in deadline.due:
         cls = away.step.classes[class_key]
         off = dict.fromkeys((*slots, *later), 1)
         x, y = slot_variables(model, cls, off, dict.fromkeys(may_again, 1), apart=apart)
@@ -367,11 +395,11 @@ def _late_s(away: Away, deadline: _Deadline) -> float:
         kept += [(cls.slots[slot].size_bytes, own) for slot, own in there.items()]
         copied += [(cls.slots[slot].size_bytes, own) for slot, own in y.items()]
         runs = [
-            (seconds / unit_s * away.discounts.get((class_key, op), 1.0), run)
+            (seconds / unit_s * away.discounts.get((class_key, op), 1.0), run, op in paid)
             for op, seconds, run in require_operators(model, cls, 1, x)
         ]
-        counted += runs if counts else ()
-        hidden += () if deadline.is_forward else runs
+        counted += [(own_s, run) for own_s, run, is_paid in runs if counts and not is_paid]
+        hidden += [(own_s, run) for own_s, run, _ in runs if not deadline.is_forward]
     model.add_constr(weighted(*_columns(kept)) <= float(deadline.free_bytes))
     rate = _rate(away.step, deadline) * unit_s
     moved = weighted([size / rate for size, _ in copied], [own for _, own in copied])

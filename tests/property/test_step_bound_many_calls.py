@@ -24,20 +24,27 @@ NUM_PLANS = 40
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), talks=st.booleans(), stays=st.booleans())
-@example(seed=2, talks=False, stays=False)
-@example(seed=46, talks=False, stays=False)
-@example(seed=68, talks=False, stays=False)
-@example(seed=318, talks=True, stays=False)
-@example(seed=390, talks=True, stays=False)
-@example(seed=3, talks=False, stays=True)
-@example(seed=5, talks=True, stays=True)
-@example(seed=32, talks=False, stays=True)
-@example(seed=29135, talks=True, stays=False)
-def test_no_plan_is_faster_than_the_bound_where_calls_read_different_slots(seed, talks, stays):
-    """With ``stays`` kernels allocate results beside an arena that is never given back."""
+@given(seed=st.integers(0, 2**32), talks=st.booleans(), stays=st.booleans(), pairs=st.booleans())
+@example(seed=2, talks=False, stays=False, pairs=False)
+@example(seed=46, talks=False, stays=False, pairs=False)
+@example(seed=68, talks=False, stays=False, pairs=False)
+@example(seed=318, talks=True, stays=False, pairs=False)
+@example(seed=390, talks=True, stays=False, pairs=False)
+@example(seed=3, talks=False, stays=True, pairs=False)
+@example(seed=5, talks=True, stays=True, pairs=False)
+@example(seed=32, talks=False, stays=True, pairs=False)
+@example(seed=29135, talks=True, stays=False, pairs=False)
+@example(seed=1010, talks=False, stays=False, pairs=True)
+@example(seed=1021, talks=False, stays=False, pairs=True)
+def test_no_plan_is_faster_than_the_bound_where_calls_read_different_slots(
+    seed, talks, stays, pairs
+):
+    """With ``stays`` kernels allocate results beside an arena that is never given back.
+
+    With ``pairs`` some operators make two slots, as attention does.
+    """
     rng = Random(seed)
-    step = random_step(rng, max_layers=3, talks=talks)
+    step = random_step(rng, max_layers=3, talks=talks, pairs=pairs)
     if stays:
         step = replace(step, problem=replace(step.problem, releases_pages=False))
     regions: dict[RecomputeKey, RecomputeRegion] = {}

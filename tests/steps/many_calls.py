@@ -5,7 +5,7 @@ input x, of what all layers share (m), and of each other. Each call of its backw
 some steps layers gather weights and reduce what they hand on, and wait right behind the beginning.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
@@ -43,7 +43,7 @@ SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
 UNIT = 512
 SIZES = ((8,), (8, 8, 16), (4, 8, 12, 20, 28), (3, 5, 7, 11, 64))
 SECONDS = (0.0, 0.1, 0.5, 1.0, 1.0, 3.0)
-OP_SECONDS = (0.0, 0.001, 0.02, 0.1, 0.3, 1.0)
+OP_SECONDS = (0.0, 0.02, 0.1, 0.3, 1.0)
 SPEEDS = (0.03, 0.1, 0.3, 0.6, 1.0, 3.0)
 """Layers that a link copies in the time of one's forward."""
 
@@ -74,9 +74,9 @@ class Kind:
 class _Draw:
     """The sizes of a step, and what is drawn with them."""
 
-    def __init__(self, rng: Random, *, talks: bool) -> None:
+    def __init__(self, rng: Random, *, talks: bool, pairs: bool) -> None:
         self.rng = rng
-        self.talks = talks
+        self.talks, self.pairs = talks, pairs
         self.sizes = [UNIT * units for units in rng.choice(SIZES)]
         self.size_of = {"x": rng.choice(self.sizes), "m": rng.choice(self.sizes)}
         self.size_of["y"] = self.size = self.size_of["x"]
@@ -96,9 +96,10 @@ class _Draw:
         for at in sorted(rng.randrange(num_forward) for _ in range(rng.randint(2, 6))):
             if self.chance(0.3):
                 ops.append(self._op(ops, None))
-            ops.append(self._op(ops, len(names)))
-            names.append(f"s{len(names)}")
-            made_at.append(at)
+            for op in self._results(ops, len(names)):
+                ops.append(op)
+                names.append(f"s{len(names)}")
+                made_at.append(at)
         if self.chance(0.2):
             ops.append(self._op(ops, len(names)))
             names.append("y")
@@ -110,6 +111,14 @@ class _Draw:
             forward=tuple(self._forward(cls, made_at, num_forward)),
             backward=tuple(self._backward(cls, readers, num_backward)),
         )
+
+    def _results(self, ops: list[LayerOp], slot: int) -> Iterable[LayerOp]:
+        """What makes the next slot; or the next two, of one operator, which is appended."""
+        if not (self.pairs and self.chance(0.4)):
+            return [self._op(ops, slot)]
+        ops.append(self._op(ops, None))
+        of = replace(ops[-1], name=f"op{len(ops)}", seconds=0.0, inputs=(len(ops) - 1,), slot=slot)
+        return [of, replace(of, name=f"{of.name}b", slot=slot + 1)]
 
     def _op(self, ops: Sequence[LayerOp], slot: int | None) -> LayerOp:
         rng, last = self.rng, len(ops) - 1
@@ -246,9 +255,11 @@ def _template(slot: str) -> str:
     return {"m": "m", "y": "x.{up}"}.get(slot, f"{slot}.{{i}}")
 
 
-def random_step(rng: Random, *, max_layers: int = 5, talks: bool = False) -> MovableStep:
+def random_step(
+    rng: Random, *, max_layers: int = 5, talks: bool = False, pairs: bool = False
+) -> MovableStep:
     """A step of some layers, and the speed of its links."""
-    draw = _Draw(rng, talks=talks)
+    draw = _Draw(rng, talks=talks, pairs=pairs)
     kinds = [draw.kind(f"L{number}") for number in range(rng.choice((1, 1, 2)))]
     order = [rng.choice(kinds) for _ in range(rng.randint(1, max_layers))]
     regions = {region.name: region for region in draw.regions(kinds)}
