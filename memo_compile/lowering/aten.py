@@ -33,6 +33,7 @@ from memo_compile.lowering.eager_ops import runnable
 from memo_compile.lowering.workspace import (
     called_operator,
     convolution_workspace,
+    fourier_workspace,
     is_attention,
     pooling_workspace,
     random_workspace,
@@ -45,6 +46,8 @@ from memo_compile.step.problem import (
     Storage,
     align,
 )
+
+_WORKSPACES = (convolution_workspace, pooling_workspace, fourier_workspace, random_workspace)
 
 _WRITES_OUT: dict[str, bool] = {}
 """An operator and the layouts of its arguments, as text -> whether its ``out=`` takes them."""
@@ -161,7 +164,7 @@ class _AtenRegion:
         for line, node in enumerate(self.nodes):
             if self.in_registers(node):
                 continue
-            for of in (convolution_workspace, pooling_workspace, random_workspace):
+            for of in _WORKSPACES:
                 if (workspace := of(node, line)) is not None:
                     yield workspace
 

@@ -55,6 +55,7 @@ _FLASH_BACKWARD = re.compile("^flash_attn::_flash_attn_(varlen_)?backward$")
 CONVOLUTION = "convolution workspace"
 """Kind of what ``convolution_bytes`` counts."""
 
+_FOURIER = re.compile(r"(?:^|[._])_fft_(r2c|c2r|c2c)(?=$|[._])")
 _RANDOM = ("inductor_random", "inductor_randint")
 _POOLING = ("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices")
 
@@ -231,6 +232,21 @@ def pooling_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
     numbers = 2 * len(argument(node, "kernel_size")) + 3
     size_bytes = align(numbers * torch.int64.itemsize * result.numel())
     return OutsideBuffer(kind="pooling workspace", size_bytes=size_bytes, start=line, end=line + 1)
+
+
+def fourier_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
+    """What a Fourier transform on a CPU takes: its source with the dimensions in another order.
+
+    Back to real numbers over several dimensions it has complex ones in between. Measured with torch
+    2.13; ``tests/numerics/test_fourier.py`` measures again.
+    """
+    found = _FOURIER.search(op_name(node)) if node.op == "call_function" else None
+    source = None if found is None else _fake(argument(node, "self"))
+    if found is None or source is None or source.device.type != "cpu":
+        return None
+    copies = 3 if found[1] == "c2r" and len(argument(node, "dim")) > 1 else 1
+    size_bytes = align(copies * source.nbytes)
+    return OutsideBuffer(kind="Fourier workspace", size_bytes=size_bytes, start=line, end=line + 1)
 
 
 def random_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
