@@ -232,15 +232,16 @@ def _apart(result: Any) -> Any:
 
 
 def _in_same_memory(results: Sequence[Any], leased: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``leased`` and the results in the same memory: a write may change any of their versions."""
-    if not leased:
-        return []
-    memory = {tensor.untyped_storage().data_ptr() for tensor in leased}
-    return [*leased] + [
-        result.detach()
-        for result in results
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in memory
+    """What of both lies in memory of both: a write may change any of their versions."""
+    tensors = [result for result in results if leased and isinstance(result, torch.Tensor)]
+    shared = {_memory(tensor) for tensor in leased} & {_memory(tensor) for tensor in tensors}
+    return [tensor for tensor in leased if _memory(tensor) in shared] + [
+        tensor.detach() for tensor in tensors if _memory(tensor) in shared
     ]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def ran_before(plan: StepPlan, args: list[Any]) -> bool:
@@ -252,6 +253,8 @@ def ran_before(plan: StepPlan, args: list[Any]) -> bool:
 def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[Any]:
     """All gradients of the step whose handle is among ``args``; raises as ``begin_backward``."""
     run = begin_backward(plan, args, keep_graph=keep_graph)
+    if not keep_graph:
+        run.lease.checked = []  # which is for parts, between which the user may write
     return run.rest(range(len(run.plan.backward.results)))
 
 
@@ -290,6 +293,8 @@ def begin_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> Back
         plan.heap.begin_backward(half.planned_bytes)
     for register, value in zip(half.leased, lease.saved, strict=True):
         env[register] = value
+    if not keep_graph:
+        lease.saved = []  # so that the last call that reads a tensor frees it
     return BackwardRun(
         plan=plan,
         lease=lease,

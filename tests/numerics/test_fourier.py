@@ -1,11 +1,16 @@
-"""Fourier transforms on a CPU: what they allocate for themselves counts, op by op."""
+"""Fourier transforms on a CPU: what they allocate counts, and is freed when it was read."""
+
+import copy
 
 import pytest
 import torch
+from memo_runtime.backward_run import BackwardRun
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 from memo_compile.lowering.workspace import fourier_workspace
+from tests.numerics.training import ATEN
 
 
 def most_bytes(function, *args) -> int:
@@ -55,3 +60,41 @@ def test_what_a_transform_and_its_inverse_take_is_counted(case):
         taken = most_bytes(lambda x, target=node.target, rest=rest: target(x, *rest), of)
         assert taken <= node.meta["val"].nbytes + found.size_bytes + 4096
     assert counted
+
+
+class Mixed(nn.Module):
+    """A layer whose complex numbers wait for the backward in ordinary memory."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        made = torch.fft.rfft(x * self.scale, dim=1)
+        made = made * torch.sigmoid(made.abs())
+        return x + torch.fft.irfft(made, n=x.shape[1], dim=1)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_waits_in_ordinary_memory_is_freed_by_the_call_that_reads_it_last(monkeypatch, keeps):
+    held, rest = [], BackwardRun.rest
+
+    def looked_at(run, results):
+        held.append((len(run.lease.saved), len(run.plan.backward.leased)))
+        return rest(run, results)
+
+    monkeypatch.setattr(BackwardRun, "rest", looked_at)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Mixed(), Mixed()), torch.randn(2, 33, 16)
+    ours = torch.compile(copy.deepcopy(model), backend="memo", options=ATEN)
+    for _ in range(2):
+        for own in (model, ours):
+            loss = own(x).square().mean()
+            if keeps:
+                loss.backward(retain_graph=True)
+            loss.backward()
+    for expected, found in zip(model.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    leased = held[0][1]
+    assert leased
+    assert held == 2 * ([(leased, leased), (0, leased)] if keeps else [(0, leased)])
