@@ -1,8 +1,9 @@
 """What no plan of a step recomputes, because there is no room for what that holds."""
 
+import itertools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,10 @@ from memo_compile.step.movable import MovableStep, RecomputeRegion
 
 MAX_KINDS = 4
 """Most kinds of plans that a bound tells apart, by how much memory their kernels take."""
+
+
+MAX_PASSING = 4
+"""Of so many sources that take no time to make each choice of those that are kept is looked at."""
 
 
 class Never(NamedTuple):
@@ -96,21 +101,39 @@ class _Rooms:
             self._first[life.layer] = min(life.read, self._first.get(life.layer, life.read))
 
     def sources(self, life: Life) -> Sequence[Life]:
-        """The other slots of the layer that recomputing it reads, and that are not made twice."""
+        """The other slots of the layer that recomputing it reads."""
         key = life.class_key, life.slot
         if key not in self._sources:
-            cls = self._step.classes[life.class_key]
-            read = sources_of(cls, life.slot)
-            self._sources[key] = frozenset(slot for slot in read if not may_pass(cls, slot))
+            self._sources[key] = sources_of(self._step.classes[life.class_key], life.slot)
         found = (self._lives.get((life.layer, source)) for source in self._sources[key])
         return [source for source in found if source is not None]
 
     def has_room(self, life: Life, held: Iterable[Life], raised_bytes: int) -> bool:
         """True where ``held`` may be on the device from the first read of ``life`` to their own.
 
-        In plans that add so many bytes to the memory of kernels, or more.
+        In plans that add so many bytes to the memory of kernels, or more. What takes no time may be
+        gone in between, where what it is made from is there.
         """
         added = max(raised_bytes, self.added_bytes(life))
+        left = {own for own in held if own.read > life.read}
+        cls = self._step.classes[life.class_key]
+        passing = [own for own in left if may_pass(cls, own.slot)]
+        if len(passing) > MAX_PASSING:
+            return self._fits(life, left.difference(passing), added)
+        return any(
+            self._fits(life, self._instead(left, gone), added)
+            for number in range(len(passing) + 1)
+            for gone in itertools.combinations(passing, number)
+        )
+
+    def _instead(self, held: Iterable[Life], gone: Collection[Life]) -> set[Life]:
+        """``held`` with what those are made from that are ``gone``."""
+        made_from = itertools.chain.from_iterable(map(self.sources, gone))
+        cls_of = self._step.classes
+        kept = {own for own in made_from if not may_pass(cls_of[own.class_key], own.slot)}
+        return {own for own in held if own not in gone} | kept
+
+    def _fits(self, life: Life, held: Iterable[Life], added: int) -> bool:
         left = {own for own in held if own.read > life.read}
         return all(
             sum(size_of(self._step, own) for own in left if own.read >= until)

@@ -53,9 +53,9 @@ from memo_compile.planners.bound_parts import (
     sources_of,
     unit_of_s,
 )
-from memo_compile.planners.move_rules import StepFacts, closure_of
+from memo_compile.planners.move_rules import StepFacts, closure_of, may_pass
 from memo_compile.planners.solver import weighted
-from memo_compile.step.movable import MovableStep
+from memo_compile.step.movable import LayerClass, MovableStep
 from memo_compile.step.problem import CallKind
 
 MAX_SKIP = 3
@@ -252,8 +252,15 @@ def _paid(away: Away, earlier: Sequence[Life]) -> frozenset[int]:
         return frozenset()
     cls = away.step.classes[earlier[0].class_key]
     made = away.never.again(earlier)
-    read = frozenset().union(*(sources_of(cls, slot) for slot in made))
+    read = _sources(cls, made, frozenset(range(len(cls.slots))))
     return frozenset().union(*(closure_of(cls, (slot,)) for slot in made | read))
+
+
+def _sources(cls: LayerClass, slots: Iterable[int], again: Collection[int]) -> frozenset[int]:
+    """What recomputing ``slots`` reads, and what that is made from where it takes no time."""
+    read = frozenset().union(*(sources_of(cls, slot) for slot in slots))
+    passing = (slot for slot in read.intersection(again) if may_pass(cls, slot))
+    return read.union(*(sources_of(cls, slot) for slot in passing))
 
 
 def _due_out(
@@ -322,7 +329,7 @@ def _is_read(own: Iterable[Life], call: int) -> bool:
 def _read_by(away: Away, own: Sequence[Life], call: int, counts: bool, out: _Out) -> _Due:
     slots = tuple(life.slot for life in own if life.read <= call)
     cls, again = away.step.classes[own[0].class_key], away.never.again(own)
-    read = frozenset().union(*(sources_of(cls, slot) for slot in again.intersection(slots)))
+    read = _sources(cls, again.intersection(slots), again)
     later = sorted(life.slot for life in own if life.read > call and life.slot in read)
     counted = frozenset(life.slot for life in own if life.read <= call and life.last_use < out.end)
     apart = away.never.apart(own)
@@ -390,6 +397,10 @@ def _late_s(away: Away, deadline: _Deadline) -> float:
                 model.add_constr(stays >= 1 - x[slot])
                 counted.append((own_s / unit_s, stays))
             if slot in x:
+                for source in sources_of(cls, slot).intersection(later):
+                    model.add_constr(at_hand[source] >= x[slot])
+        for slot in later:
+            if slot in x and may_pass(cls, slot):
                 for source in sources_of(cls, slot).intersection(later):
                     model.add_constr(at_hand[source] >= x[slot])
         kept += [(cls.slots[slot].size_bytes, own) for slot, own in there.items()]
