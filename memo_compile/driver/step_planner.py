@@ -317,7 +317,7 @@ class StepPlanner:
         limit_s = min(self.config.max_step_s, self._wanted_s())
         if limit_s == math.inf:
             return
-        bound_s = self._lower_bound_s(budget_bytes)
+        bound_s = self._lower_bound_s(budget_bytes, rough=True)
         if bound_s > limit_s:
             fits = f"takes less than {format_seconds(bound_s)}" if bound_s < math.inf else "fits"
             raise TooSlow(f"no plan {fits}", step_s=bound_s, is_bound=True)
@@ -329,13 +329,14 @@ class StepPlanner:
             return math.inf
         return factor * self.request.num_members * self.known.whole_compute_s()
 
-    def _lower_bound_s(self, budget_bytes: int | None) -> float:
+    def _lower_bound_s(self, budget_bytes: int | None, *, rough: bool = False) -> float:
         library = self.known.library(self.config.host_store)
         return step_lower_bound_s(
             self.step,
             budget_bytes=budget_bytes,
             host_budget_bytes=self._host_budget_bytes(),
             regions=library.regions.values(),
+            rough=rough,
         )
 
     def _all_saved(self, saved: Plan, budget_bytes: int | None) -> PlannedStep:

@@ -1,7 +1,7 @@
 """What the bound of a step is made of: saved values, how long they live, and variables for them."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,3 +169,8 @@ def require_operators(
             for need in needs:
                 model.add_constr(runs[at] >= need)
     return [(at, cls.ops[at].seconds, run) for at, run in runs.items()]
+
+
+def sum_of(terms: Sequence[tuple[float, Any]]) -> Any:
+    """The sum of (weight, variable) pairs; no variable comes twice."""
+    return solver.weighted([weight for weight, _ in terms], [variable for _, variable in terms])

@@ -1,24 +1,16 @@
-"""The seconds for which a step waits for copies between two of its calls.
+"""The seconds for which a step waits for copies between some of its calls, at least.
 
-For a deadline d of a window of the backward that begins at p, with s of each layer by itself, first
-read by d or read by what recomputes such a slot, and w[s] = 1 where s is on the device at p as a
-whole:
-
-    minimise      v + R,   x[s] whole where s cannot be recomputed for a part of its rows
-    at hand       w[s] + x[s] + y[s] >= 1 where s is read by d,
-                  w[t] + x[t] + y[t] >= x[s] for each t that recomputing s reads
-    bytes         sum size[s] w[s] <= free bytes at p
-    back          sum h2d[s] y[s] <= computation between p and d + v + R
-
-with ``x``, ``y`` and ``R`` as in ``step_bound``.
-
-A window of the forward ends at p. For a call m in it, with s made by m or later and not in use at
-p, and u the seconds for which the forward stands still:
+Windows of the backward that follow each other add up; ``bound_stages`` has their programs. A window
+of the forward ends at a call p. For a call m in it, with s made by m or later and not in use at p,
+and u the seconds for which the forward stands still:
 
     minimise      u + R
     gone          w[s] + x[s] + y[s] >= 1
     bytes         sum size[s] w[s] <= free bytes at p
     out           sum d2h[s] y[s] <= computation between m and p + u
+
+with ``x``, ``y`` and ``R`` as in ``step_bound``, and w[s] = 1 where s is on the device at p as a
+whole.
 
 What is read first in a window of the backward, and not recomputed, was copied to the host in the
 forward, or is on the device ever since: of the latter no more than has room at the first window's
@@ -35,9 +27,9 @@ only, and of a layer in one of the forward's: in that in which its largest tenso
 
 import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,15 +43,22 @@ from memo_compile.planners.bound_parts import (
     size_of,
     slot_variables,
     sources_of,
+    sum_of,
     unit_of_s,
 )
+from memo_compile.planners.bound_stages import Deadline, Due, Window, copied_s, least_s
 from memo_compile.planners.move_rules import StepFacts, closure_of, may_pass
-from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import LayerClass, MovableStep
 from memo_compile.step.problem import CallKind
 
 MAX_SKIP = 3
 """A window ends at one of so many points that follow: in between more bytes may be free."""
+
+MAX_STAGES = 6
+"""Most stages of a window; it has as many as there are points in most layers' backwards."""
+
+MIN_SIZE = 0.002
+"""Slots of a smaller share of what their layer saves are left out of windows of the backward."""
 
 MAX_UNITS = 1 << 22
 """Most units of bytes in which it is said what a window's tensors fill."""
@@ -76,6 +75,8 @@ class Away(NamedTuple):
     never: Never
     discounts: Mapping[tuple[str, int], float]
     """(class, operator) -> the least share of its seconds that a recomputation takes."""
+    known: dict[Window, float]
+    """The seconds of windows that were looked at."""
 
 
 class _Out(NamedTuple):
@@ -89,23 +90,35 @@ class _Out(NamedTuple):
 _NOTHING_OUT = _Out(0, 0.0)
 
 
-def backward_waits_s(away: Away, *, counts: bool, out: _Out = _NOTHING_OUT) -> float:
+def backward_waits_s(
+    away: Away, *, counts: bool, in_stages: bool, out: _Out = _NOTHING_OUT
+) -> float:
     """The seconds beyond computation of windows that follow each other: of those that take most.
 
     With ``out`` the seconds of copies to the host are added. Some begin at a call of a layer's
     backward at which the fewest bytes are free for what is read later, the first or the last, and
     end where the next layer's begins; others, which are shorter, at such a call between two at
-    which something is read first. Without ``counts`` recomputation takes no time.
+    which something is read first. With ``in_stages`` there are longer ones with all such calls in
+    them. Without ``counts`` recomputation takes no time.
     """
     end = len(away.free)
     borders = [*sorted(set(away.facts.backward_at)), end]
     reads = sorted({away.facts.first_backward, *(life.read for life in away.moved)})
     layers = [(sorted(life.read for life in own), own) for own in _by_layer(away.moved)]
-    due_in = partial(_due_back, away, layers, counts, out)
-    return _longest_s(away, borders, reads, (end,), due_in)
+    points, spans = _spans(away.free, borders, reads, (end,), in_stages=in_stages)
+
+    def seconds(span: _Span, above_s: float) -> float:
+        window = _read_in(away, layers, counts, out, span)
+        if window not in away.known:
+            if copied_s(away.step, window) <= above_s:
+                return above_s
+            away.known[window] = least_s(away.step, away.discounts, window)
+        return away.known[window]
+
+    return _longest_s(points, spans, seconds)
 
 
-def both_waits_s(away: Away) -> float:
+def both_waits_s(away: Away, *, in_stages: bool) -> float:
     """The seconds beyond computation of both halves, see the module's text."""
     turn, out_s = away.facts.first_backward, 1 / away.step.costs.d2h_bytes_per_s
     late = [life for life in away.moved if life.read > turn]
@@ -122,7 +135,8 @@ def both_waits_s(away: Away) -> float:
         return hidden_s[min(end, turn) - first] + out_s * float(away.free[end])
 
     end = min(ends, key=lambda end: spare_s(end) + out_s * made_later[end])
-    beyond_s = backward_waits_s(away, counts=True, out=_Out(end, out_s))
+    out = _Out(end, out_s)
+    beyond_s = backward_waits_s(away, counts=True, in_stages=in_stages, out=out)
     return max(0.0, beyond_s - spare_s(end))
 
 
@@ -135,68 +149,84 @@ def forward_waits_s(away: Away, *, counts: bool) -> float:
         own[0].layer: max(own, key=lambda life: size_of(away.step, life)).made
         for own in _by_layer(away.moved)
     }
-    due_in = partial(_due_out, away, largest, counts)
-    return _longest_s(away, borders, [*sorted({0, *made}), turn], (), due_in)
+    points, spans = _spans(away.free, borders, [*sorted({0, *made}), turn], (), in_stages=False)
+    known: dict[tuple[_Deadline, ...], float] = {}
+
+    def seconds(span: _Span, _: float) -> float:
+        window = tuple(_due_out(away, largest, counts, span))
+        if window not in known:
+            known[window] = _window_s(away, window)
+        return known[window]
+
+    return _longest_s(points, spans, seconds)
 
 
-class _Due(NamedTuple):
-    """Of one layer what a window must have at hand by some call, or gone by its end."""
+class _Gone(NamedTuple):
+    """Of one layer what the forward has made since some call, and is gone by a window's end."""
 
     class_key: str
     slots: tuple[int, ...]
-    """Those that are read by then, or made since."""
-    later: tuple[int, ...]
-    """Those that are read later, but that recomputing one of ``slots`` reads."""
     again: frozenset[int]
     """Those of all that may be recomputed."""
     apart: frozenset[tuple[int, int]]
     """Pairs of which one may be."""
     counts: bool
     """The seconds of their recomputation count."""
-    out: frozenset[int] = frozenset()
-    """Those of ``slots`` of which the seconds of a copy to the host count as well."""
-    out_s: float = 0.0
-    """Those seconds, a byte."""
-    paid: frozenset[int] = frozenset()
-    """Operators whose seconds count in an earlier window of the layer."""
 
 
 class _Deadline(NamedTuple):
-    """What a window has for all that is read in it by some call, or made in it since."""
+    """What a window of the forward has for all that is made from some call on."""
 
-    due: tuple[_Due, ...]
+    gone: tuple[_Gone, ...]
     free_bytes: int
-    """What of it, in whole tensors, may be on the device at the window's point."""
+    """What of it, in whole tensors, may be on the device at the window's end."""
     beside_s: float
-    """Computation between that and the call."""
-    is_forward: bool
+    """Computation between the call and that."""
 
 
-_Window = tuple[int, int]
-"""From behind one call to the other."""
+_Span = tuple[int, ...]
+"""The calls of a window's points: from behind the first to the last, in stages."""
 
 
-def _longest_s(
-    away: Away,
+def _spans(
+    free: Any,
     borders: Sequence[int],
     reads: Sequence[int],
     ends: Iterable[int],
-    due_in: Callable[[_Window], Iterator[_Deadline]],
-) -> float:
-    """The seconds of the path of windows that takes most, see ``backward_waits_s``."""
-    of_layers = [[*_scarcest(away.free, borders, last=last)] for last in (False, True)]
-    each = {*itertools.chain(*of_layers), *_scarcest(away.free, reads, last=True), *ends}
+    *,
+    in_stages: bool,
+) -> tuple[Sequence[int], Collection[_Span]]:
+    """Where windows may begin and end, and the windows, see ``backward_waits_s``."""
+    of_layers = [[*_scarcest(free, borders, last=last)] for last in (False, True)]
+    each = {*itertools.chain(*of_layers), *_scarcest(free, reads, last=True), *ends}
     points = sorted(each)
-    most_s = dict.fromkeys(points, 0.0)
-    known: dict[tuple[_Deadline, ...], float] = {}
-    pairs = {*itertools.chain.from_iterable(map(itertools.pairwise, of_layers))}
+    spans: set[_Span] = {*itertools.chain.from_iterable(map(itertools.pairwise, of_layers))}
     for skip in range(1, MAX_SKIP + 1):
-        pairs.update(zip(points, points[skip:], strict=False))
-    for at, end in sorted(pairs):
-        window = tuple(due_in((at, end)))
-        if window not in known:
-            known[window] = _window_s(away, window)
-        most_s[end] = max(most_s[end], most_s[at] + known[window])
+        spans.update(zip(points, points[skip:], strict=False))
+    if in_stages:
+        at = {point: number for number, point in enumerate(points)}
+        counts = Counter(
+            at[end] - at[first] for own in of_layers for first, end in itertools.pairwise(own)
+        )
+        num_stages = min(MAX_STAGES, max(2, counts.most_common(1)[0][0] if counts else 0))
+        spans.update(
+            tuple(points[first : first + num_stages + 1])
+            for first in range(len(points) - num_stages)
+        )
+    return points, spans
+
+
+def _longest_s(
+    points: Iterable[int], spans: Iterable[_Span], seconds: Callable[[_Span, float], float]
+) -> float:
+    """The seconds of the path of windows that takes most.
+
+    ``seconds`` of a window may be too few where they are no more than it is told.
+    """
+    most_s = dict.fromkeys(points, 0.0)
+    for span in sorted(spans, key=lambda span: (span[-1], -span[0], len(span))):
+        first, end = span[0], span[-1]
+        most_s[end] = max(most_s[end], most_s[first] + seconds(span, most_s[end] - most_s[first]))
     return max(most_s.values(), default=0.0)
 
 
@@ -207,48 +237,93 @@ def _scarcest(free: Any, borders: Iterable[int], *, last: bool = False) -> Itera
         yield end - 1 - int(some[::-1].argmin()) if last else first + int(some.argmin())
 
 
-def _due_back(
+def _read_in(
     away: Away,
     layers: Iterable[tuple[Sequence[int], Sequence[Life]]],
     counts: bool,
     out: _Out,
-    window: _Window,
-) -> Iterator[_Deadline]:
-    """The deadlines of a window of the backward; ``layers``: when each is read, and its lives."""
-    at, end = window
-    due = [
-        [life for life in own if at < life.read]
-        for reads, own in layers
-        if bisect_right(reads, at) < bisect_right(reads, end)
+    span: _Span,
+) -> Window:
+    """A window of the backward; ``layers``: when each is read, and its lives."""
+    at, end = span[0], span[-1]
+    read = [own for reads, own in layers if bisect_right(reads, at) < bisect_right(reads, end)]
+    later = [[life for life in _large(away.step, own) if at < life.read] for own in read]
+    calls = sorted({life.read for own in later for life in own if life.read <= end})
+    until = list(span[1:])
+    deadlines = [_deadline(away, span, call, bisect_left(until, call)) for call in calls]
+    numbers = {call: number for number, call in enumerate(calls)}
+    due = tuple(
+        _due_of(away, some, numbers, counts, out)._replace(paid=_paid(away, own, at, out))
+        for own, some in zip(read, later, strict=True)
+        if some
+    )
+    return Window(
+        due=due,
+        deadlines=tuple(deadlines),
+        free_bytes=tuple(
+            filled_bytes(_sizes(away.step, due, deadlines, stage), int(away.free[point]))
+            for stage, point in enumerate(span[:-1])
+        ),
+        ends=tuple(_deadline(away, span, call, stage) for stage, call in enumerate(until)),
+    )
+
+
+def _deadline(away: Away, span: _Span, call: int, stage: int) -> Deadline:
+    points = span[: stage + 1]
+    return Deadline(stage, tuple(sum(away.facts.call_s[point + 1 : call]) for point in points))
+
+
+def _large(step: MovableStep, own: Sequence[Life]) -> Iterator[Life]:
+    """What is not too small to be looked at."""
+    slots = step.classes[own[0].class_key].slots
+    least = MIN_SIZE * sum(slot.size_bytes for slot in slots)
+    return (life for life in own if slots[life.slot].size_bytes >= least)
+
+
+def _due_of(
+    away: Away, own: Sequence[Life], numbers: Mapping[int, int], counts: bool, out: _Out
+) -> Due:
+    """What a window must have of a layer; ``numbers`` of its calls' deadlines."""
+    cls, again = away.step.classes[own[0].class_key], away.never.again(own)
+    by_slot = {life.slot: life for life in own}
+    found = {life.slot for life in own if life.read in numbers}
+    queue = sorted(found)
+    for slot in queue:  # grows
+        read = sources_of(cls, slot).intersection(by_slot) - found if slot in again else ()
+        found.update(read)
+        queue += sorted(read)
+    copied = (life.slot for life in own if life.read in numbers and life.last_use < out.end)
+    return Due(
+        class_key=cls.key,
+        reads=tuple((slot, numbers.get(by_slot[slot].read)) for slot in sorted(found)),
+        again=again & found,
+        apart=frozenset(pair for pair in away.never.apart(own) if found.issuperset(pair)),
+        counts=counts,
+        out=frozenset(copied),
+        out_s=out.byte_s,
+    )
+
+
+def _sizes(
+    step: MovableStep, due: Iterable[Due], deadlines: Sequence[Deadline], stage: int
+) -> Sequence[int]:
+    """Bytes of what is read in a stage, or later."""
+    return [
+        step.classes[own.class_key].slots[slot].size_bytes
+        for own in due
+        for slot, number in own.reads
+        if number is None or deadlines[number].stage >= stage
     ]
-    paid = {
-        own[0].layer: _paid(away, [life for life in own if life.read <= at])
-        for _, own in layers
-        if out.byte_s
-    }
-    for call in sorted({life.read for own in due for life in own if life.read <= end}):
-        read = tuple(
-            _read_by(away, own, call, counts, out)._replace(
-                paid=paid.get(own[0].layer, frozenset())
-            )
-            for own in due
-            if _is_read(own, call)
-        )
-        yield _Deadline(
-            due=read,
-            free_bytes=_filled_bytes(away.step, read, int(away.free[at])),
-            beside_s=sum(away.facts.call_s[at + 1 : call]),
-            is_forward=False,
-        )
 
 
-def _paid(away: Away, earlier: Sequence[Life]) -> frozenset[int]:
-    """What making ``earlier`` slots of a layer runs, and making what that reads.
+def _paid(away: Away, own: Sequence[Life], at: int, out: _Out) -> frozenset[int]:
+    """What making the slots of a layer that are read by a call runs, and making what that reads.
 
     One region may make what is read in several windows, so that a tensor at hand when a window
     begins was not copied out for it. It counts as made in that window, of what no other pays for.
     """
-    if not earlier:
+    earlier = [life for life in own if life.read <= at]
+    if not out.byte_s or not earlier:
         return frozenset()
     cls = away.step.classes[earlier[0].class_key]
     made = away.never.again(earlier)
@@ -264,10 +339,10 @@ def _sources(cls: LayerClass, slots: Iterable[int], again: Collection[int]) -> f
 
 
 def _due_out(
-    away: Away, largest: Mapping[int, int], counts: bool, window: _Window
+    away: Away, largest: Mapping[int, int], counts: bool, span: _Span
 ) -> Iterator[_Deadline]:
     """The deadlines of a window of the forward; each layer's ``largest`` is made by which call."""
-    at, end = window
+    at, end = span
     calls = away.step.problem.calls
     made = [
         life
@@ -275,35 +350,33 @@ def _due_out(
         if at <= life.made and life.last_use < end and calls[life.made].kind is CallKind.RUN
     ]
     for call in sorted({life.made for life in made}):
-        since = tuple(
-            _Due(
+        gone = tuple(
+            _Gone(
                 class_key=own[0].class_key,
                 slots=tuple(life.slot for life in own),
-                later=(),
                 again=away.never.again(own),
                 apart=away.never.apart(own),
                 counts=counts and at <= largest[own[0].layer] < end,
             )
             for own in _by_layer(life for life in made if life.made >= call)
         )
+        sizes = [
+            away.step.classes[own.class_key].slots[slot].size_bytes
+            for own in gone
+            for slot in own.slots
+        ]
         yield _Deadline(
-            due=since,
-            free_bytes=_filled_bytes(away.step, since, int(away.free[end])),
+            gone=gone,
+            free_bytes=filled_bytes(sizes, int(away.free[end])),
             beside_s=sum(away.facts.call_s[call + 1 : end]),
-            is_forward=True,
         )
 
 
-def _filled_bytes(step: MovableStep, due: Iterable[_Due], free_bytes: int) -> int:
-    """The most of ``free_bytes`` that some of those tensors fill, as wholes.
+def filled_bytes(sizes: Sequence[int], free_bytes: int) -> int:
+    """The most of ``free_bytes`` that some tensors of such ``sizes`` fill, as wholes.
 
     So windows are the same, and looked at once, in layers with a few bytes more for the same.
     """
-    sizes = [
-        step.classes[own.class_key].slots[slot].size_bytes
-        for own in due
-        for slot in (*own.slots, *own.later)
-    ]
     if sum(sizes) <= free_bytes:
         return sum(sizes)
     unit = math.gcd(*sizes)
@@ -322,22 +395,8 @@ def _by_layer(lives: Iterable[Life]) -> Collection[Sequence[Life]]:
     return found.values()
 
 
-def _is_read(own: Iterable[Life], call: int) -> bool:
-    return any(life.read <= call for life in own)
-
-
-def _read_by(away: Away, own: Sequence[Life], call: int, counts: bool, out: _Out) -> _Due:
-    slots = tuple(life.slot for life in own if life.read <= call)
-    cls, again = away.step.classes[own[0].class_key], away.never.again(own)
-    read = _sources(cls, again.intersection(slots), again)
-    later = sorted(life.slot for life in own if life.read > call and life.slot in read)
-    counted = frozenset(life.slot for life in own if life.read <= call and life.last_use < out.end)
-    apart = away.never.apart(own)
-    return _Due(cls.key, slots, tuple(later), again, apart, counts, counted, out.byte_s)
-
-
 def _window_s(away: Away, deadlines: Iterable[_Deadline]) -> float:
-    """The seconds beyond computation that a window takes: of its worst deadline."""
+    """The seconds beyond computation that a window of the forward takes: of its worst deadline."""
     added_s = 0.0
     for deadline in sorted(deadlines, key=lambda own: -_copied_s(away.step, own)):
         if _copied_s(away.step, deadline) <= added_s:  # nor are all that follow worse
@@ -346,23 +405,14 @@ def _window_s(away: Away, deadlines: Iterable[_Deadline]) -> float:
     return added_s
 
 
-def _rate(step: MovableStep, deadline: _Deadline) -> float:
-    return step.costs.d2h_bytes_per_s if deadline.is_forward else step.costs.h2d_bytes_per_s
-
-
 def _copied_s(step: MovableStep, deadline: _Deadline) -> float:
     """The seconds beyond computation of one way to keep it; no better plan needs more.
 
     The largest tensors that fit are on the device, all others are copied. Infinite where some of
     them may not be copied.
     """
-    slots = [step.classes[own.class_key].slots[slot] for own in deadline.due for slot in own.slots]
+    slots = [step.classes[own.class_key].slots[slot] for own in deadline.gone for slot in own.slots]
     left, copied = deadline.free_bytes, 0
-    out_s = sum(
-        own.out_s * step.classes[own.class_key].slots[slot].size_bytes
-        for own in deadline.due
-        for slot in own.out
-    )
     for slot in sorted(slots, key=lambda slot: -slot.size_bytes):
         if slot.size_bytes <= left:
             left -= slot.size_bytes
@@ -370,53 +420,29 @@ def _copied_s(step: MovableStep, deadline: _Deadline) -> float:
             copied += slot.size_bytes
         else:
             return math.inf
-    return max(0.0, copied / _rate(step, deadline) - deadline.beside_s) + out_s
+    return max(0.0, copied / step.costs.d2h_bytes_per_s - deadline.beside_s)
 
 
 def _late_s(away: Away, deadline: _Deadline) -> float:
     """The seconds beyond computation that the deadline's program finds, see the module's text."""
     model = solver.make_model("window of a step")
-    stall = model.add_var(name="stall")
-    kept: list[tuple[int, Any]] = []
-    copied: list[tuple[int, Any]] = []
+    stands = model.add_var(name="stands")
+    unit_s = unit_of_s(away.step)
+    out_s = 1 / (away.step.costs.d2h_bytes_per_s * unit_s)
+    kept: list[tuple[float, Any]] = []
+    copied: list[tuple[float, Any]] = []
     counted: list[tuple[float, Any]] = []
-    hidden: list[tuple[float, Any]] = []
-    always_s, unit_s = 0.0, unit_of_s(away.step)
-    for class_key, slots, later, may_again, apart, counts, out, out_s, paid in deadline.due:
+    for class_key, slots, again, apart, counts in deadline.gone:
         cls = away.step.classes[class_key]
-        off = dict.fromkeys((*slots, *later), 1)
-        x, y = slot_variables(model, cls, off, dict.fromkeys(may_again, 1), apart=apart)
-        there = {slot: model.add_var(var_type="B") for slot in (*slots, *later)}
-        at_hand = {slot: there[slot] + x.get(slot, 0) + y.get(slot, 0) for slot in there}
+        off = dict.fromkeys(slots, 1)
+        x, y = slot_variables(model, cls, off, dict.fromkeys(again, 1), apart=apart)
+        there = {slot: model.add_var(var_type="B") for slot in slots}
         for slot in slots:
-            model.add_constr(at_hand[slot] >= 1)
-            own_s = out_s * cls.slots[slot].size_bytes if slot in out else 0.0
-            always_s += 0.0 if slot in x else own_s
-            if slot in x and own_s:
-                stays = model.add_var(name="out")
-                model.add_constr(stays >= 1 - x[slot])
-                counted.append((own_s / unit_s, stays))
-            if slot in x:
-                for source in sources_of(cls, slot).intersection(later):
-                    model.add_constr(at_hand[source] >= x[slot])
-        for slot in later:
-            if slot in x and may_pass(cls, slot):
-                for source in sources_of(cls, slot).intersection(later):
-                    model.add_constr(at_hand[source] >= x[slot])
+            model.add_constr(there[slot] + x.get(slot, 0) + y.get(slot, 0) >= 1)
         kept += [(cls.slots[slot].size_bytes, own) for slot, own in there.items()]
-        copied += [(cls.slots[slot].size_bytes, own) for slot, own in y.items()]
-        runs = [
-            (seconds / unit_s * away.discounts.get((class_key, op), 1.0), run, op in paid)
-            for op, seconds, run in require_operators(model, cls, 1, x)
-        ]
-        counted += [(own_s, run) for own_s, run, is_paid in runs if counts and not is_paid]
-        hidden += [(own_s, run) for own_s, run, _ in runs if not deadline.is_forward]
-    model.add_constr(weighted(*_columns(kept)) <= float(deadline.free_bytes))
-    rate = _rate(away.step, deadline) * unit_s
-    moved = weighted([size / rate for size, _ in copied], [own for _, own in copied])
-    model.add_constr(moved <= deadline.beside_s / unit_s + stall + weighted(*_columns(hidden)))
-    return always_s + minimum_s(model, stall + weighted(*_columns(counted)), unit_s)
-
-
-def _columns(terms: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    return [weight for weight, _ in terms], [variable for _, variable in terms]
+        copied += [(cls.slots[slot].size_bytes * out_s, own) for slot, own in y.items()]
+        for op, seconds, run in require_operators(model, cls, 1, x) if counts else ():
+            counted.append((seconds / unit_s * away.discounts.get((class_key, op), 1.0), run))
+    model.add_constr(sum_of(kept) <= float(deadline.free_bytes))
+    model.add_constr(sum_of(copied) <= deadline.beside_s / unit_s + stands)
+    return minimum_s(model, stands + sum_of(counted), unit_s)

@@ -12,13 +12,13 @@ what an operator that cannot be split takes beyond all collectives that may be i
 
 What is not on the device at p and read before a later point q of the backward must come back
 between the two, so that for points p, q, r, ... of the backward the seconds of such windows add up.
-What is read first must come first: a window takes what its worst deadline does
-(``bound_windows``). Where few bytes are free windows take more than a single point, and count. The
-forward has such windows too: what is made between p and q and has no room at q must have left by
-then. A recomputation takes its seconds once: they count in the windows of one half of the step, or
-of the other. In the forward its waits are at least the least ``u`` of the program below for one of
-its points, whatever is recomputed. A third sum counts the copies of both halves, which are the same
-ones (``both_waits_s``).
+What is read first must come first (``bound_windows``), and a window with points in it has the same
+decisions at all of them (``bound_stages``). Where few bytes are free windows take more than a
+single point, and count. The forward has such windows too: what is made between p and q and has no
+room at q must have left by then. A recomputation takes its seconds once: they count in the windows
+of one half of the step, or of the other. In the forward its waits are at least the least ``u`` of
+the program below for one of its points, whatever is recomputed. A third sum counts the copies of
+both halves, which are the same ones (``both_waits_s``).
 
 Nothing is copied back or made again twice. So what a recomputation reads stays on the device until
 the backward reads it too; where there is no room for it, no plan recomputes the slot, or not both
@@ -42,9 +42,10 @@ Symbols, for each class of layers with n layers whose slot s is not in use at p:
 ``before`` and ``after`` hold R as well where p lies in the backward.
 """
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -89,8 +90,11 @@ def step_lower_bound_s(
     budget_bytes: int | None,
     host_budget_bytes: int | None = None,
     regions: Collection[RecomputeRegion] = (),
+    rough: bool = False,
 ) -> float:
     """Seconds that every plan of ``step`` within the budgets takes at least.
+
+    With ``rough`` fewer windows are looked at.
 
     ``regions`` are recomputations whose seconds are known: where one is faster than its operators
     together, each of these is taken to be as much faster. Without a solver, or a budget, it is the
@@ -99,14 +103,19 @@ def step_lower_bound_s(
     facts = facts_of(step)
     alone = least_of(step.problem, step.costs) if facts.talks else None
     in_flight_s = alone.in_flight_s if alone else math.inf
-    kinds = _found(step, facts, budget_bytes, host_budget_bytes, regions, in_flight_s)
-    if alone is None:
-        return sum(facts.call_s) + min(found.beyond_s(0.0) for found in kinds)
-    waits_s = max(0.0, alone.forward_s - facts.halves_s[0])
-    return min(
-        max(alone.step_s + found.unhidden_s, sum(facts.call_s) + found.beyond_s(waits_s))
-        for found in kinds
-    )
+
+    def seconds(found: _Found) -> float:
+        if alone is None:
+            return sum(facts.call_s) + found.beyond_s(0.0)
+        waits_s = max(0.0, alone.forward_s - facts.halves_s[0])
+        at_least_s = sum(facts.call_s) + found.beyond_s(waits_s)
+        return max(alone.step_s + found.unhidden_s, at_least_s)
+
+    try:
+        kinds = list(_kinds(step, facts, budget_bytes, host_budget_bytes, regions, in_flight_s))
+        return _least_s(kinds, seconds, rough=rough)
+    except ConfigError:  # no engine on this machine
+        return seconds(_NOTHING)
 
 
 class _Found(NamedTuple):
@@ -129,52 +138,72 @@ class _Found(NamedTuple):
 _NOTHING = _Found((), 0.0, 0.0)
 
 
-def _found(
+class _Kind(NamedTuple):
+    """What keeping the budgets takes in plans of one kind."""
+
+    points: Sequence["_Added"]
+    away: Away
+
+    def found(self, *, in_stages: bool) -> _Found:
+        """What the worst point takes, and the windows."""
+        most = _Added(
+            *(max(kind) for kind in zip(_Added(0.0, 0.0, 0.0), *self.points, strict=True))
+        )
+        halves_s = tuple(
+            (
+                max(most.forward_s, forward_waits_s(self.away, counts=counts)),
+                backward_waits_s(self.away, counts=not counts, in_stages=in_stages),
+            )
+            for counts in (False, True)
+        )
+        whole_s = max(most.step_s, both_waits_s(self.away, in_stages=in_stages))
+        return _Found(halves_s, whole_s, most.unhidden_s)
+
+
+def _least_s(kinds: Sequence[_Kind], seconds: Callable[[_Found], float], *, rough: bool) -> float:
+    """What plans take of the kind that takes least.
+
+    What all take is found with few windows first, with all where it may be the least.
+    """
+    if not kinds:
+        return seconds(_NOTHING)
+    found = [(seconds(kind.found(in_stages=False)), at, rough) for at, kind in enumerate(kinds)]
+    heapq.heapify(found)
+    while True:
+        least_s, at, is_all = found[0]
+        if is_all or least_s == math.inf:
+            return least_s
+        heapq.heapreplace(found, (seconds(kinds[at].found(in_stages=True)), at, True))
+
+
+def _kinds(
     step: MovableStep,
     facts: StepFacts,
     budget_bytes: int | None,
     host_budget_bytes: int | None,
     regions: Collection[RecomputeRegion],
     in_flight_s: float,
-) -> Sequence[_Found]:
-    """What keeping the budgets takes, for each kind of plans.
+) -> Iterator[_Kind]:
+    """The kinds of plans; none where a bound knows of nothing but computation.
 
     Collectives of ``in_flight_s`` may hide a recomputation.
     """
     if budget_bytes is None or not step.problem.has_one_turn:  # in pipelines: of compute alone
-        return [_NOTHING]
+        return
     excess = _alive(step, facts) - budget_bytes
     lives, discounts = list(lives_of(step, facts)), _discounts(step, regions)
     once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
     moved = [life for life in once.values() if size_of(step, life)]
     spare = off_bytes(step, moved, len(facts.call_s)) - excess
     hosts = host_budget_bytes, discounts, in_flight_s
-    found = []
-    try:
-        for never in never_again(step, moved, spare, regions):
-            missing = excess + never.raised_bytes
-            added = [
-                _added_s(step, _point(facts, lives, never, at), int(missing[at]), *hosts)
-                for at in _points(missing, facts.first_backward)
-            ]
-            free = np.maximum(0, spare - never.raised_bytes)
-            found.append(_most(added, Away(step, facts, moved, free, never, discounts)))
-    except ConfigError:  # no engine on this machine
-        return [_NOTHING]
-    return found
-
-
-def _most(added: Iterable["_Added"], away: Away) -> _Found:
-    """What the worst point takes, and the windows."""
-    most = _Added(*(max(kind) for kind in zip(_Added(0.0, 0.0, 0.0), *added, strict=True)))
-    halves_s = tuple(
-        (
-            max(most.forward_s, forward_waits_s(away, counts=counts)),
-            backward_waits_s(away, counts=not counts),
-        )
-        for counts in (False, True)
-    )
-    return _Found(halves_s, max(most.step_s, both_waits_s(away)), most.unhidden_s)
+    for never in never_again(step, moved, spare, regions):
+        missing = excess + never.raised_bytes
+        points = [
+            _added_s(step, _point(facts, lives, never, at), int(missing[at]), *hosts)
+            for at in _points(missing, facts.first_backward)
+        ]
+        free = np.maximum(0, spare - never.raised_bytes)
+        yield _Kind(points, Away(step, facts, moved, free, never, discounts, {}))
 
 
 def _alive(step: MovableStep, facts: StepFacts) -> Any:

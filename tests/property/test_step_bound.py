@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 
 from memo_compile.planners import step_bound
-from memo_compile.planners.bound_windows import _Due, _filled_bytes
+from memo_compile.planners.bound_windows import filled_bytes
 from memo_compile.planners.comm_windows import least_of, overlapped
 from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.step_bound import step_lower_bound_s
-from memo_compile.step.movable import Action, Mode, Moves, Schedule, Slot
+from memo_compile.step.movable import Action, Mode, Moves, Schedule
 from memo_compile.step.problem import OutsideBuffer, Phase
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from memo_compile.step.timed import TimedProgram
@@ -117,7 +117,7 @@ def test_what_hides_in_one_half_by_recomputing_costs_in_the_other(monkeypatch):
     problem = apply_moves(step, Moves(modes=(everything,) * 6, schedule=once), recomputer(step))
     budget = peak_live_bytes(problem)
     together_s = step_lower_bound_s(step, budget_bytes=budget)
-    monkeypatch.setattr(step_bound, "both_waits_s", lambda away: 0.0)
+    monkeypatch.setattr(step_bound, "both_waits_s", lambda away, *, in_stages: 0.0)
     assert step_lower_bound_s(step, budget_bytes=budget) <= together_s - 1.0
     assert together_s <= simulate(problem, step.costs).step_s
 
@@ -302,10 +302,7 @@ def test_of_an_operator_that_no_collective_is_as_long_as_something_shows():
     unit=st.sampled_from([1, 512, 1 << 40]),
 )
 def test_the_bytes_that_tensors_fill_are_those_of_their_best_subset(sizes, free, unit):
-    first = movable_step(1)
-    slots = tuple(Slot(name=f"s{at}", size_bytes=size * unit) for at, size in enumerate(sizes))
-    step = replace(first, classes={"L": replace(first.classes["L"], slots=slots)})
-    due = _Due("L", tuple(range(len(sizes))), (), frozenset(), frozenset(), counts=True)
     sums = {sum(some) for n in range(len(sizes) + 1) for some in combinations(sizes, n)}
     most = max(found for found in sums if found <= free) * unit
-    assert _filled_bytes(step, (due,), free * unit + unit // 2) == most
+    own_sizes = [size * unit for size in sizes]
+    assert filled_bytes(own_sizes, free * unit + unit // 2) == most

@@ -347,6 +347,8 @@ class CandidateSource:
             )
             left -= num_simulated
             yield best.moves
+            if best.moves.schedule.widen > 1:  # what helps here may help with fewer bytes too
+                yield replace(best.moves, schedule=replace(best.moves.schedule, widen=1.0))
 
     def _perhaps_simulated(self, most_bytes: int, moves: Moves, below_s: float) -> Candidate | None:
         """``moves`` simulated; None where they surely need more bytes, or ``below_s`` or more."""
