@@ -10,7 +10,7 @@ from memo_compile.planners.bound_parts import lives_of
 from memo_compile.planners.move_rules import facts_of, recompute_keys
 from memo_compile.planners.policy import modes as policy_modes
 from memo_compile.planners.policy.candidate import simulated
-from memo_compile.planners.policy.candidates import ONCE
+from memo_compile.planners.policy.candidates import ONCE, CandidateSource
 from memo_compile.planners.policy.less_outside import less_outside
 from memo_compile.planners.policy.model import MAX_LAST, build_model, last_layer_kept
 from memo_compile.planners.policy.modes import class_modes, layer_modes
@@ -176,3 +176,32 @@ def test_near_the_floor_the_last_layer_may_do_something_else():
         assert other[:-1] == chosen[:-1]
         assert model.cost_s(other) < model.cost_s(chosen)
         assert model.peak_bytes(other) < above
+
+
+def allocating_source(num_layers=4, **more):
+    """Plans of a step of which a kernel of b allocates more than its arena's neighbours."""
+    step = movable_step(num_layers, bytes_per_s=64 * KIB)
+    step = replace(step, problem=replace(step.problem, releases_pages=False))
+    return CandidateSource(step=step, recompute=allocating(recomputer(step), 200 * KIB), **more)
+
+
+def test_what_helps_with_more_bytes_in_flight_is_tried_with_the_fewest_too():
+    found = allocating_source().near_floor()
+    wider = {plan.moves.modes for plan in found if plan.moves.schedule.widen > 1}
+    assert wider
+    assert wider <= {plan.moves.modes for plan in found if plan.moves.schedule.widen == 1}
+
+
+def test_where_the_host_is_short_small_plans_get_quicker_as_well():
+    """Those that copy least of it are no plans of greedy's sequence."""
+    source = allocating_source(12)
+    host = min(plan.host_bytes for plan in source.steady() if plan.host_bytes)
+    source = allocating_source(12, host_budget_bytes=host)
+    assert source.is_short
+    small = [plan for plan in source.steady() if plan.host_bytes <= host]
+    near = [plan for plan in source.near_floor() if plan.host_bytes <= host]
+    for plan in small:
+        others = [own for own in near if own.live_bytes <= plan.live_bytes]
+        assert min(own.cost_s for own in others) <= plan.cost_s
+    least = min(small, key=lambda plan: plan.live_bytes)
+    assert any(own.live_bytes <= least.live_bytes and own.cost_s < least.cost_s for own in near)

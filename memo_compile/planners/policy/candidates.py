@@ -331,12 +331,16 @@ class CandidateSource:
         self, found: Iterable[Moves], modes: Sequence[Sequence[ModeCost]]
     ) -> Iterator[Moves]:
         """Some of ``found`` that none beats with slots moved otherwise, in about their bytes."""
-        starts = _spread_bytes(_unbeaten(self._valid(found)), MAX_BY_SLOT)
+        starts = [
+            *_spread_bytes(_unbeaten(self._valid(found)), MAX_BY_SLOT),
+            *(self._smallest_steady() if self.is_short else ()),
+        ]
         best: Candidate | None = None
         left = MAX_BY_SLOT_CALLS // max(1, len(self.step.problem.calls))
+        starts.sort(key=lambda plan: plan.live_bytes)
         for done, plan in enumerate(starts):
             most_bytes = plan.live_bytes
-            start = min((own for own in (best, plan) if own), key=lambda own: own.cost_s)
+            start = plan if best is None else min(best, plan, key=self._cost)
             best, num_simulated = slot_by_slot(
                 self.step,
                 start,
@@ -350,6 +354,15 @@ class CandidateSource:
             if best.moves.schedule.widen > 1:  # what helps here may help with fewer bytes too
                 yield replace(best.moves, schedule=replace(best.moves.schedule, widen=1.0))
 
+    def _smallest_steady(self) -> list[Candidate]:
+        """The plan of fewest bytes of those that are the same for all costs and fit the host.
+
+        Where little may be copied, greedy's sequence may have no plan that is as small.
+        """
+        steady = (replace(_widened(own), policy="greedy") for own in self.steady())
+        found = [own for own in self._valid(steady) if self._has_host(own)]
+        return sorted(found, key=lambda plan: (plan.live_bytes, plan.cost_s))[:1]
+
     def _perhaps_simulated(self, most_bytes: int, moves: Moves, below_s: float) -> Candidate | None:
         """``moves`` simulated; None where they surely need more bytes, or ``below_s`` or more."""
         with contextlib.suppress(InvalidPlan, UnsupportedGraph):
@@ -358,8 +371,15 @@ class CandidateSource:
         return None
 
     def _fits(self, most_bytes: int, candidate: Candidate) -> bool:
+        return candidate.live_bytes <= most_bytes and self._has_host(candidate)
+
+    def _cost(self, candidate: Candidate) -> tuple[bool, float]:
+        """What fits the host first."""
+        return not self._has_host(candidate), candidate.cost_s
+
+    def _has_host(self, candidate: Candidate) -> bool:
         most = self.host_budget_bytes
-        return candidate.live_bytes <= most_bytes and (most is None or candidate.host_bytes <= most)
+        return most is None or candidate.host_bytes <= most
 
     def _filled(self) -> tuple[Moves, ...]:
         """Greedy's plans with as many copies as a host that is short has room for."""
