@@ -178,15 +178,15 @@ def test_near_the_floor_the_last_layer_may_do_something_else():
         assert model.peak_bytes(other) < above
 
 
-def allocating_source(num_layers=4, **more):
+def allocating_source(num_layers, bytes_per_s, **more):
     """Plans of a step of which a kernel of b allocates more than its arena's neighbours."""
-    step = movable_step(num_layers, bytes_per_s=64 * KIB)
+    step = movable_step(num_layers, bytes_per_s=bytes_per_s)
     step = replace(step, problem=replace(step.problem, releases_pages=False))
     return CandidateSource(step=step, recompute=allocating(recomputer(step), 200 * KIB), **more)
 
 
 def test_what_helps_with_more_bytes_in_flight_is_tried_with_the_fewest_too():
-    found = allocating_source().near_floor()
+    found = allocating_source(4, 16 * KIB).near_floor()
     wider = {plan.moves.modes for plan in found if plan.moves.schedule.widen > 1}
     assert wider
     assert wider <= {plan.moves.modes for plan in found if plan.moves.schedule.widen == 1}
@@ -194,9 +194,9 @@ def test_what_helps_with_more_bytes_in_flight_is_tried_with_the_fewest_too():
 
 def test_where_the_host_is_short_small_plans_get_quicker_as_well():
     """Those that copy least of it are no plans of greedy's sequence."""
-    source = allocating_source(12)
+    source = allocating_source(12, 64 * KIB)
     host = min(plan.host_bytes for plan in source.steady() if plan.host_bytes)
-    source = allocating_source(12, host_budget_bytes=host)
+    source = allocating_source(12, 64 * KIB, host_budget_bytes=host)
     assert source.is_short
     small = [plan for plan in source.steady() if plan.host_bytes <= host]
     near = [plan for plan in source.near_floor() if plan.host_bytes <= host]
