@@ -35,6 +35,7 @@ from memo_compile.lowering.workspace import (
     convolution_workspace,
     fourier_workspace,
     is_attention,
+    is_fourier,
     pooling_workspace,
     random_workspace,
 )
@@ -318,10 +319,13 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
 def _out_overload(node: fx.Node) -> torch._ops.OpOverload | None:
     """The overload of ``node``'s operator that writes into one given tensor, if it is a real one.
 
-    Overloads that torch generates (tag ``generated``) allocate inside and copy: no gain.
+    Overloads that torch generates (tag ``generated``) allocate inside and copy: no gain. So do
+    those of Fourier transforms.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    if is_fourier(node):
         return None
     packet = target.overloadpacket
     name = "out" if target._overloadname == "default" else f"{target._overloadname}_out"

@@ -234,6 +234,11 @@ def pooling_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
     return OutsideBuffer(kind="pooling workspace", size_bytes=size_bytes, start=line, end=line + 1)
 
 
+def is_fourier(node: fx.Node) -> bool:
+    """True where ``node`` is a Fourier transform."""
+    return node.op == "call_function" and _FOURIER.search(op_name(node)) is not None
+
+
 def fourier_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
     """What a Fourier transform on a CPU takes: its source with the dimensions in another order.
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
+from memo_compile.lowering.aten import _out_overload
 from memo_compile.lowering.workspace import fourier_workspace
 from tests.numerics.training import ATEN
 
@@ -37,8 +38,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_what_a_transform_and_its_inverse_take_is_counted(case):
+def transforms_of(case):
+    """The nodes of a transform and its inverse, each with a source like its own."""
     forward, shape, dim = case
     inverse = {torch.fft.rfft: torch.fft.irfft, torch.fft.rfft2: torch.fft.irfft2}.get(forward)
 
@@ -46,20 +47,35 @@ def test_what_a_transform_and_its_inverse_take_is_counted(case):
         made = forward(x, dim=dim)
         return made if inverse is None else inverse(made, dim=dim)
 
-    counted = 0
     nodes = make_fx(both, tracing_mode="fake")(torch.randn(shape)).graph.nodes
-    for node in nodes:
-        found = fourier_workspace(node, 0)
-        if found is None:
-            continue
-        counted += 1
-        fake, *rest = node.args
-        of = torch.empty_strided(
-            fake.meta["val"].shape, fake.meta["val"].stride(), dtype=fake.meta["val"].dtype
-        ).zero_()
-        taken = most_bytes(lambda x, target=node.target, rest=rest: target(x, *rest), of)
-        assert taken <= node.meta["val"].nbytes + found.size_bytes + 4096
-    assert counted
+    found = [node for node in nodes if fourier_workspace(node, 0) is not None]
+    assert found
+    for node in found:
+        yield node, empty_like(node.args[0].meta["val"]).zero_()
+
+
+def empty_like(fake):
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_a_transform_and_its_inverse_take_is_counted(case):
+    for node, source in transforms_of(case):
+        taken = most_bytes(lambda x, node=node: node.target(x, *node.args[1:]), source)
+        counted = fourier_workspace(node, 0).size_bytes
+        assert taken <= node.meta["val"].nbytes + counted + 4096
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_transform_exists_beside_the_buffer_that_it_is_copied_to(case):
+    """Its overload for given results allocates as much as the other: its result is counted."""
+    for node, source in transforms_of(case):
+        assert _out_overload(node) is None
+        result = empty_like(node.meta["val"])
+        into = node.target.overloadpacket.out
+        rest = node.args[1:]
+        taken = most_bytes(lambda x, rest=rest, o=result, into=into: into(x, *rest, out=o), source)
+        assert taken >= result.nbytes
 
 
 class Mixed(nn.Module):
