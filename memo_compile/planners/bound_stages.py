@@ -246,7 +246,10 @@ class _Program:
                 terms += [(-time, part) for part in layer.made_in(stage, source)]
                 for slot, own_s in zip(path, seconds, strict=True):
                     terms.append((time + own_s, layer.made_somehow(stage, slot)))
-                beside_s = self._before_s(stage, layer.deadlines[path[-1]]) / self._unit_s
+                # what is made on the way may be so for something that is read later
+                is_passing = (stage, path[-1]) in layer.passing
+                number = None if is_passing else layer.deadlines[path[-1]]
+                beside_s = self._before_s(stage, number) / self._unit_s
                 room = beside_s + self._stands[stage] + self._runs[stage]
                 self._model.add_constr(sum_of(terms) - time * (len(path) - 1) <= room)
 
