@@ -336,7 +336,10 @@ def seen(value: torch.Tensor, view: InputView) -> torch.Tensor:
 
 
 def view_inside(value: torch.Tensor, like: torch.Tensor, offset_bytes: int) -> torch.Tensor:
-    """A view shaped as ``like`` of the storage of ``value``, from ``offset_bytes`` of it."""
+    """A view shaped as ``like`` of the storage of ``value``, from ``offset_bytes`` of it.
+
+    It reads the bytes as ``like`` does: conjugated or negated where that is.
+    """
     storage, item = value.untyped_storage(), like.element_size()
     extent = sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True)) + 1
     end = offset_bytes + (extent * item if like.numel() else 0)
@@ -346,4 +349,6 @@ def view_inside(value: torch.Tensor, like: torch.Tensor, offset_bytes: int) -> t
             f"got [{offset_bytes}, {end})"
         )
     empty = torch.empty(0, dtype=like.dtype, device=value.device)
-    return empty.set_(storage, offset_bytes // item, like.shape, like.stride())
+    view = empty.set_(storage, offset_bytes // item, like.shape, like.stride())
+    view = torch.conj(view) if like.is_conj() else view
+    return torch._neg_view(view) if like.is_neg() else view

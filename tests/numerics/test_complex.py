@@ -1,0 +1,117 @@
+"""Complex numbers, and values that are read conjugated or negated, kept, copied and made again."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from memo_compile.errors import Infeasible
+from tests.numerics.budget_cases import SCHEDULES
+from tests.numerics.training import adamw, assert_planned, memo_compiled
+
+
+class Layer(nn.Module):
+    """Makes a value that it saves as it is, or read in another way."""
+
+    def __init__(self, kind: str, width: int = 16) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+        self.pairs = nn.Linear(width, 2 * width)
+        self.scale = nn.Parameter(torch.linspace(0.2, 0.8, width))
+
+    def forward(self, x):
+        y = self.norm(x)
+        if self.kind == "transform":
+            f = torch.fft.rfft(y * self.scale, dim=1)
+            y = torch.fft.irfft(f + f * f.conj() * 0.01, n=x.shape[1], dim=1)
+        else:
+            z = torch.view_as_complex(self.pairs(y).unflatten(-1, (-1, 2)))
+            y = VALUES[self.kind](z)
+        return x + self.out(y)
+
+
+def conjugated(z):
+    made = z * z.conj() * 0.1 + z
+    return made.real + made.imag
+
+
+def negated(z):
+    imaginary = (z * z).conj().imag  # shown negated
+    return imaginary * torch.sigmoid(imaginary)
+
+
+def both(z):
+    w = (z * z).conj()
+    return (w * torch.exp(1j * w.imag)).real + w.imag * w.real
+
+
+VALUES = {"conjugated": conjugated, "negated": negated, "both": both}
+KINDS = ("transform", *VALUES)
+POLICIES = ("save", "full-offload", "full-recompute")
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def assert_trains_as_eager(kind, **options):
+    """Three steps of two batches each, and an optimizer."""
+    torch.manual_seed(0)
+    model = Model(kind)
+    ours = copy.deepcopy(model)
+    compiled = memo_compiled(ours, **options)
+    optimizers = adamw(model), adamw(ours)
+    for _ in range(3):
+        for _ in range(2):
+            x = torch.randn(2, 33, 16)
+            loss, found = model(x), compiled(x)
+            torch.testing.assert_close(found, loss)
+            loss.backward()
+            found.backward()
+        pairs = zip(model.named_parameters(), ours.parameters(), strict=True)
+        for (name, expected), own in pairs:
+            if expected.grad is None:
+                assert own.grad is None
+                continue
+            least = 1e-5 * float(expected.grad.abs().max())
+            torch.testing.assert_close(
+                own.grad,
+                expected.grad,
+                rtol=1e-4,
+                atol=least,
+                msg=lambda text, n=name: f"{n}: {text}",
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_planned()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:3])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_conjugated_or_negated_equals_eager(kind, policy, schedule):
+    assert_trains_as_eager(kind, policy=policy, debug=schedule)
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("kind", ["transform", "conjugated"])
+def test_also_as_inductor_lowers_it(kind):
+    assert_trains_as_eager(kind, policy="full-offload", lowering="inductor")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_also_within_a_budget(kind):
+    torch.manual_seed(0)
+    with pytest.raises(Infeasible) as caught:
+        memo_compiled(Model(kind), memory_budget=1)(torch.randn(2, 33, 16))
+    assert_trains_as_eager(kind, memory_budget=caught.value.floor_bytes * 5 // 4)
