@@ -30,8 +30,8 @@ class Life(NamedTuple):
     read: int
     """The backward's first that reads it."""
 
-    def may_be_off(self, at: int) -> bool:
-        """True where some of call ``at`` can run without it.
+    def may_be_off(self, at: float) -> bool:
+        """True where some of call ``at`` can run without it; for ``at - 0.5``, where it can begin.
 
         A value that an earlier call made may be gone before the end of the call that reads it last.
         """

@@ -190,7 +190,8 @@ def _kinds(
     """
     if budget_bytes is None or not step.problem.has_one_turn:  # in pipelines: of compute alone
         return
-    excess = _alive(step, facts) - budget_bytes
+    alive = _alive(step, facts)
+    excess, with_loss = alive - budget_bytes, _with_loss_bytes(step, facts, alive) - budget_bytes
     lives, discounts = list(lives_of(step, facts)), _discounts(step, regions)
     once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
     moved = [life for life in once.values() if size_of(step, life)]
@@ -202,31 +203,45 @@ def _kinds(
             _added_s(step, _point(facts, lives, never, at), int(missing[at]), *hosts)
             for at in _points(missing, facts.first_backward)
         ]
+        if with_loss + never.raised_bytes > 0:
+            point = _point(facts, lives, never, facts.first_backward, is_begun=False)
+            points.append(_added_s(step, point, with_loss + never.raised_bytes, *hosts))
         free = np.maximum(0, spare - never.raised_bytes)
         yield _Kind(points, Away(step, facts, moved, free, never, discounts, {}))
 
 
 def _alive(step: MovableStep, facts: StepFacts) -> Any:
-    """Per call (int64) the device bytes with everything kept, collectives in the plans' order.
+    """Per call the bytes without what only the loss needs, see ``_kept_bytes``."""
+    problem = step.problem
+    if not facts.talks and not problem.loss_bytes:
+        return call_bytes(step)[0]
+    return _kept_bytes(step, facts, replace(problem, loss_bytes=0))
+
+
+def _with_loss_bytes(step: MovableStep, facts: StepFacts, alive: Any) -> int:
+    """The bytes when the backward begins, where there are most of them in its first call; else 0.
 
     What only the loss needs is gone on the backward's first line. In a plan that may be a copy's:
-    then it is gone before the first call has made anything.
+    then it is gone before the first call has made anything, and copies back hide behind that.
     """
     problem = step.problem
-    alive = _kept_bytes(step, facts, problem) if facts.talks else call_bytes(step)[0]
+    first = problem.first_backward
     if not problem.loss_bytes:
-        return alive
-    first = problem.regions[problem.calls[problem.first_backward].region]
+        return 0
+    most = int(_kept_bytes(step, facts, problem)[first])
+    region = problem.regions[problem.calls[first].region]
     begun_bytes = sum(
         sum(made.size_bytes for made in kind if not made.start)
-        for kind in (first.buffers, first.outside, first.outputs)
+        for kind in (region.buffers, region.outside, region.outputs)
     )
-    without_loss = _kept_bytes(step, facts, replace(problem, loss_bytes=0))
-    return np.maximum(without_loss, alive - begun_bytes)
+    return most - begun_bytes if most > alive[first] else 0
 
 
 def _kept_bytes(step: MovableStep, facts: StepFacts, problem: Problem) -> Any:
-    """Per call the bytes; 0 for what stands at another place in plans, where others are alive."""
+    """Per call (int64) the device bytes with everything kept, collectives in the plans' order.
+
+    0 for what stands at another place in plans, where others are alive.
+    """
     if not facts.talks:
         return most_per_call(problem, facts.tables) + step_constant_bytes(problem)
     plan = late(problem) if step.waits_late else at_once(problem)
@@ -283,14 +298,17 @@ _Counts = Mapping[str, Mapping[int, int]]
 """Class -> slot -> how many of its layers."""
 
 
-def _point(facts: StepFacts, lives: Sequence[Life], never: Never, at: int) -> _Point:
-    off = [life for life in lives if life.may_be_off(at)]
+def _point(
+    facts: StepFacts, lives: Sequence[Life], never: Never, at: int, *, is_begun: bool = True
+) -> _Point:
+    """The point in a call; without ``is_begun`` before it."""
+    off = [life for life in lives if life.may_be_off(at if is_begun else at - 0.5)]
     seconds = facts.call_s
     return _Point(
         num_off=_counted(off),
         num_again=_counted(life for life in off if (life.layer, life.slot) not in never.alone),
         before_s=sum(seconds[min(life.made for life in off) + 1 : at]) if off else 0.0,
-        after_s=sum(seconds[at + 1 : max(life.read for life in off)]) if off else 0.0,
+        after_s=sum(seconds[at + is_begun : max(life.read for life in off)]) if off else 0.0,
         in_backward=at >= facts.first_backward,
     )
 

@@ -13,8 +13,9 @@ from memo_compile.planners.comm_windows import least_of, overlapped
 from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.moves import apply_moves
+from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.step_bound import step_lower_bound_s
-from memo_compile.step.movable import Action, Mode, Moves, Schedule
+from memo_compile.step.movable import Action, Mode, Moves, Schedule, StepCosts
 from memo_compile.step.problem import OutsideBuffer, Phase
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from memo_compile.step.timed import TimedProgram
@@ -22,10 +23,12 @@ from tests.steps.drawn_moves import moved_steps, regions_of, talking_steps
 from tests.steps.movable import (
     FORWARD_S,
     KIB,
+    LayerKind,
     costs_of,
     layer_call,
     movable_step,
     recomputer,
+    repeated,
     with_regions,
 )
 from tests.steps.parallel_gpt import ROWS, SLOTS, parallel_step
@@ -188,6 +191,33 @@ def test_what_only_the_loss_needs_is_gone_before_a_backward_that_begins_with_a_c
     assert added_bytes < 0  # the loss is a part of the peak
     bound_s = step_lower_bound_s(step, budget_bytes=peak_live_bytes(problem))
     assert bound_s <= simulate(problem, step.costs).step_s
+
+
+@pytest.mark.parametrize("loss_bytes", [200 * KIB, 400 * KIB, 500 * KIB])
+@pytest.mark.parametrize("action", [Action.OFFLOAD, Action.RECOMPUTE])
+def test_copies_that_begin_once_the_loss_is_gone_hide_behind_the_first_call(loss_bytes, action):
+    """A small copy back is the backward's first line; all others begin before its first call."""
+    kind = LayerKind(
+        reads={"x": (), "s": ("x",), "t": ("x",)},
+        sizes={"x": 512, "s": 256 * KIB, "t": 256 * KIB},
+        seconds=dict.fromkeys("xst", 0.0),
+        num_rows=4,
+        kept=frozenset("xt"),
+        attention="t",
+    )
+    region_s = {"P": 0.05, "L": 0.02, "H": 0.01, "Hb": 1.0, "Lb": 0.1, "Pb": 0.1}
+    costs = StepCosts(region_s=region_s, d2h_bytes_per_s=7.9e8, h2d_bytes_per_s=7.9e5)
+    step = repeated(kind, 1, costs, 2 * KIB)
+    problem = replace(step.problem, loss_bytes=loss_bytes, releases_pages=True)
+    step = replace(step, problem=problem, token_granule=1)
+    mode = Mode(
+        actions=(Action.OFFLOAD, action, Action.OFFLOAD),
+        recompute_rows=2 if action is Action.RECOMPUTE else None,
+    )
+    moves = Moves(modes=(mode,), schedule=Schedule(reload_lead=0))
+    plan = simulated(step, moves, recomputer(step))
+    bound_s = step_lower_bound_s(step, budget_bytes=plan.live_bytes)
+    assert bound_s <= plan.timeline.step_s * (1 + 1e-6)
 
 
 def test_copies_need_room_on_the_host():
