@@ -23,6 +23,7 @@ from memo_compile.step.movable import (
     StepCosts,
 )
 from memo_compile.step.problem import FixedBytes, Phase, Problem, RegionProfile, StepCall, align
+from memo_compile.step.simulate import peak_live_bytes
 from tests.steps.parts import KIB, arena, buffer, call, external, region
 
 NUM_ROWS = 8
@@ -237,3 +238,10 @@ def costs_of(step: MovableStep, *regions: RecomputeRegion) -> StepCosts:
 def with_regions(costs: StepCosts, region_s: Mapping[str, float]) -> StepCosts:
     """``costs`` that know these regions too."""
     return replace(costs, region_s={**costs.region_s, **region_s})
+
+
+class Live:
+    """A placement without loss."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.peak_bytes = peak_live_bytes(problem)

@@ -294,7 +294,9 @@ def test_no_out_overload_loses_a_keyword():
             continue
         for target in (getattr(packet, overload) for overload in packet.overloads()):
             keywords = {arg.name for arg in target._schema.arguments if arg.kwarg_only}
-            node = SimpleNamespace(target=target, kwargs=dict.fromkeys(keywords, 1))
+            node = SimpleNamespace(
+                op="call_function", target=target, kwargs=dict.fromkeys(keywords, 1)
+            )
             out = aten._out_overload(node)
             if out is not None:
                 known = {arg.name for arg in out._schema.arguments}

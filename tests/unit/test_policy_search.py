@@ -21,7 +21,7 @@ from memo_compile.planners.policy.cheapest_first import (
     greedy_sequence,
     refilled,
 )
-from memo_compile.planners.policy.frontier import Choice, is_steady, unbeaten
+from memo_compile.planners.policy.frontier import is_steady
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
 from memo_compile.planners.policy.model import StepModel, build_model
 from memo_compile.planners.policy.modes import (
@@ -40,10 +40,9 @@ from memo_compile.planners.policy.named import NAMED
 from memo_compile.planners.policy.subsets import MAX_GROUPS, MAX_SETS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Action, Moves, RecomputeKey, Schedule
-from memo_compile.step.problem import CallKind, Problem
-from memo_compile.step.residency import step_constant_bytes
-from memo_compile.step.simulate import most_per_call, peak_live_bytes
-from tests.steps.movable import KIB, movable_step, recomputer
+from memo_compile.step.problem import Problem
+from memo_compile.step.simulate import peak_live_bytes
+from tests.steps.movable import KIB, Live, movable_step, recomputer
 
 ROTATING = Schedule(offload_lag=1, reload_lead=1)
 
@@ -415,66 +414,6 @@ def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
     assert len(set(sparing)) > 2
 
 
-@pytest.mark.parametrize("spares", [False, True])
-def test_a_plan_that_has_no_place_keeps_its_copies_out_of_the_way(spares, monkeypatch):
-    """Placements have holes where values that wait for the host fill the forward to the peak."""
-
-    class WithHoles(Live):
-        def __init__(self, problem: Problem) -> None:
-            super().__init__(problem)
-            alive = most_per_call(problem) + step_constant_bytes(problem)
-            waits = any(call.kind is CallKind.WAIT for call in problem.calls)
-            if waits and alive[: problem.first_backward].max() > 0.99 * self.peak_bytes:
-                self.peak_bytes *= 2
-
-    step = movable_step(4, bytes_per_s=40 * KIB, transient_bytes=40 * KIB)
-    budget_bytes = int(0.45 * peak_live_bytes(step.problem))
-
-    def chosen() -> Choice:
-        return choose(
-            step,
-            budget_bytes=budget_bytes,
-            host_budget_bytes=None,
-            policy="greedy",
-            recompute=recomputer(step),
-            place=WithHoles,
-            spares=spares,
-        )
-
-    with_spared = chosen()
-    assert with_spared.moves.schedule.spare > 0
-    assert with_spared.plan.peak_bytes <= budget_bytes
-    monkeypatch.setattr(CandidateSource, "spared", lambda *_: ())
-    assert chosen().timeline.step_s > 1.1 * with_spared.timeline.step_s
-
-
-def test_where_none_of_the_best_has_a_place_the_fastest_of_the_others_is_taken(monkeypatch):
-    """Not a steady plan, which copies at once and is several times as slow."""
-    step = movable_step(5, bytes_per_s=12 * KIB)
-    source = CandidateSource(step=step, recompute=recomputer(step))
-    steady = source.steady()
-    candidates = [*source.named("save"), *steady, *source.greedy()]
-    best = {candidate.problem.calls for candidate in unbeaten(candidates, None)}
-
-    class WithHoles(Live):
-        def __init__(self, problem: Problem) -> None:
-            super().__init__(problem)
-            self.peak_bytes *= 2 if problem.calls in best else 1
-
-    monkeypatch.setattr(CandidateSource, "spared", lambda *_: ())
-    fits = max(plan.live_bytes for plan in steady if plan.problem.calls not in best)
-    choice = choose(
-        step,
-        budget_bytes=fits,
-        host_budget_bytes=None,
-        policy="greedy",
-        recompute=recomputer(step),
-        place=WithHoles,
-    )
-    assert choice.problem.calls not in best
-    assert choice.timeline.step_s < 0.9 * min(plan.timeline.step_s for plan in steady)
-
-
 def test_bundles_are_single_layers_or_equal_parts():
     assert make_bundles(model_of(4)) == [(0,), (1,), (2,), (3,)]
     parts = make_bundles(model_of(12), num_bundles=7)
@@ -525,13 +464,6 @@ def test_without_time_the_choice_is_greedys():
     assert solve_modes(model_of(3), bound_bytes=1 << 40, time_limit_s=0.0).status is (
         SolveStatus.TIME_LIMIT
     )
-
-
-class Live:
-    """A placement without loss."""
-
-    def __init__(self, problem):
-        self.peak_bytes = peak_live_bytes(problem)
 
 
 def test_a_gpt_at_64k_tokens_recomputes_the_cheap_and_offloads_attention():

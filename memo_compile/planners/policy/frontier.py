@@ -12,7 +12,7 @@ And where a plan's peak is above its bytes alive, the same plan comes again, beh
 fast, with fewer bytes alive beside its peak (``CandidateSource.spared``). It has the plan's own
 bytes alive, so that both are skipped or neither is, and the proof holds for the longer order: each
 of the two parts, those that none beats and what follows them, is in the order of cost, so that what
-is skipped leaves the others in their places.
+is skipped leaves the others in their places. Of two such choices the faster is one as well.
 """
 
 import bisect
@@ -224,7 +224,10 @@ def _search(
         if policy == "greedy" or (found is not None and found[0].cost_s <= limit_s):
             return ordered, found
         most_bytes = chooser.most_of_floor(ordered) if spares and found is None else None
-        return _picked(source.auto(most_bytes), chooser)
+        ordered, best = _picked(source.auto(most_bytes), chooser)
+        # a plan that beats greedy's in cost and bytes alive may have no place, nor what follows it
+        both = [own for own in (best, found) if own is not None]
+        return ordered, min(both, key=lambda own: own[0].cost_s, default=None)
     if policy in LYNX:
         return _picked(source.lynx(policy), chooser)
     if policy not in NAMED:
