@@ -190,8 +190,8 @@ def _kinds(
     """
     if budget_bytes is None or not step.problem.has_one_turn:  # in pipelines: of compute alone
         return
-    alive = _alive(step, facts)
-    excess, with_loss = alive - budget_bytes, _with_loss_bytes(step, facts, alive) - budget_bytes
+    alive, beginning = _alive(step, facts)
+    excess, begin_excess = alive - budget_bytes, beginning - budget_bytes
     lives, discounts = list(lives_of(step, facts)), _discounts(step, regions)
     once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
     moved = [life for life in once.values() if size_of(step, life)]
@@ -203,38 +203,34 @@ def _kinds(
             _added_s(step, _point(facts, lives, never, at), int(missing[at]), *hosts)
             for at in _points(missing, facts.first_backward)
         ]
-        if with_loss + never.raised_bytes > 0:
+        if begin_excess + never.raised_bytes > 0:
             point = _point(facts, lives, never, facts.first_backward, is_begun=False)
-            points.append(_added_s(step, point, with_loss + never.raised_bytes, *hosts))
+            points.append(_added_s(step, point, begin_excess + never.raised_bytes, *hosts))
         free = np.maximum(0, spare - never.raised_bytes)
         yield _Kind(points, Away(step, facts, moved, free, never, discounts, {}))
 
 
-def _alive(step: MovableStep, facts: StepFacts) -> Any:
-    """Per call the bytes without what only the loss needs, see ``_kept_bytes``."""
-    problem = step.problem
-    if not facts.talks and not problem.loss_bytes:
-        return call_bytes(step)[0]
-    return _kept_bytes(step, facts, replace(problem, loss_bytes=0))
-
-
-def _with_loss_bytes(step: MovableStep, facts: StepFacts, alive: Any) -> int:
-    """The bytes when the backward begins, where there are most of them in its first call; else 0.
+def _alive(step: MovableStep, facts: StepFacts) -> tuple[Any, int]:
+    """Per call the bytes with everything kept, and those when the backward begins, or fewer.
 
     What only the loss needs is gone on the backward's first line. In a plan that may be a copy's:
     then it is gone before the first call has made anything, and copies back hide behind that.
+    Beside an arena that stays there is room for it all the time.
     """
     problem = step.problem
-    first = problem.first_backward
     if not problem.loss_bytes:
-        return 0
-    most = int(_kept_bytes(step, facts, problem)[first])
+        return call_bytes(step)[0] if not facts.talks else _kept_bytes(step, facts, problem), 0
+    first = problem.first_backward
     region = problem.regions[problem.calls[first].region]
     begun_bytes = sum(
         sum(made.size_bytes for made in kind if not made.start)
         for kind in (region.buffers, region.outside, region.outputs)
     )
-    return most - begun_bytes if most > alive[first] else 0
+    alive = _kept_bytes(step, facts, problem)
+    without = _kept_bytes(step, facts, replace(problem, loss_bytes=0))
+    if not problem.releases_pages:
+        return np.maximum(without, alive - begun_bytes), 0
+    return without, int(alive[first]) - begun_bytes if alive[first] > without[first] else 0
 
 
 def _kept_bytes(step: MovableStep, facts: StepFacts, problem: Problem) -> Any:
