@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from memo_runtime.instructions import view_inside
 from torch import nn
 
 from memo_compile.errors import Infeasible
@@ -115,3 +116,13 @@ def test_also_within_a_budget(kind):
     with pytest.raises(Infeasible) as caught:
         memo_compiled(Model(kind), memory_budget=1)(torch.randn(2, 33, 16))
     assert_trains_as_eager(kind, memory_budget=caught.value.floor_bytes * 5 // 4)
+
+
+def test_a_view_of_bytes_reads_them_as_what_it_is_like_does():
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    negated = z.conj().imag
+    assert z.conj().is_conj()
+    assert negated.is_neg()
+    for like in (z, z.conj(), z.t().conj(), negated, z.real):
+        found = view_inside(z, like, like.storage_offset() * like.element_size())
+        assert torch.equal(found, like)

@@ -5,10 +5,30 @@ import pytest
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import CandidateSource
 from memo_compile.planners.policy.frontier import Choice, unbeaten
+from memo_compile.step.movable import MovableStep
 from memo_compile.step.problem import CallKind, Problem
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call, peak_live_bytes
 from tests.steps.movable import KIB, Live, movable_step, recomputer
+
+
+def chosen(
+    step: MovableStep,
+    budget_bytes: int,
+    place: type[Live],
+    *,
+    policy: str = "greedy",
+    spares: bool = False,
+) -> Choice:
+    return choose(
+        step,
+        budget_bytes=budget_bytes,
+        host_budget_bytes=None,
+        policy=policy,
+        recompute=recomputer(step),
+        place=place,
+        spares=spares,
+    )
 
 
 @pytest.mark.parametrize("spares", [False, True])
@@ -26,22 +46,12 @@ def test_a_plan_that_has_no_place_keeps_its_copies_out_of_the_way(spares, monkey
     step = movable_step(4, bytes_per_s=40 * KIB, transient_bytes=40 * KIB)
     budget_bytes = int(0.45 * peak_live_bytes(step.problem))
 
-    def chosen() -> Choice:
-        return choose(
-            step,
-            budget_bytes=budget_bytes,
-            host_budget_bytes=None,
-            policy="greedy",
-            recompute=recomputer(step),
-            place=WithHoles,
-            spares=spares,
-        )
-
-    with_spared = chosen()
+    with_spared = chosen(step, budget_bytes, WithHoles, spares=spares)
     assert with_spared.moves.schedule.spare > 0
     assert with_spared.plan.peak_bytes <= budget_bytes
     monkeypatch.setattr(CandidateSource, "spared", lambda *_: ())
-    assert chosen().timeline.step_s > 1.1 * with_spared.timeline.step_s
+    without = chosen(step, budget_bytes, WithHoles, spares=spares)
+    assert without.timeline.step_s > 1.1 * with_spared.timeline.step_s
 
 
 def test_where_none_of_the_best_has_a_place_the_fastest_of_the_others_is_taken(monkeypatch):
@@ -59,14 +69,7 @@ def test_where_none_of_the_best_has_a_place_the_fastest_of_the_others_is_taken(m
 
     monkeypatch.setattr(CandidateSource, "spared", lambda *_: ())
     fits = max(plan.live_bytes for plan in steady if plan.problem.calls not in best)
-    choice = choose(
-        step,
-        budget_bytes=fits,
-        host_budget_bytes=None,
-        policy="greedy",
-        recompute=recomputer(step),
-        place=WithHoles,
-    )
+    choice = chosen(step, fits, WithHoles)
     assert choice.problem.calls not in best
     assert choice.timeline.step_s < 0.9 * min(plan.timeline.step_s for plan in steady)
 
@@ -81,14 +84,7 @@ def test_greedys_choice_stands_where_what_beats_it_has_no_place():
             super().__init__(problem)
             self.peak_bytes *= 1 if problem.calls in own else 2
 
-    def chosen(policy: str) -> Choice:
-        return choose(
-            step,
-            budget_bytes=peak_live_bytes(step.problem) * 37 // 100,
-            host_budget_bytes=None,
-            policy=policy,
-            recompute=recomputer(step),
-            place=WithHoles,
-        )
-
-    assert chosen("auto").timeline.step_s <= chosen("greedy").timeline.step_s
+    budget_bytes = peak_live_bytes(step.problem) * 37 // 100
+    greedys = chosen(step, budget_bytes, WithHoles)
+    best = chosen(step, budget_bytes, WithHoles, policy="auto")
+    assert best.timeline.step_s <= greedys.timeline.step_s
