@@ -1,6 +1,7 @@
 """A planned step that runs: the plan bound to the runtime, replaced by another when it must be."""
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -165,18 +166,20 @@ class Assembly:
         existing: int | None = None,
         leaving: tuple[int, ...] | None = None,
         lasting: int = 0,
+        none_exist: bool = False,
     ) -> PlannedStep:
         """The step planned for the last request, and for gradients and results that exist before.
 
         ``found`` is that request with what else was found. Gradients (by default those that exist
-        now) count in all later plans too, because they may be kept again. Where no plan fits
-        (Infeasible), the last request stays.
+        now) count in all later plans too, because they may be kept again; with ``none_exist`` none
+        do, whatever the options say. Where no plan fits (Infeasible), the last request stays.
         """
         if existing is None:
             existing = self.lowered.cut.facts.existing_gradient_bytes()
         request = replace(
             found or self.request,
             existing_gradient_bytes=max(self.request.existing_gradient_bytes, existing),
+            none_exist=none_exist,
             leaving=self.request.leaving if leaving is None else leaving,
             earlier_output_bytes=lasting,
         )
@@ -496,12 +499,15 @@ class Assembly:
         If that does not fit, results that this forward's may still replace (``replaced``) are not
         counted: the backward checks them before it begins.
         """
+        replan = functools.partial(
+            self._replan, existing=existing, leaving=leaving, none_exist=not existing
+        )
         try:
-            planned = self._replan(existing=existing, leaving=leaving, lasting=lasting)
+            planned = replan(lasting=lasting)
         except Infeasible:
             if not lasting or not replaced:
                 raise
-            planned = self._replan(existing=existing, leaving=leaving)
+            planned = replan()
         self._rebind(planned)
 
     def keep_budget(self) -> None:

@@ -64,6 +64,8 @@ def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
     problem = lowered.problem
     if request.group is not None:
         problem = grouped(problem, request.group)
+    if request.none_exist:
+        problem = replace(problem, fixed=replace(problem.fixed, gradients=0))
     fixed = problem.fixed
     gradients = gradients_at_once(problem, request.existing_gradient_bytes)
     earlier = max(fixed.earlier_outputs, request.earlier_output_bytes)

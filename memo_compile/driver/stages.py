@@ -88,6 +88,8 @@ class PlanRequest:
 
     existing_gradient_bytes: int = 0
     """Gradients kept from steps before, beside those that this step's backward makes."""
+    none_exist: bool = False
+    """True where it was seen that none exist, whatever the option ``gradients`` expects."""
     leaving: tuple[int, ...] = ()
     """Results of the backward, by position, that are gone once autograd has them."""
     earlier_output_bytes: int = 0

@@ -118,6 +118,40 @@ def test_also_within_a_budget(kind):
     assert_trains_as_eager(kind, memory_budget=caught.value.floor_bytes * 5 // 4)
 
 
+class Multiplied(nn.Module):
+    """Layers that all multiply their input with what the model is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scale = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, z):
+        x = z.real
+        for layer in self.layers:
+            x = x + torch.tanh(layer((z * self.scale * z).abs()))
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_input_that_other_code_shows_conjugated(policy):
+    torch.manual_seed(0)
+    model = Multiplied()
+    ours = copy.deepcopy(model)
+    compiled = memo_compiled(ours, policy=policy)
+    for _ in range(2):
+        leaf = torch.randn(5, 6, dtype=torch.complex64, requires_grad=True)
+        own = leaf.detach().clone().requires_grad_()
+        model(leaf.conj()).backward()
+        compiled(own.conj()).backward()
+        torch.testing.assert_close(own.grad, leaf.grad)
+        for expected, found in zip(model.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad)
+    assert_planned()
+
+
 def test_a_view_of_bytes_reads_them_as_what_it_is_like_does():
     z = torch.randn(3, 4, dtype=torch.complex64)
     negated = z.conj().imag

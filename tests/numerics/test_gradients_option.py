@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import memo_compile
 from memo_compile.driver.assemble import Assembly
@@ -128,3 +129,47 @@ def test_a_fresh_step_that_finds_gradients_is_planned_for_them(num_replans):
     pair.zero_grad()
     accumulate(pair, 2)
     assert memo_compile.report().plans[0].peak_bytes <= bound
+
+
+class Gated(nn.Module):
+    """Makes gradients of many sizes."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.left, self.right = nn.Linear(width, width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+        self.norm, self.other = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, x):
+        scaled = self.norm(x) * self.scale
+        across = scaled.transpose(1, 2).contiguous().transpose(1, 2)
+        left, right = torch.cat([across, scaled], -1).chunk(2, -1)
+        x = x + self.left(left) * torch.sigmoid(self.right(right))
+        gate, value = self.up(self.other(x)).chunk(2, -1)
+        return x + self.down(functional.silu(gate) * value)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+        self.layers, self.norm = nn.ModuleList(Gated() for _ in range(3)), nn.LayerNorm(16)
+
+    def forward(self, ids, labels):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def test_the_floor_with_gradients_also_runs_the_first_step_which_has_none():
+    """That step keeps its own gradients, which others would add to the ones that are there."""
+    torch.manual_seed(0)
+    batch, options = torch.randint(64, (2, 2, 33)), {**MOVING, "gradients": "accumulated"}
+    with pytest.raises(Infeasible) as raised:
+        memo_compile.plan(Named(), *batch, options={**options, "memory_budget": 1})
+    pair = Pair(Named(), **options, memory_budget=raised.value.floor_bytes)
+    for _ in range(3):
+        pair.each(lambda model: model(*batch).backward())
+        pair.assert_equal()
