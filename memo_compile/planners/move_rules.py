@@ -280,12 +280,13 @@ def _recompute_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[Recomput
         left: list[_Part] = []
         for apart in _apart_parts(cls, own, others):
             meeting = [part for part in parts if apart.meets(part)]
-            if not meeting or _runs_again(cls, apart, meeting, others):
-                left.append(apart)
-                continue
-            at = parts.index(meeting[0])
-            parts = [part for part in parts if part not in meeting]
-            parts.insert(at, _together([*meeting, apart]))
+            early, again = _cut(cls, apart, meeting, others)
+            left += again
+            if early is not None:
+                meeting = [part for part in meeting if early.meets(part)]
+                at = parts.index(meeting[0])
+                parts = [part for part in parts if part not in meeting]
+                parts.insert(at, _together([*meeting, early]))
         parts += [_together(left)] if left else []
     for part in parts:
         made = {cls.ops[at].slot for at in part.ops}
@@ -293,21 +294,40 @@ def _recompute_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[Recomput
         yield RecomputePart(tuple(sorted(part.slots)), tuple(passing))
 
 
-def _runs_again(
-    cls: LayerClass, later: "_Part", earlier: Iterable["_Part"], available: Collection[int]
-) -> bool:
-    """True where ``later`` is made when it is read, though ``earlier`` ones make some of it too.
+def _cut(
+    cls: LayerClass, later: "_Part", earlier: Sequence["_Part"], available: Sequence[int]
+) -> "tuple[_Part | None, Sequence[_Part]]":
+    """What of ``later`` is made with the ``earlier`` parts that it meets, and what when it is read.
 
-    It takes no time, and is larger than what it is made from that was read before.
+    As few slots as may be are made early: the first of them, from which the others take no time.
     """
-    shared = later.ops.intersection(frozenset().union(*(part.ops for part in earlier)))
-    if not _takes_no_time(cls, shared):
-        return False
-    first = min(cls.slots[slot].first_read for slot in later.slots)
-    sources = {cls.ops[source].slot for at in later.ops for source in cls.ops[at].inputs}
+    if not earlier:
+        return None, (later,)
+    made = frozenset().union(*(part.ops for part in earlier))
+    makers = {op.slot: at for at, op in enumerate(cls.ops)}
+    shared = sorted((slot for slot in later.slots if makers[slot] in made), key=makers.__getitem__)
+    for end in range(len(shared) + 1):
+        early = tuple(shared[:end])
+        rest = [slot for slot in later.slots if slot not in early]
+        again = _apart_parts(cls, rest, [*available, *early])
+        twice = made.intersection(itertools.chain.from_iterable(part.ops for part in again))
+        if (
+            again
+            and _takes_no_time(cls, twice)
+            and all(_is_larger(cls, part, available) for part in again)
+        ):
+            ops = frozenset(recompute_closure(cls, early, available))
+            return _Part(early, ops) if early else None, again
+    return later, ()
+
+
+def _is_larger(cls: LayerClass, part: "_Part", available: Collection[int]) -> bool:
+    """True where ``part`` is larger than what it is made from that was read before it."""
+    first = min(cls.slots[slot].first_read for slot in part.slots)
+    sources = {cls.ops[source].slot for at in part.ops for source in cls.ops[at].inputs}
     held = (cls.slots[slot] for slot in sources.intersection(available) if slot is not None)
     held_bytes = sum(slot.size_bytes for slot in held if slot.first_read < first)
-    return held_bytes < sum(cls.slots[slot].size_bytes for slot in later.slots)
+    return held_bytes < sum(cls.slots[slot].size_bytes for slot in part.slots)
 
 
 class _Part(NamedTuple):

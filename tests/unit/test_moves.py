@@ -527,3 +527,20 @@ def test_what_takes_no_time_is_made_twice_and_need_not_exist_in_between():
     assert keys(0.001) == [((3,), (2,)), ((2,), ())]
     assert keys(0.5) == [((2, 3), ())]
     assert keys(0.001, x_read=0) == [((2, 3), ())], "x would have to stay for b, and is as large"
+
+
+def test_what_takes_time_is_made_once_and_what_is_made_from_it_again():
+    """x -> b -> c -> d: d is read first, b takes time, and c takes none, from b."""
+    cls = movable_step(1).classes["L"]
+    reads = {"x0": 2, "a0": 0, "b0": 2, "c0": 2, "d0": 0}
+    slots = tuple(replace(slot, first_read=reads[slot.name]) for slot in cls.slots)
+
+    def keys(**seconds: float) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        ops = tuple(replace(op, seconds=seconds.get(op.name, op.seconds)) for op in cls.ops)
+        own = replace(cls, slots=slots, ops=ops, parts={})
+        found = recompute_keys(own, mode(b=RECOMPUTE, c=RECOMPUTE, d=RECOMPUTE))
+        return [(key.slots, key.passing) for key in found]
+
+    assert keys(op_b=0.5, op_c=0.001) == [((2, 4), (3,)), ((3,), ())]
+    assert keys(op_b=0.5, op_c=0.5) == [((2, 3, 4), ())]
+    assert keys(op_b=0.001, op_c=0.001) == [((4,), (2, 3)), ((2, 3), ())]
