@@ -263,7 +263,14 @@ def _takes_no_time(cls: LayerClass, ops: Iterable[int]) -> bool:
     return sum(cls.ops[at].seconds for at in ops) <= NO_TIME * sum(op.seconds for op in cls.ops)
 
 
-def _recompute_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[RecomputePart]:
+def joined_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The slots of the regions that recompute ``slots``, were nothing made from others' results."""
+    return (part.slots for part in _recompute_parts(cls, slots, cuts=False))
+
+
+def _recompute_parts(
+    cls: LayerClass, slots: Sequence[int], *, cuts: bool = True
+) -> Iterator[RecomputePart]:
     """``slots`` by the call that first reads them; together where they share an operator.
 
     What a layer in tiles recomputes for its attention need not exist while its MLP is in the
@@ -280,7 +287,7 @@ def _recompute_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[Recomput
         left: list[_Part] = []
         for apart in _apart_parts(cls, own, others):
             meeting = [part for part in parts if apart.meets(part)]
-            early, again = _cut(cls, apart, meeting, others)
+            early, again = _cut(cls, apart, meeting, others, cuts=cuts)
             left += again
             if early is not None:
                 meeting = [part for part in meeting if early.meets(part)]
@@ -295,18 +302,24 @@ def _recompute_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[Recomput
 
 
 def _cut(
-    cls: LayerClass, later: "_Part", earlier: Sequence["_Part"], available: Sequence[int]
+    cls: LayerClass,
+    later: "_Part",
+    earlier: Sequence["_Part"],
+    available: Sequence[int],
+    *,
+    cuts: bool,
 ) -> "tuple[_Part | None, Sequence[_Part]]":
     """What of ``later`` is made with the ``earlier`` parts that it meets, and what when it is read.
 
     As few slots as may be are made early: the first of them, from which the others take no time.
+    Without ``cuts`` all are, or none.
     """
     if not earlier:
         return None, (later,)
     made = frozenset().union(*(part.ops for part in earlier))
     makers = {op.slot: at for at, op in enumerate(cls.ops)}
     shared = sorted((slot for slot in later.slots if makers[slot] in made), key=makers.__getitem__)
-    for end in range(len(shared) + 1):
+    for end in range(len(shared) + 1 if cuts else 1):
         early = tuple(shared[:end])
         rest = [slot for slot in later.slots if slot not in early]
         again = _apart_parts(cls, rest, [*available, *early])

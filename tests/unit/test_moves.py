@@ -10,6 +10,7 @@ import pytest
 from memo_compile.errors import InputError, InvalidPlan
 from memo_compile.planners import move_rules
 from memo_compile.planners.move_rules import (
+    joined_parts,
     recomputable,
     recompute_closure,
     recompute_keys,
@@ -18,6 +19,7 @@ from memo_compile.planners.move_rules import (
 )
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
+from memo_compile.planners.policy.modes import apart
 from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.step.movable import (
     Action,
@@ -544,3 +546,19 @@ def test_what_takes_time_is_made_once_and_what_is_made_from_it_again():
     assert keys(op_b=0.5, op_c=0.001) == [((2, 4), (3,)), ((3,), ())]
     assert keys(op_b=0.5, op_c=0.5) == [((2, 3, 4), ())]
     assert keys(op_b=0.001, op_c=0.001) == [((4,), (2, 3)), ((2, 3), ())]
+
+
+def test_a_copy_of_what_joins_slots_is_offered_though_they_could_be_made_from_it():
+    """As above; c is large, and neither it nor b would stay if b were copied."""
+    cls = movable_step(1).classes["L"]
+    reads, seconds = (2, 0, 2, 2, 0), {"op_b": 0.5, "op_c": 0.001}
+    slots = [
+        replace(
+            slot, first_read=first, size_bytes=slot.size_bytes * (2 if slot.name == "c0" else 1)
+        )
+        for slot, first in zip(cls.slots, reads, strict=True)
+    ]
+    ops = tuple(replace(op, seconds=seconds.get(op.name, op.seconds)) for op in cls.ops)
+    own = replace(cls, slots=tuple(slots), ops=ops, parts={})
+    assert [*joined_parts(own, (2, 3, 4))] == [(2, 3, 4)]
+    assert apart(own, frozenset((2, 3, 4)), hideable=slots[2].size_bytes) == {3, 4}

@@ -108,9 +108,6 @@ MAX_GREEDY = 20
 MAX_BY_SLOT = 6
 """Likewise of those near the floor that are changed slot by slot."""
 
-SLACK = (1.0, 1.001)
-"""They may need so many times their bytes: those of regions that are not lowered are estimates."""
-
 MAX_BY_SLOT_CALLS = 300_000
 """Most calls of all steps that are simulated for it together: some five seconds."""
 
@@ -341,8 +338,8 @@ class CandidateSource:
         best: Candidate | None = None
         left = MAX_BY_SLOT_CALLS // max(1, len(self.step.problem.calls))
         starts.sort(key=lambda plan: plan.live_bytes)
-        limits = [(plan, int(plan.live_bytes * share)) for plan in starts for share in SLACK]
-        for done, (plan, most_bytes) in enumerate(limits):
+        for done, plan in enumerate(starts):
+            most_bytes = plan.live_bytes
             start = plan if best is None else min(best, plan, key=self._cost)
             best, num_simulated = slot_by_slot(
                 self.step,
@@ -350,7 +347,7 @@ class CandidateSource:
                 modes,
                 functools.partial(self._perhaps_simulated, most_bytes),
                 functools.partial(self._fits, most_bytes),
-                left // (len(limits) - done),
+                left // (len(starts) - done),
             )
             left -= num_simulated
             yield best.moves

@@ -15,6 +15,7 @@ from memo_compile.planners.move_rules import (
     can_split,
     closure_of,
     facts_of,
+    joined_parts,
     recomputable,
     recompute_keys,
     recompute_seconds,
@@ -455,11 +456,14 @@ def _without_small(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int
 
 
 def _early_bytes(cls: LayerClass, recomputed: frozenset[int]) -> int:
-    """Bytes of slots that regions make for another slot that is read earlier."""
+    """Bytes of slots that regions make for another slot that is read earlier.
+
+    What could be made from them later counts too: a copy of what joins it saves its recomputation.
+    """
     found = 0
-    for key in _keys_of(cls, recomputed):
-        first = min(cls.slots[slot].first_read for slot in key.slots)
-        later = (cls.slots[slot] for slot in key.slots if cls.slots[slot].first_read > first)
+    for slots in joined_parts(cls, sorted(recomputed)):
+        first = min(cls.slots[slot].first_read for slot in slots)
+        later = (cls.slots[slot] for slot in slots if cls.slots[slot].first_read > first)
         found += sum(slot.size_bytes for slot in later)
     return found
 
