@@ -47,6 +47,7 @@ from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.fx_passes import joint_graph
+from torch._inductor.ir import ScatterFallback as ScatterFallback
 from torch._inductor.virtualized import V
 from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import unset_fake_temporarily

@@ -32,6 +32,7 @@ from memo_compile.analysis.views import is_tensor, is_view, results_of, storage_
 from memo_compile.lowering.eager_ops import runnable
 from memo_compile.lowering.workspace import (
     called_operator,
+    cast_workspace,
     convolution_workspace,
     fourier_workspace,
     is_attention,
@@ -48,7 +49,13 @@ from memo_compile.step.problem import (
     align,
 )
 
-_WORKSPACES = (convolution_workspace, pooling_workspace, fourier_workspace, random_workspace)
+_WORKSPACES = (
+    convolution_workspace,
+    pooling_workspace,
+    fourier_workspace,
+    cast_workspace,
+    random_workspace,
+)
 
 _WRITES_OUT: dict[str, bool] = {}
 """An operator and the layouts of its arguments, as text -> whether its ``out=`` takes them."""

@@ -5,6 +5,7 @@ ExternKernelAllocLine, MultiOutputLine) have the same fields in torch 2.11 to 2.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from memo_compile import shim
 from memo_compile.analysis.regions import AttentionLine, RegionGraph, ViewSpec, counted_once
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.workspace import (
+    CAST,
     CONVOLUTION,
     Convolution,
+    cast_bytes,
     convolution_bytes,
     is_attention,
     is_convolution,
@@ -102,6 +105,18 @@ class LineScan:
                 self._read_extern(number, line.node)
             elif isinstance(line, shim.MultiOutputLine):
                 self._read_multi_output(number, line)
+            elif isinstance(getattr(line, "node", None), shim.ScatterFallback):
+                self._read_scatter(number, line.node)
+
+    def _read_scatter(self, number: int, node: Any) -> None:
+        """What torch's own scatter on a CPU allocates for itself, while its line runs."""
+        written = node.inputs[0]
+        numbers = math.prod(map(self.number, written.get_size()))
+        size_bytes = cast_bytes(_kernel_name(node), written.get_dtype(), numbers)
+        if size_bytes and self._region.device.type == "cpu":
+            self._workspaces.append(
+                OutsideBuffer(kind=CAST, size_bytes=size_bytes, start=number, end=number + 1)
+            )
 
     def _read_extern(self, number: int, node: Any) -> None:
         name, kind = node.get_name(), _kernel_name(node)

@@ -21,7 +21,7 @@ from torch import fx
 
 from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
-from memo_compile.analysis.structure import argument, op_name
+from memo_compile.analysis.structure import argument, namespace, op_name
 from memo_compile.lowering.eager_ops import PIECE, PIECE_ITEM_BYTES
 from memo_compile.step.problem import OutsideBuffer, align
 
@@ -56,6 +56,11 @@ CONVOLUTION = "convolution workspace"
 """Kind of what ``convolution_bytes`` counts."""
 
 _FOURIER = re.compile(r"(?:^|[._])_fft_(r2c|c2r|c2c)(?=$|[._])")
+_SCATTER = re.compile(r"(?:^|[._])(?:gather|scatter(?:_add|_reduce)?)_?(?=$|[._])")
+_HALVES = (torch.bfloat16, torch.float16)
+CAST = "copies of another dtype"
+"""Kind of what ``cast_bytes`` and ``cast_workspace`` count."""
+_BILINEAR = "upsample_bilinear2d"
 _RANDOM = ("inductor_random", "inductor_randint")
 _POOLING = ("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices")
 
@@ -252,6 +257,46 @@ def fourier_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
     copies = 3 if found[1] == "c2r" and len(argument(node, "dim")) > 1 else 1
     size_bytes = align(copies * source.nbytes)
     return OutsideBuffer(kind="Fourier workspace", size_bytes=size_bytes, start=line, end=line + 1)
+
+
+def cast_bytes(name: str, dtype: torch.dtype, numbers: int) -> int:
+    """What ``name`` takes on a CPU where it gathers or scatters 16-bit numbers, else 0.
+
+    Its result of ``numbers`` numbers in float32, whether it is new or given; Inductor's
+    ``scatter_reduce_`` is one, which it calls where there are several threads.
+    """
+    is_cast = dtype in _HALVES and _SCATTER.search(name) is not None
+    return align(numbers * FLOAT32_BYTES) if is_cast else 0
+
+
+def cast_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
+    """What operators on a CPU copy into another dtype, or layout, op by op.
+
+    Means of 16-bit numbers have these in float32, magnitudes of complex numbers a complex result,
+    ``any`` one byte for each number. Images are made larger or smaller with channels last, but of
+    some sizes not. Measured with torch 2.13; ``tests/numerics/test_casts.py`` measures again.
+    """
+    is_known = node.op == "call_function" and namespace(node) == "aten"
+    size_bytes = align(_cast_bytes(node)) if is_known else 0
+    if not size_bytes:
+        return None
+    return OutsideBuffer(kind=CAST, size_bytes=size_bytes, start=line, end=line + 1)
+
+
+def _cast_bytes(node: fx.Node) -> int:
+    name, result = op_name(node), node.meta.get("val")
+    source = _fake(argument(node, "self"))
+    if source is None or source.device.type != "cpu" or not isinstance(result, torch.Tensor):
+        return 0
+    if name == "mean" and source.dtype in _HALVES:
+        return FLOAT32_BYTES * source.numel()
+    if name == "abs" and source.is_complex():
+        return source.nbytes
+    if name == "any" and source.dtype not in (torch.bool, torch.uint8):
+        return source.numel()
+    if name == _BILINEAR and not source.is_contiguous(memory_format=torch.channels_last):
+        return source.nbytes + result.nbytes
+    return cast_bytes(name, result.dtype, result.numel())
 
 
 def random_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
