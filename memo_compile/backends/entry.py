@@ -24,6 +24,7 @@ from memo_compile.backends.capture import (
     StepCapture,
     next_graph_name,
 )
+from memo_compile.backends.negated import resolving
 from memo_compile.backends.retile import PlannedGraph, Retiled
 from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
@@ -112,14 +113,20 @@ def _compiled(
         if any(_is_unplannable(value) for value in example_inputs):
             error = UnsupportedGraph("an input is a nested or a sparse tensor")
             return _step_aside(gm, example_inputs, config, error)
-        symbols = symbol_positions(gm, example_inputs)
-        if not symbols:
-            return compile_static(gm, example_inputs, config)
-        if not _trains(example_inputs):
-            _note_inference(config)
-            return shim.compile_fx(gm, example_inputs)
-        # Sizes that come up while the program runs fail where nobody else reports it.
-        return Specialised(gm, symbols, config, _failure_reported()(compile_static))
+        return resolving(lambda inputs: _compiled_for(gm, inputs, config), gm, example_inputs)
+
+
+def _compiled_for(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
+) -> Callable[..., Any]:
+    symbols = symbol_positions(gm, example_inputs)
+    if not symbols:
+        return compile_static(gm, example_inputs, config)
+    if not _trains(example_inputs):
+        _note_inference(config)
+        return shim.compile_fx(gm, example_inputs)
+    # Sizes that come up while the program runs fail where nobody else reports it.
+    return Specialised(gm, symbols, config, _failure_reported()(compile_static))
 
 
 @contextlib.contextmanager

@@ -26,8 +26,8 @@ class OwnInputs:
                                                  grad = mul(tangent, own)
 
     The copy is saved like any other value of the step: it is kept, or moved to the host and back.
-    It is tagged to run once, so that no backward asks for ``x``. Lazily conjugated or negated
-    inputs stay: what reads them was traced for the lazy bit, which a copy does not have.
+    It is tagged to run once, so that no backward asks for ``x``. Lazily conjugated inputs stay:
+    what reads them was traced for the lazy bit, which a copy does not have.
     """
 
     positions: tuple[int, ...]
@@ -44,7 +44,7 @@ class OwnInputs:
         for position in self.positions:
             source = inputs[position]
             readers = [user for user in source.users if user.op != "output"]
-            if source in written or _is_lazy(source) or not _reaches(readers, backward):
+            if source in written or source.meta["val"].is_conj() or not _reaches(readers, backward):
                 continue
             with gm.graph.inserting_before(first):
                 own = gm.graph.call_function(torch.ops.aten.clone.default, (source,))
@@ -57,12 +57,6 @@ class OwnInputs:
                 reader.replace_input_with(source, own)
             modified = True
         return PassResult(gm, modified)
-
-
-def _is_lazy(source: fx.Node) -> bool:
-    """True where ``source`` is to be conjugated or negated when it is read; its clone is not."""
-    value = source.meta["val"]
-    return bool(value.is_conj() or value.is_neg())
 
 
 def with_history(examples: Any) -> tuple[int, ...]:

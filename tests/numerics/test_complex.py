@@ -153,6 +153,57 @@ def test_an_input_that_other_code_shows_conjugated_or_negated(shown, policy):
     assert_planned()
 
 
+class Written(nn.Module):
+    """Layers on a real input, which is written into where ``writes``."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.writes = writes
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        if self.writes:
+            x.mul_(0.5)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x * x - x))
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_real_input_that_is_shown_negated_is_read_and_written_as_it_is_shown(lowering, writes):
+    """Stock Inductor reads its memory without the sign."""
+    torch.manual_seed(0)
+    model = Written(writes=writes)
+    ours = copy.deepcopy(model)
+    compiled = memo_compiled(ours, lowering=lowering, policy="full-offload")
+    for is_negated in (False, True, True):
+        leaf = torch.randn(5, 6, dtype=torch.complex64, requires_grad=True)
+        own = leaf.detach().clone().requires_grad_()
+        inputs = [(z * 1).conj().imag if is_negated else (z * 1).imag for z in (leaf, own)]
+        for call, shown in zip((model, compiled), inputs, strict=True):
+            assert shown.is_neg() == is_negated
+            call(shown).backward()
+        torch.testing.assert_close(inputs[1], inputs[0])
+        torch.testing.assert_close(own.grad, leaf.grad)
+        for expected, found in zip(model.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad)
+    assert_planned()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_too(writes, mode):
+    torch.manual_seed(0)
+    model, z = Written(writes=writes), torch.randn(5, 6, dtype=torch.complex64)
+    with mode():
+        own, theirs = (z.clone().conj().imag for _ in range(2))
+        compiled = torch.compile(model, backend="memo")
+        torch.testing.assert_close(compiled(own), model(theirs))
+        torch.testing.assert_close(own, theirs)
+
+
 def test_a_view_of_bytes_reads_them_as_what_it_is_like_does():
     z = torch.randn(3, 4, dtype=torch.complex64)
     negated = z.conj().imag
