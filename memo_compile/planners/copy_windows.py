@@ -242,7 +242,8 @@ class _Forward:
         self.has_swapped = True
         self.missing.tell(min(copy.size_bytes for copy in urgent) - free)
         moved = [copy.offload for copy in behind]
-        self.calls = [call for call in self.calls if not any(call is own for own in moved)]
+        known = set(map(id, moved))
+        self.calls = [call for call in self.calls if id(call) not in known]
         place = next(at for at, call in enumerate(self.calls) if call is urgent[-1].offload)
         self.calls[place + 1 : place + 1] = moved
         issued_s = urgent[-1].issued_s
