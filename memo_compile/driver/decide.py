@@ -36,7 +36,7 @@ def propose(
     """What ``decide`` simulates first under any budget is in ``memory``, and ``library`` known."""
     source = CandidateSource(
         step=step,
-        recompute=with_launches(library),
+        recompute=with_launches(step, library),
         host_budget_bytes=host_budget_bytes,
         exact=config.exact,
         searched=SearchedMoves(memory=memory, regions=library.known_names()),

@@ -138,7 +138,7 @@ def choose(
         NothingFits: no plan fits the budget and the host budget; the message names the floor.
         ConfigError: the policy is unknown.
     """
-    recompute = with_launches(recompute)
+    recompute = with_launches(step, recompute)
     source = CandidateSource(
         step=step,
         recompute=recompute,
@@ -179,7 +179,7 @@ def confirmed(
     It must be where it no longer fits, or is slower by more than ``SAME`` of the step. The module's
     proof is about choices with estimates; lowered regions may shift a peak.
     """
-    recompute = with_launches(recompute)
+    recompute = with_launches(step, recompute)
     problem, costs = program_of(step, choice.moves, recompute)
     timeline = simulate(problem, costs)
     if timeline.step_s > choice.timeline.step_s * (1 + SAME):

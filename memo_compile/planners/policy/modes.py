@@ -24,6 +24,7 @@ from memo_compile.planners.move_rules import (
 from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.planners.policy.subsets import lower_hull, recompute_sets, triangle
 from memo_compile.step.movable import (
+    MEASURED,
     Action,
     LayerClass,
     Mode,
@@ -72,14 +73,18 @@ LAUNCH_S = 5e-6
 Without them tiny tensors would be recomputed on paper, until the region is measured."""
 
 
-def with_launches(recompute: RecomputeOf) -> RecomputeOf:
-    """``recompute`` with the launches of estimated regions counted; each key is asked for once."""
+def with_launches(step: MovableStep, recompute: RecomputeOf) -> RecomputeOf:
+    """``recompute`` with the launches of estimated regions counted; each key is asked for once.
+
+    Only where regions are measured: the seconds of a roofline count no launches at all.
+    """
+    is_measured = step.costs.source == MEASURED
     known: dict[RecomputeKey, RecomputeRegion] = {}
 
     def counted(key: RecomputeKey) -> RecomputeRegion:
         if key not in known:
             region = recompute(key)
-            if not region.is_lowered:
+            if is_measured and not region.is_lowered:
                 more_s = LAUNCH_S * region.profile.num_lines
                 region = replace(region, seconds=region.seconds + more_s)
             known[key] = region
