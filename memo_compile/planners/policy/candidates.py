@@ -108,6 +108,9 @@ MAX_GREEDY = 20
 MAX_BY_SLOT = 6
 """Likewise of those near the floor that are changed slot by slot."""
 
+MOSTLY = 0.25
+"""Where copies stall so much of a step near the floor, a slot copied less is worth a search."""
+
 MAX_BY_SLOT_CALLS = 300_000
 """Most calls of all steps that are simulated for it together: some five seconds."""
 
@@ -324,8 +327,14 @@ class CandidateSource:
         if raises:
             found = [*found, *less_outside(self.step, modes, found)]
         yield from found
-        if raises:
+        if raises or self._mostly_waits(found):
             yield from self._slot_by_slot(found, modes)
+
+    def _mostly_waits(self, found: Sequence[Moves]) -> bool:
+        """True where the plan of fewest bytes waits for copies during MOSTLY of its step."""
+        fewest = sorted(found, key=self._least_bytes_of)[:1]
+        plans = self._valid(fewest)
+        return any(own.timeline.stall_s > MOSTLY * own.timeline.step_s for own in plans)
 
     def _slot_by_slot(
         self, found: Iterable[Moves], modes: Sequence[Sequence[ModeCost]]
