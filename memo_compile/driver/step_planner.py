@@ -529,7 +529,8 @@ def _explained(error: Infeasible, problem: Problem, request: PlanRequest) -> Inf
         text += f"; floor where .grad exists before the step (accumulation): {accumulating}"
     elif error.floor_bytes is not None:
         fresh = format_enough(error.floor_bytes - (0 if problem.leaving else kept))
-        text += f"; floor where no .grad exists before the step: {fresh}"
+        most = "at most " if problem.leaving else ""
+        text += f"; floor where no .grad exists before the step: {most}{fresh}"
     if request.existing_gradient_bytes:
         twice = "" if problem.leaving else ", which makes them exist twice"
         text += (

@@ -292,8 +292,9 @@ def _recompute_parts(
             if early is not None:
                 meeting = [part for part in meeting if early.meets(part)]
                 at = parts.index(meeting[0])
-                parts = [part for part in parts if part not in meeting]
-                parts.insert(at, _together([*meeting, early]))
+                behind = [part for part in parts[at:] if part not in meeting]
+                whole, behind = _with_sources(cls, _together([*meeting, early]), behind)
+                parts = [*parts[:at], whole, *behind]
         parts += [_together(left)] if left else []
     for part in parts:
         made = {cls.ops[at].slot for at in part.ops}
@@ -332,6 +333,21 @@ def _cut(
             ops = frozenset(recompute_closure(cls, early, available))
             return _Part(early, ops) if early else None, again
     return later, ()
+
+
+def _with_sources(
+    cls: LayerClass, part: "_Part", behind: Sequence["_Part"]
+) -> tuple["_Part", list["_Part"]]:
+    """``part`` with those of ``behind`` that make what it reads, and the others."""
+    read = {
+        cls.ops[source].slot
+        for at in part.ops
+        for source in cls.ops[at].inputs
+        if source not in part.ops
+    }
+    makers = [other for other in behind if not read.isdisjoint(other.slots)]
+    left = [other for other in behind if other not in makers]
+    return _with_sources(cls, _together([part, *makers]), left) if makers else (part, left)
 
 
 def _is_larger(cls: LayerClass, part: "_Part", available: Collection[int]) -> bool:

@@ -23,6 +23,7 @@ from memo_compile.planners.policy.modes import apart
 from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.step.movable import (
     Action,
+    LayerClass,
     LayerOp,
     Mode,
     MovableStep,
@@ -30,6 +31,7 @@ from memo_compile.step.movable import (
     RecomputeKey,
     RegionInput,
     Schedule,
+    Slot,
 )
 from memo_compile.step.problem import (
     CallKind,
@@ -546,6 +548,34 @@ def test_what_takes_time_is_made_once_and_what_is_made_from_it_again():
     assert keys(op_b=0.5, op_c=0.001) == [((2, 4), (3,)), ((3,), ())]
     assert keys(op_b=0.5, op_c=0.5) == [((2, 3, 4), ())]
     assert keys(op_b=0.001, op_c=0.001) == [((4,), (2, 3)), ((2, 3), ())]
+
+
+def test_what_a_region_reads_is_made_before_it_though_its_parts_are_joined_later():
+    """e, read last, joins d and g, which are read first and later: g was to be made from b."""
+    read = {"x": 0, "b": 4, "c": 3, "e": 7, "g": 4, "d": 0}
+    slots = tuple(
+        Slot(
+            name=name,
+            size_bytes=4096 if name == "g" else 1024,
+            first_read=first,
+            can_recompute=name != "x",
+            is_input=name == "x",
+        )
+        for name, first in read.items()
+    )
+    ops = (
+        LayerOp(name="x", seconds=0.0, slot=0, can_recompute=False),
+        LayerOp(name="f", seconds=0.0, inputs=(0,)),
+        LayerOp(name="b", seconds=1.0, inputs=(0,), slot=1),
+        LayerOp(name="c", seconds=0.0, inputs=(2,), slot=2),
+        LayerOp(name="e", seconds=0.0, inputs=(1,), slot=3),
+        LayerOp(name="g", seconds=0.0, inputs=(1, 3), slot=4),
+        LayerOp(name="d", seconds=1.0, inputs=(4,), slot=5),
+    )
+    cls = LayerClass(key="L", slots=slots, ops=ops)
+    actions = (Action.SAVE, *[Action.RECOMPUTE] * 5)
+    (key,) = recompute_keys(cls, Mode(actions=actions))
+    assert key.slots == (1, 2, 3, 4, 5)
 
 
 def test_a_copy_of_what_joins_slots_is_offered_though_they_could_be_made_from_it():

@@ -39,7 +39,7 @@ from memo_compile.planners.policy.modes import (
 from memo_compile.planners.policy.named import NAMED
 from memo_compile.planners.policy.subsets import MAX_GROUPS, MAX_SETS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
-from memo_compile.step.movable import Action, Moves, RecomputeKey, Schedule
+from memo_compile.step.movable import MEASURED, Action, Moves, RecomputeKey, Schedule
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import peak_live_bytes
 from tests.steps.movable import KIB, Live, movable_step, recomputer
@@ -519,10 +519,13 @@ def test_a_program_that_cannot_be_is_left_out_with_a_warning(caplog):
     assert "a plan of policy auto is left out: expected a mode for each of 3 layers" in caplog.text
 
 
-def test_estimates_count_launches_and_measurements_do_not():
-    known = recomputer(movable_step(2))
+@pytest.mark.parametrize(("source", "launches"), [(MEASURED, 3), ("roofline", 0)])
+def test_estimates_count_launches_where_seconds_are_measured(source, launches):
+    step = movable_step(2)
+    step = replace(step, costs=replace(step.costs, source=source))
+    known = recomputer(step)
     key = RecomputeKey(class_key="L", slots=(2, 3, 4))
     lowered = known(key)
-    assert with_launches(known)(key) is lowered
-    estimate = with_launches(lambda key: replace(known(key), is_lowered=False))(key)
-    assert estimate.seconds == pytest.approx(lowered.seconds + 3 * LAUNCH_S)
+    assert with_launches(step, known)(key) is lowered
+    estimate = with_launches(step, lambda key: replace(known(key), is_lowered=False))(key)
+    assert estimate.seconds == pytest.approx(lowered.seconds + launches * LAUNCH_S)
