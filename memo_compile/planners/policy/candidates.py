@@ -331,7 +331,12 @@ class CandidateSource:
             yield from self._slot_by_slot(found, modes)
 
     def _mostly_waits(self, found: Sequence[Moves]) -> bool:
-        """True where the plan of fewest bytes waits for copies during MOSTLY of its step."""
+        """True where the plan of fewest bytes waits for copies during MOSTLY of its step.
+
+        Not with collectives: simulating the search's plans takes several times as long then.
+        """
+        if facts_of(self.step).talks:
+            return False
         fewest = sorted(found, key=self._least_bytes_of)[:1]
         plans = self._valid(fewest)
         return any(own.timeline.stall_s > MOSTLY * own.timeline.step_s for own in plans)
