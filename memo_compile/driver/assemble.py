@@ -167,6 +167,7 @@ class Assembly:
         leaving: tuple[int, ...] | None = None,
         lasting: int = 0,
         none_exist: bool = False,
+        policy: str | None = None,
     ) -> PlannedStep:
         """The step planned for the last request, and for gradients and results that exist before.
 
@@ -174,6 +175,7 @@ class Assembly:
         now) count in all later plans too, because they may be kept again; with ``none_exist`` none
         do, whatever the options say. Where no plan fits (Infeasible), the last request stays.
         """
+        config = self.config if policy is None else replace(self.config, policy=policy)
         if existing is None:
             existing = self.lowered.cut.facts.existing_gradient_bytes()
         request = replace(
@@ -185,7 +187,7 @@ class Assembly:
         )
         try:
             with shim.nothing_else_compiles():
-                planned = plan_step(self.lowered, self.config, request, self.known)
+                planned = plan_step(self.lowered, config, request, self.known)
         except Infeasible:
             self.unplanned_request = request
             raise
@@ -399,6 +401,8 @@ class Assembly:
             planned = self._replan(lasting=self.request.earlier_output_bytes)
         except Infeasible as error:
             raise type(refused)(f"{refused}; no plan of this step needs less: {error}") from None
+        if isinstance(refused, ArenaError) and planned.plan.arena_bytes >= plan.arena_bytes:
+            planned = self._in_less_arena(planned)
         sizes = (planned.plan.arena_bytes, planned.problem.host_bytes)
         shrinks = sizes[0] < plan.arena_bytes or sizes[1] < host_bytes
         if not shrinks and planned.plan.peak_bytes >= plan.peak_bytes:
@@ -406,6 +410,15 @@ class Assembly:
         arena, host = (format_bytes(size) for size in sizes)
         state.warn_once(f"{refused}. Planned again: arena {arena}, host memory {host}")
         self._bind_replanned(planned)
+
+    def _in_less_arena(self, planned: PlannedStep) -> PlannedStep:
+        """``planned``, or full recomputation: unused pages of an arena are in no plan's peak."""
+        if self.config.policy in ("auto", "greedy"):
+            with contextlib.suppress(Infeasible):
+                lasting = self.request.earlier_output_bytes
+                other = self._replan(lasting=lasting, policy="full-recompute")
+                return min(planned, other, key=lambda own: own.plan.arena_bytes)
+        return planned
 
     def _request_less(self, refused: ArenaError | HostStoreError) -> PlanRequest:
         """The last request, with less memory granted than what was refused."""
