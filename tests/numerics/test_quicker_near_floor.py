@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from memo_compile.planners.policy import candidates
 from memo_compile.planners.policy.candidates import CandidateSource
 from memo_compile.planners.policy.modes import layer_modes
 from tests.numerics.budget_cases import Case, floor_bytes, reference, traced
@@ -23,7 +22,6 @@ def test_plans_that_were_changed_slot_by_slot_equal_eager(monkeypatch):
     near_floor = CandidateSource._near_floor
     case = Case(model="mixtral", decision="greedy")
     step, least = traced(case), floor_bytes(case)
-    monkeypatch.setattr(candidates, "MOSTLY", 1.0)  # else the others are changed already
     monkeypatch.setattr(CandidateSource, "_near_floor", only_changed)
     monkeypatch.setattr(CandidateSource, "_far_from_floor", lambda source: ())
     for schedule in SCHEDULES:

@@ -8,7 +8,6 @@ import pytest
 from memo_compile.planners.bound_never import never_again
 from memo_compile.planners.bound_parts import lives_of
 from memo_compile.planners.move_rules import facts_of, recompute_keys
-from memo_compile.planners.policy import candidates
 from memo_compile.planners.policy import modes as policy_modes
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import ONCE, CandidateSource
@@ -206,26 +205,3 @@ def test_where_the_host_is_short_small_plans_get_quicker_as_well():
         assert min(own.cost_s for own in others) <= plan.cost_s
     least = min(small, key=lambda plan: plan.live_bytes)
     assert any(own.live_bytes <= least.live_bytes and own.cost_s < least.cost_s for own in near)
-
-
-@pytest.mark.parametrize(("speed", "waits"), [(4 * KIB, True), (4096 * KIB, False)])
-def test_where_copies_stall_most_of_the_smallest_plan_slots_are_moved_one_by_one(
-    monkeypatch, speed, waits
-):
-    def near_floor():
-        step = movable_step(5, bytes_per_s=speed)
-        return CandidateSource(step=step, recompute=recomputer(step)).near_floor()
-
-    found = near_floor()
-    monkeypatch.setattr(candidates, "MOSTLY", 1.0)
-    before = near_floor()
-    known = {own.moves for own in before}
-    assert any(own.moves not in known for own in found) is waits
-    if waits:
-        assert any(quicker(own, before) for own in found)
-
-
-def quicker(candidate, others):
-    """True where none of ``others`` of as few bytes takes less than 1.03 times its seconds."""
-    small = [own.cost_s for own in others if own.live_bytes <= candidate.live_bytes]
-    return bool(small) and candidate.cost_s < min(small) / 1.03

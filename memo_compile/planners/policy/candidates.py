@@ -108,9 +108,6 @@ MAX_GREEDY = 20
 MAX_BY_SLOT = 6
 """Likewise of those near the floor that are changed slot by slot."""
 
-MOSTLY = 0.25
-"""Where copies stall so much of a step near the floor, a slot copied less is worth a search."""
-
 MAX_BY_SLOT_CALLS = 300_000
 """Most calls of all steps that are simulated for it together: some five seconds."""
 
@@ -327,19 +324,8 @@ class CandidateSource:
         if raises:
             found = [*found, *less_outside(self.step, modes, found)]
         yield from found
-        if raises or self._mostly_waits(found):
+        if raises:
             yield from self._slot_by_slot(found, modes)
-
-    def _mostly_waits(self, found: Sequence[Moves]) -> bool:
-        """True where the plan of fewest bytes waits for copies during MOSTLY of its step.
-
-        Not with collectives: simulating the search's plans takes several times as long then.
-        """
-        if facts_of(self.step).talks:
-            return False
-        fewest = sorted(found, key=self._least_bytes_of)[:1]
-        plans = self._valid(fewest)
-        return any(own.timeline.stall_s > MOSTLY * own.timeline.step_s for own in plans)
 
     def _slot_by_slot(
         self, found: Iterable[Moves], modes: Sequence[Sequence[ModeCost]]
