@@ -149,6 +149,8 @@ class _Kind(NamedTuple):
         most = _Added(
             *(max(kind) for kind in zip(_Added(0.0, 0.0, 0.0), *self.points, strict=True))
         )
+        if most.step_s == math.inf:
+            return _Found((), math.inf, 0.0)
         halves_s = tuple(
             (
                 max(most.forward_s, forward_waits_s(self.away, counts=counts)),
