@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memo_compile.analysis.structure import argument, has_tag, namespace, op_name, schema_of
-from memo_compile.analysis.views import is_item, storage_of
+from memo_compile.analysis.views import is_item, results_of, storage_of
 
 _RANDOM_PRIMS = ("inductor_seeds", "inductor_seed")
 """Inductor's random numbers are pure functions of a seed; only drawing the seeds is random."""
@@ -114,6 +114,22 @@ def overwritten(graph: fx.Graph) -> set[fx.Node]:
     """Inputs of a joint graph that the step writes into: in the graph, or from what it returns."""
     found = written_storages(graph) | set(_written_by_the_caller(graph))
     return {node for node in found if node.op == "placeholder"}
+
+
+def ties_inputs(graph: fx.Graph, num_results: int) -> bool:
+    """True for a joint graph that writes into, or gives back a view of, an input with a gradient.
+
+    The caller's tensor must then be the one that AOTAutograd gets: its history goes on from there.
+    Likewise where nothing describes what the graph returns.
+    """
+    results = results_of(graph)
+    if results and graph.output_node().meta.get("desc") is None:
+        return True
+    tied = overwritten(graph)
+    tied |= {storage_of(own) for own in results[:num_results] if isinstance(own, fx.Node)}
+    inputs = graph.find_nodes(op="placeholder")  # behind those with gradients: what comes back
+    gradients = zip(inputs, results[num_results:], strict=False)
+    return any(node in tied and gradient is not None for node, gradient in gradients)
 
 
 def written_storages(graph: fx.Graph) -> set[fx.Node]:

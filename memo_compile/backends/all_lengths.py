@@ -362,7 +362,12 @@ class _Traced:
                     continue
                 num_results = self._settings["num_fwd_outputs"]
                 try:
-                    forward, backward = capture.cut_before(cut, num_results, cut.facts.static_names)
+                    forward, backward = capture.cut_before(
+                        cut,
+                        num_results,
+                        cut.facts.static_names,
+                        ties_inputs=cut.facts.ties_inputs,
+                    )
                 except Infeasible:  # what is saved depends on sizes; all the way it may fit
                     continue
                 return _Step(

@@ -20,6 +20,7 @@ from memo_compile import shim, shim_cache
 from memo_compile.analysis.joint_units import JointUnits, saved_nodes, tag_saved, tag_units
 from memo_compile.analysis.masks import large_masks
 from memo_compile.analysis.position_masks import Allowed
+from memo_compile.analysis.purity import ties_inputs
 from memo_compile.analysis.views import results_of
 from memo_compile.backends.all_lengths import LENGTHS, AtLength
 from memo_compile.backends.capture_memory import CaptureMemory, Recalled, memory_of
@@ -103,6 +104,8 @@ class StepCapture:
     _made_outside: tuple[int, ...] = ()
     """Positions of inputs that other differentiable code made."""
     _num_examples: int = 0
+    _ties_inputs: bool = False
+    """As of ``purity.ties_inputs``."""
     _forward: fx.GraphModule | None = None
     _joint: tuple[fx.GraphModule, Any, dict[str, Any]] | None = None
     """What the partitioner was given, where nothing is going to run."""
@@ -131,7 +134,7 @@ class StepCapture:
             compiled = self._by_torch(gm, examples)
         if self._units is not None and not self._finished:
             raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
-        if self._units is None or not self.config.early_gradients:
+        if self._units is None or not self.config.early_gradients or self.facts.ties_inputs:
             return compiled
         gating = Gating()
 
@@ -190,7 +193,12 @@ class StepCapture:
             **{int(at): value for at, value in record.flags.items()},
         }
         with known.fakes.tracing(None):
-            self.cut_before(known.cut, record.num_results, frozenset(record.static_names))
+            self.cut_before(
+                known.cut,
+                record.num_results,
+                frozenset(record.static_names),
+                ties_inputs=record.ties_inputs,
+            )
 
     @property
     def num_results(self) -> int:
@@ -290,6 +298,7 @@ class StepCapture:
         _require_known(joint)
         _note_users_checkpoints(joint)
         _note_masks(joint)
+        self._ties_inputs = ties_inputs(joint.graph, num_fwd_outputs)
         passes = (
             MergeCommonSubexpressions(),
             HoistInvariants(),
@@ -387,7 +396,7 @@ class StepCapture:
     def _forward_half(self, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Callable[..., Any]:
         placeholders = gm.graph.find_nodes(op="placeholder")
         static = frozenset(placeholders[i].name for i in kwargs.get("static_input_idxs", ()))
-        self.facts.read_forward(placeholders, static)
+        self.facts.read_forward(placeholders, static, ties_inputs=self._ties_inputs)
         self._own_results = shim.results_of_their_own()
         results = enumerate(results_of(gm.graph)[: self._num_results])
         self.numbers = {
@@ -400,11 +409,11 @@ class StepCapture:
         return self._run_forward()
 
     def cut_before(
-        self, cut: CutStep, num_results: int, static_names: frozenset[str]
+        self, cut: CutStep, num_results: int, static_names: frozenset[str], *, ties_inputs: bool
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """What runs the halves of a step that is cut already, as one like it was before."""
         placeholders = cut.forward.half_graph.graph.find_nodes(op="placeholder")
-        self.facts.read_forward(placeholders, static_names)
+        self.facts.read_forward(placeholders, static_names, ties_inputs=ties_inputs)
         self._units, self._num_results = cut.units, num_results
         self._assemble(replace(cut, name=self.name, facts=self.facts, runner=self.runner))
         return self._run_forward(), self._run_backward()

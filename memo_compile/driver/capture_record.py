@@ -71,6 +71,8 @@ class CaptureRecord:
     structure: LayerStructure
     static_names: tuple[str, ...]
     """The forward's inputs that are parameters and buffers."""
+    ties_inputs: bool
+    """As of ``purity.ties_inputs``."""
     num_results: int
     """How many results the forward has, without what autograd keeps."""
     flags: Mapping[str, bool]
@@ -96,6 +98,7 @@ def capture_record(
         backward=_half_record(step.backward),
         structure=step.units.structure,
         static_names=tuple(sorted(step.facts.static_names)),
+        ties_inputs=step.facts.ties_inputs,
         num_results=num_results,
         flags={at: value for at, value in whole.items() if type(value) is bool},
         sizes={at: value for at, value in whole.items() if type(value) is int},

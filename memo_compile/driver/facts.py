@@ -54,6 +54,7 @@ class GraphFacts:
         self._trained_bytes = sum(map(self._allocated_bytes, trained))
         self._num_trained = sum(parameter.numel() for parameter in trained)
         self.static_names: frozenset[str] = frozenset()
+        self.ties_inputs = False
         self._untraced_bytes = sum(map(self._allocated_bytes, untraced))
         self._static_bytes = 0
         self._input_bytes = 0
@@ -83,9 +84,14 @@ class GraphFacts:
         except RuntimeMisuse:
             return None
 
-    def read_forward(self, placeholders: Sequence[fx.Node], static: frozenset[str]) -> None:
-        """Take the bytes of the AOT forward's inputs; ``static`` are parameters and buffers."""
-        self.static_names = static
+    def read_forward(
+        self, placeholders: Sequence[fx.Node], static: frozenset[str], *, ties_inputs: bool
+    ) -> None:
+        """Take the bytes of the AOT forward's inputs; ``static`` are parameters and buffers.
+
+        ``ties_inputs`` as of ``purity.ties_inputs``.
+        """
+        self.static_names, self.ties_inputs = static, ties_inputs
         tensors = filter(is_tensor, placeholders)
         sizes = {node.name: allocated_bytes(node.meta["val"]) for node in tensors}
         static_bytes = sum(size for name, size in sizes.items() if name in static)

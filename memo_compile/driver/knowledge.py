@@ -143,10 +143,13 @@ class StepKnowledge:
     def trained(self) -> frozenset[int]:
         """Inputs of the graph, by position, whose gradients leave while the backward runs.
 
-        None where several steps are live: gradients of one may wait for those of another.
+        None where several steps are live: gradients of one may wait for those of another. None
+        where an input of the user's goes on as a result.
         """
         ready = ready_after(self.lowered.problem)
         if ready is None or not self.config.early_gradients or self.config.max_inflight > 1:
+            return frozenset()
+        if self.lowered.cut.facts.ties_inputs:
             return frozenset()
         last = max(ready, default=0)
         results = self.lowered.cut.backward.results

@@ -94,7 +94,11 @@ class OtherLength:
         """The step under ``config``, as AOTAutograd would hand it over."""
         step, capture = self.first.capture.captured_again(self.first.step, config, self.joint)
         facts = copy.copy(self.facts)
-        facts.read_forward(step.forward.graph.find_nodes(op="placeholder"), facts.static_names)
+        facts.read_forward(
+            step.forward.graph.find_nodes(op="placeholder"),
+            facts.static_names,
+            ties_inputs=facts.ties_inputs,
+        )
         return replace(step, facts=facts), capture
 
 
