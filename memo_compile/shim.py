@@ -338,6 +338,12 @@ def written_inputs(context: TracingContext, num_inputs: int) -> frozenset[int]:
     return frozenset(at for at, given in enumerate(known.input_info) if given.mutates_data)
 
 
+def written_now(num_inputs: int) -> frozenset[int]:
+    """As ``written_inputs``, of the graph that Dynamo has a backend compile."""
+    context = TracingContext.try_get()
+    return frozenset(range(num_inputs)) if context is None else written_inputs(context, num_inputs)
+
+
 def is_compiled_alone(module: torch.nn.Module) -> bool:
     """True for a module that ``module.compile()`` or ``torch.compile(module)`` compiled.
 

@@ -113,7 +113,12 @@ def _compiled(
         if any(_is_unplannable(value) for value in example_inputs):
             error = UnsupportedGraph("an input is a nested or a sparse tensor")
             return _step_aside(gm, example_inputs, config, error)
-        return resolving(lambda inputs: _compiled_for(gm, inputs, config), gm, example_inputs)
+        return resolving(
+            lambda inputs: _compiled_for(gm, inputs, config),
+            gm,
+            example_inputs,
+            lambda error: _by_operator(gm, example_inputs, config, error),
+        )
 
 
 def _compiled_for(
@@ -290,11 +295,7 @@ def _step_aside(
     Where the device or the host refused the memory of every plan, plain Inductor, which mostly
     needs more, is no way out.
     """
-    raises = config.strict or config.memory_budget is not None or isinstance(error, refused())
-    key = rank_refusals.graph_key(gm, example_inputs)
-    rank_refusals.refuse(key, error, steps_aside=not raises)
-    if raises:
-        raise _named(error)
+    _require_free_to_step_aside(gm, example_inputs, config, error)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     state.mark_failed(f"a graph runs through plain Inductor, without a plan: {reason}")
     if isinstance(error, UnsupportedGraph):
@@ -304,6 +305,29 @@ def _step_aside(
     else:
         log.error("memo: planning failed, plain Inductor runs this graph", exc_info=error)
     return shim.compile_fx(gm, example_inputs)
+
+
+def _by_operator(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, error: UnsupportedGraph
+) -> fx.GraphModule:
+    """As ``_step_aside``, for what Inductor would compute wrongly: ``gm`` as it is."""
+    _require_free_to_step_aside(gm, example_inputs, config, error)
+    note = f"a graph runs operator by operator, without a plan: {error}"
+    if state.add_note(note):
+        log.warning("memo: %s", note)
+    state.mark_failed(note)
+    return gm
+
+
+def _require_free_to_step_aside(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, error: Exception
+) -> None:
+    """Raise ``error`` where a step must not run without a plan; other ranks hear of it."""
+    raises = config.strict or config.memory_budget is not None or isinstance(error, refused())
+    key = rank_refusals.graph_key(gm, example_inputs)
+    rank_refusals.refuse(key, error, steps_aside=not raises)
+    if raises:
+        raise _named(error)
 
 
 def _named(error: Exception) -> Exception:

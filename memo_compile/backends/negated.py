@@ -1,14 +1,29 @@
 """Real inputs that are shown negated (``z.conj().imag``): code that reads memory would miss it.
 
 Torch only notes the sign (``Tensor.is_neg``); Inductor's kernels read the memory as it lies (seen
-in torch 2.13). So the graph gets such inputs as they are shown.
+in torch 2.13). So the graph gets copies of such inputs, as they are shown. Where a copy is not
+enough, because somebody else sees the input's memory too, the graph runs operator by operator.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+from memo_compile import shim
+from memo_compile.errors import UnsupportedGraph
+
+Run = Callable[..., Any]
+
+SHARED = "an input that is shown negated lies in memory of another, and one is written"
+
+BY_PLACE = {
+    *("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"),
+    *("set_", "storage", "untyped_storage"),
+}
+"""Operators that read a tensor's memory by places in it."""
 
 
 def shown(values: Sequence[Any]) -> list[Any]:
@@ -17,27 +32,34 @@ def shown(values: Sequence[Any]) -> list[Any]:
 
 
 def resolving(
-    compile_graph: Callable[[Sequence[Any]], Callable[..., Any]],
+    compile_graph: Callable[[Sequence[Any]], Run],
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-) -> Callable[..., Any]:
+    step_aside: Callable[[UnsupportedGraph], Run],
+) -> Run:
     """What ``compile_graph`` makes of ``gm`` for inputs as they are shown, called with these.
 
     Dynamo compiles anew where an input comes with another sign. What the graph writes into a copy
-    goes to the input as well.
+    goes to the input as well. ``step_aside`` gives what runs where copies are not enough.
     """
     if not any(map(_is_negated, example_inputs)):
         return compile_graph(example_inputs)
     # Dynamo's own fake tensors, whose sizes are known to be numbers.
     fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    if reason := _needs_its_memory(gm, fakes):
+        return step_aside(UnsupportedGraph(f"an input that is shown negated {reason}"))
     compiled = compile_graph(
         [
             fake.resolve_neg() if _is_negated(value) else value
             for fake, value in zip(fakes, example_inputs, strict=True)
         ]
     )
+    aside = functools.cache(lambda: step_aside(UnsupportedGraph(SHARED)))  # said once
+    written = shim.written_now(sum(isinstance(value, torch.Tensor) for value in fakes))
 
     def call(*inputs: Any) -> Any:
+        if _shares_what_is_written(inputs, written):
+            return aside()(*inputs)
         given = shown(inputs)
         before = [_version(value) for value in given]
         results = compiled(*given)
@@ -47,6 +69,40 @@ def resolving(
         return results
 
     return call
+
+
+def _needs_its_memory(gm: fx.GraphModule, fakes: Sequence[Any]) -> str:
+    """Why ``gm`` needs the memory of an input that is shown negated itself; empty: it does not."""
+    called = (node.target for node in gm.graph.nodes if node.op.startswith("call_"))
+    names = (str(getattr(target, "__name__", target)).split(".")[0] for target in called)
+    if not BY_PLACE.isdisjoint(names):
+        return "may be read by its place in memory"
+    own = {_storage(value) for value in fakes if _is_negated(value)}
+    results = (node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes)
+    if any(_storage(value) in own for value in results if isinstance(value, torch.Tensor)):
+        return "is given back, or a view of it"
+    return ""
+
+
+def _shares_what_is_written(inputs: Sequence[Any], written: Collection[int]) -> bool:
+    """True where a negated input shares memory, and the graph writes into that.
+
+    ``written`` are positions among the tensors.
+    """
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    sharing: dict[int, list[int]] = {}
+    for at, value in enumerate(tensors):
+        sharing.setdefault(_storage(value), []).append(at)
+    return any(
+        len(group) > 1
+        and not set(written).isdisjoint(group)
+        and any(tensors[at].is_neg() for at in group)
+        for group in sharing.values()
+    )
+
+
+def _storage(value: torch.Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
 
 
 def _version(value: Any) -> int:

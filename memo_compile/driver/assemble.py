@@ -37,7 +37,7 @@ from memo_compile.driver.library_buffers import (
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
-from memo_compile.driver.step_messages import NO_FLOOR, no_room, not_gone, taken_beyond
+from memo_compile.driver.step_messages import NO_FLOOR, NO_SMALLER, no_room, not_gone, taken_beyond
 from memo_compile.driver.step_planner import LOSS_OUTSIDE
 from memo_compile.driver.user_outputs import (
     LossWatch,
@@ -400,22 +400,22 @@ class Assembly:
         try:
             planned = self._replan(lasting=self.request.earlier_output_bytes)
         except Infeasible as error:
-            raise type(refused)(f"{refused}; no plan of this step needs less: {error}") from None
+            raise type(refused)(f"{refused}; {NO_SMALLER}: {error}") from None
         if isinstance(refused, ArenaError) and planned.plan.arena_bytes >= plan.arena_bytes:
             planned = self._in_less_arena(planned)
         sizes = (planned.plan.arena_bytes, planned.problem.host_bytes)
         shrinks = sizes[0] < plan.arena_bytes or sizes[1] < host_bytes
         if not shrinks and planned.plan.peak_bytes >= plan.peak_bytes:
-            raise type(refused)(f"{refused}; no plan of this step needs less")
+            raise type(refused)(f"{refused}; {NO_SMALLER}")
         arena, host = (format_bytes(size) for size in sizes)
         state.warn_once(f"{refused}. Planned again: arena {arena}, host memory {host}")
         self._bind_replanned(planned)
 
     def _in_less_arena(self, planned: PlannedStep) -> PlannedStep:
         """``planned``, or full recomputation: unused pages of an arena are in no plan's peak."""
+        lasting = self.request.earlier_output_bytes
         if self.config.policy in ("auto", "greedy"):
             with contextlib.suppress(Infeasible):
-                lasting = self.request.earlier_output_bytes
                 other = self._replan(lasting=lasting, policy="full-recompute")
                 return min(planned, other, key=lambda own: own.plan.arena_bytes)
         return planned

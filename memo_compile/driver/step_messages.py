@@ -10,6 +10,9 @@ NO_FLOOR = (
 )
 """Said where what is needed beside a plan grows with the plan."""
 
+NO_SMALLER = "no smaller plan was found from there; one may fit with a lower memory_budget"
+"""Said where an arena is refused, and full recomputation needs none that is smaller."""
+
 
 def taken_beyond(num_bytes: int, could_not_run: Mapping[str, str]) -> str:
     """What took memory beside the plan, as far as it is known."""

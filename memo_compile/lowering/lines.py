@@ -112,7 +112,9 @@ class LineScan:
         """What torch's own scatter on a CPU allocates for itself, while its line runs."""
         written = node.inputs[0]
         numbers = math.prod(map(self.number, written.get_size()))
-        size_bytes = cast_bytes(_kernel_name(node), written.get_dtype(), numbers)
+        averages = node.kwargs.get("reduce") == "mean" and len(node.inputs) > 2
+        averaged = math.prod(map(self.number, node.inputs[2].get_size())) if averages else 0
+        size_bytes = cast_bytes(_kernel_name(node), written.get_dtype(), numbers, averaged)
         if size_bytes and self._region.device.type == "cpu":
             self._workspaces.append(
                 OutsideBuffer(kind=CAST, size_bytes=size_bytes, start=number, end=number + 1)

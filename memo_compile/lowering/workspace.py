@@ -259,14 +259,19 @@ def fourier_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
     return OutsideBuffer(kind="Fourier workspace", size_bytes=size_bytes, start=line, end=line + 1)
 
 
-def cast_bytes(name: str, dtype: torch.dtype, numbers: int) -> int:
-    """What ``name`` takes on a CPU where it gathers or scatters 16-bit numbers, else 0.
+def cast_bytes(name: str, dtype: torch.dtype, numbers: int, averaged: int = 0) -> int:
+    """What ``name`` takes on a CPU where it gathers or scatters 16-bit numbers, or averages.
 
     Its result of ``numbers`` numbers in float32, whether it is new or given; Inductor's
-    ``scatter_reduce_`` is one, which it calls where there are several threads.
+    ``scatter_reduce_`` is one, which it calls where there are several threads. One that takes the
+    mean of ``averaged`` numbers counts them, in another result, and masks where there are none.
     """
-    is_cast = dtype in _HALVES and _SCATTER.search(name) is not None
-    return align(numbers * FLOAT32_BYTES) if is_cast else 0
+    if _SCATTER.search(name) is None:
+        return 0
+    size_bytes = numbers * FLOAT32_BYTES if dtype in _HALVES else 0
+    if averaged:
+        size_bytes = dtype.itemsize * (numbers + averaged) + max(size_bytes, numbers)
+    return align(size_bytes)
 
 
 def cast_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
@@ -296,7 +301,11 @@ def _cast_bytes(node: fx.Node) -> int:
         return source.numel()
     if name == _BILINEAR and not source.is_contiguous(memory_format=torch.channels_last):
         return source.nbytes + result.nbytes
-    return cast_bytes(name, result.dtype, result.numel())
+    averages = name == "scatter_reduce" and argument(node, "reduce") == "mean"
+    averaged = _fake(argument(node, "src")) if averages else None
+    return cast_bytes(
+        name, result.dtype, result.numel(), 0 if averaged is None else averaged.numel()
+    )
 
 
 def random_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:

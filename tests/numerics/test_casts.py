@@ -47,6 +47,10 @@ CASES = {
         lambda x, at, new: aten.scatter_reduce.two(x, 1, at, new, "amax"),
         *scattered(dtype),
     ),
+    "scatter_reduce to means": lambda dtype: (
+        lambda x, at, new: aten.scatter_reduce.two(x, 1, at, new, "mean"),
+        *scattered(dtype),
+    ),
     "mean": lambda dtype: (aten.mean.dim, numbers(dtype), [1]),
     "mean of all": lambda dtype: (aten.mean.default, numbers(dtype)),
     "any": lambda dtype: (aten.any.dim, numbers(dtype), 1),

@@ -7,7 +7,8 @@ import torch
 from memo_runtime.instructions import view_inside
 from torch import nn
 
-from memo_compile.errors import Infeasible
+import memo_compile
+from memo_compile.errors import Infeasible, UnsupportedGraph
 from tests.numerics.budget_cases import SCHEDULES
 from tests.numerics.training import adamw, assert_planned, memo_compiled
 
@@ -190,6 +191,55 @@ def test_a_real_input_that_is_shown_negated_is_read_and_written_as_it_is_shown(l
         for expected, found in zip(model.parameters(), ours.parameters(), strict=True):
             torch.testing.assert_close(found.grad, expected.grad)
     assert_planned()
+
+
+def beside_another(shown, other, weight):
+    shown.add_(2)
+    return ((other * 1) @ weight).tanh() + shown
+
+
+def given_back(shown, _, weight):
+    return ((shown * 1) @ weight).tanh(), shown[1:3]
+
+
+def by_place(shown, _, weight):
+    return (torch.as_strided(shown, (4, 6), (24, 2), 1) @ weight).tanh()
+
+
+MEMORY_IS_NEEDED = {
+    "lies in memory of another": (beside_another, lambda z: (z.conj().imag, z.imag)),
+    "of another, and one": (beside_another, lambda z: (z.imag, z.conj().imag)),
+    "given back": (given_back, lambda z: (z.conj().imag, z.real)),
+    "by its place": (by_place, lambda z: (z.conj().imag, z.real)),
+}
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("reason", MEMORY_IS_NEEDED)
+def test_where_the_memory_of_a_negated_input_is_needed_it_runs_by_operators(reason, lowering):
+    function, views = MEMORY_IS_NEEDED[reason]
+    torch.manual_seed(0)
+    z = torch.randn(8, 6, dtype=torch.complex64)
+    weight = torch.randn(6, 6, requires_grad=True)
+    compiled = torch.compile(function, backend="memo", options={"lowering": lowering})
+    found = []
+    for run in (function, compiled):
+        own = z.clone()
+        results = run(*views(own), weight)
+        results = results if isinstance(results, tuple) else (results,)
+        if len(results) > 1:
+            results[1].mul_(5)
+        (gradient,) = torch.autograd.grad(results[0].sum(), weight)
+        found.append([own, gradient, *results])
+    torch.testing.assert_close(found[1], found[0])
+    assert any(reason in note for note in memo_compile.report().notes)
+
+
+def test_under_a_budget_a_graph_that_needs_a_negated_input_is_refused():
+    z, weight = torch.randn(8, 6, dtype=torch.complex64), torch.randn(6, 6, requires_grad=True)
+    compiled = torch.compile(given_back, backend="memo", options={"memory_budget": "1GiB"})
+    with pytest.raises(UnsupportedGraph, match="given back"):
+        compiled(z.conj().imag, z.real, weight)
 
 
 @pytest.mark.parametrize("writes", [False, True])

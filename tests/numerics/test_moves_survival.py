@@ -291,7 +291,7 @@ def test_host_memory_that_is_refused_at_every_size(monkeypatch, caplog, options)
     with caplog.at_level(logging.INFO, logger="memo"):
         error = inner_error(Stack(num_layers=LAYERS), **out, **options)
     assert isinstance(error, HostStoreError)
-    assert "no plan of this step needs less" in str(error)
+    assert "no smaller plan was found" in str(error)
     for tiles in (1, TOKEN_TILES):
         assert f"in {tiles} tiles of tokens: memo: refused" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -355,7 +355,7 @@ def test_an_arena_that_is_refused_at_every_size(monkeypatch, strict):
     moving = {name: value for name, value in MOVING.items() if name != "token_tiles"}
     error = inner_error(Stack(num_layers=LAYERS), **moving, strict=strict)
     assert isinstance(error, ArenaError)
-    assert "no plan of this step needs less" in str(error)
+    assert "no smaller plan was found" in str(error)
     assert min(asked) < max(asked)
 
 
@@ -369,7 +369,7 @@ def test_a_refusal_says_how_often_the_step_was_planned_again(monkeypatch):
     monkeypatch.setattr(assemble, "MAX_REFUSALS", 1)
     error = inner_error(Stack(num_layers=LAYERS), **MOVING)
     assert "the step was planned again 1 times" in str(error)
-    assert "no plan of this step needs less" not in str(error)
+    assert "no smaller plan was found" not in str(error)
 
 
 def test_a_smaller_plan_for_the_host_memory_that_there_is(monkeypatch):
