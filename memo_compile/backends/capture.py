@@ -61,6 +61,11 @@ COMPILED_AUTOGRAD = (
     "torch._dynamo.config.optimize_ddp = False in place of 'python_reducer', or use another backend"
 )
 
+TIED_INPUTS = (
+    "the gradients of a graph reach autograd when its backward has ended, not before: it writes "
+    "into an input that needs a gradient, or gives back a view of one"
+)
+
 _graph_numbers = itertools.count()
 
 
@@ -134,7 +139,10 @@ class StepCapture:
             compiled = self._by_torch(gm, examples)
         if self._units is not None and not self._finished:
             raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
-        if self._units is None or not self.config.early_gradients or self.facts.ties_inputs:
+        if self._units is None or not self.config.early_gradients:
+            return compiled
+        if self.facts.ties_inputs:
+            state.add_note(TIED_INPUTS)
             return compiled
         gating = Gating()
 

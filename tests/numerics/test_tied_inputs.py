@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import memo_compile
+from memo_compile.backends.capture import TIED_INPUTS
 from tests.numerics.small import Stack, rows
 from tests.numerics.training import ATEN, memo_compiled
 
@@ -56,6 +57,7 @@ def require_equal(model, function, use, *, is_leaf=False, **options):
     report = memo_compile.report()
     assert len(report.plans) == 1
     assert report.unplanned_steps == 0
+    assert TIED_INPUTS in report.notes
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
