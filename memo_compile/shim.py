@@ -344,6 +344,11 @@ def written_now(num_inputs: int) -> frozenset[int]:
     return frozenset(range(num_inputs)) if context is None else written_inputs(context, num_inputs)
 
 
+def is_batched(value: Any) -> bool:
+    """True for a tensor that stands for several, in ``is_grads_batched`` (2.11, 2.13)."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
+
+
 def is_compiled_alone(module: torch.nn.Module) -> bool:
     """True for a module that ``module.compile()`` or ``torch.compile(module)`` compiled.
 

@@ -61,6 +61,11 @@ COMPILED_AUTOGRAD = (
     "torch._dynamo.config.optimize_ddp = False in place of 'python_reducer', or use another backend"
 )
 
+BATCHED = (
+    "a planned backward runs with one gradient at a time: call torch.autograd.grad without "
+    "is_grads_batched, once for each, with retain_graph=True"
+)
+
 TIED_INPUTS = (
     "the gradients of a graph reach autograd when its backward has ended, not before: it writes "
     "into an input that needs a gradient, or gives back a view of one"
@@ -475,6 +480,8 @@ class StepCapture:
     def _run_backward(self) -> Callable[..., Any]:
         def backward(args: list[Any]) -> Any:
             assert self.steps is not None, "its forward ran"
+            if any(map(shim.is_batched, args)):
+                raise RuntimeMisuse(BATCHED)
             return self.steps.backward(args)
 
         backward._boxed_call = True  # type: ignore[attr-defined]

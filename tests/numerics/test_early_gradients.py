@@ -9,7 +9,7 @@ from memo_runtime.backward_run import StepError
 from torch import nn
 
 import memo_compile
-from memo_compile.errors import Infeasible
+from memo_compile.errors import Infeasible, RuntimeMisuse
 from tests.numerics.early_attack import attack
 from tests.numerics.small import Pair, Stack, leased_slabs, rows, watched_calls
 from tests.numerics.training import ATEN, memo_compiled
@@ -289,3 +289,18 @@ def test_a_weight_that_two_graphs_share_is_added_up_before_its_hook_runs():
     ours[1](ours[0](rows(1))).sum().backward()
     assert len(counted) == 1
     torch.testing.assert_close(counted[0], expected)
+
+
+def test_gradients_in_batches_are_refused_and_the_next_step_is_right():
+    model = Stack(num_layers=3)
+    compiled = memo_compiled(model, **ATEN)
+    leaf = rows(1).requires_grad_()
+    result = compiled(leaf)
+    batch = torch.stack([torch.ones_like(result), 2 * torch.ones_like(result)])
+    with pytest.raises(RuntimeMisuse, match="is_grads_batched"):
+        torch.autograd.grad(result, [leaf], grad_outputs=batch, is_grads_batched=True)
+    del result
+    (expected,) = torch.autograd.grad(model(leaf).sum(), leaf)
+    (found,) = torch.autograd.grad(compiled(leaf).sum(), leaf)
+    torch.testing.assert_close(found, expected)
+    assert memo_compile.report().unplanned_steps == 0
