@@ -401,6 +401,15 @@ def storages_of(values: Sequence[Any]) -> list[tuple[Any, int]]:
     return list(found.values())
 
 
+def sharing_storage(values: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Positions of the tensors that lie in one storage, where there are several (2.11, 2.13)."""
+    found: dict[int, list[int]] = {}
+    for at, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            found.setdefault(value.untyped_storage()._cdata, []).append(at)
+    return [tuple(same) for same in found.values() if len(same) > 1]
+
+
 class _StorageRef(StorageWeakRef):
     """Lets go of its storage only while there is a torch: torch's own complains at exit."""
 

@@ -127,7 +127,7 @@ def ties_inputs(graph: fx.Graph, num_results: int) -> bool:
         return True
     tied = overwritten(graph)
     tied |= {storage_of(own) for own in results[:num_results] if isinstance(own, fx.Node)}
-    inputs = graph.find_nodes(op="placeholder")  # behind those with gradients: what comes back
+    inputs = graph.find_nodes(op="placeholder")  # gradients that come in stand behind them
     gradients = zip(inputs, results[num_results:], strict=False)
     return any(node in tied and gradient is not None for node, gradient in gradients)
 

@@ -568,14 +568,10 @@ def shared_memory(inputs: Sequence[Any], written: Collection[int]) -> tuple[str,
     """
     if not written:
         return ()
-    sharing: dict[int, list[int]] = {}
-    for at, value in enumerate(inputs):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            sharing.setdefault(value.untyped_storage()._cdata, []).append(at)
     return tuple(
         f"{at} {_place(inputs[at])}"
-        for group in sharing.values()
-        if len(group) > 1 and not set(written).isdisjoint(group)
+        for group in shim.sharing_storage(inputs)
+        if not set(written).isdisjoint(group)
         for at in group
     )
 

@@ -90,14 +90,9 @@ def _shares_what_is_written(inputs: Sequence[Any], written: Collection[int]) -> 
     ``written`` are positions among the tensors.
     """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    sharing: dict[int, list[int]] = {}
-    for at, value in enumerate(tensors):
-        sharing.setdefault(_storage(value), []).append(at)
     return any(
-        len(group) > 1
-        and not set(written).isdisjoint(group)
-        and any(tensors[at].is_neg() for at in group)
-        for group in sharing.values()
+        not set(written).isdisjoint(group) and any(tensors[at].is_neg() for at in group)
+        for group in shim.sharing_storage(tensors)
     )
 
 

@@ -117,7 +117,7 @@ class Gating:
         needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in args)
         if any(need and type(value) not in _PLAIN for need, value in zip(needs, args, strict=True)):
             return args
-        sharing = _sharing(args)
+        sharing = shim.sharing_storage(args)
         key = (needs, tuple(sharing))
         parts = self._known.get(key)
         if parts is None:
@@ -131,15 +131,6 @@ class Gating:
             for at, value in zip(inputs, values, strict=True):
                 passed[at] = value
         return passed
-
-
-def _sharing(args: Sequence[Any]) -> list[tuple[int, ...]]:
-    """The inputs that lie in one memory, where there are several."""
-    found: dict[int, list[int]] = {}
-    for at, value in enumerate(args):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            found.setdefault(value.untyped_storage()._cdata, []).append(at)
-    return [tuple(same) for same in found.values() if len(same) > 1]
 
 
 def _parts(
