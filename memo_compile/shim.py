@@ -345,7 +345,7 @@ def written_now(num_inputs: int) -> frozenset[int]:
 
 
 def is_batched(value: Any) -> bool:
-    """True for a tensor that stands for several, in ``is_grads_batched`` (2.11, 2.13)."""
+    """True for a tensor that stands for several, in ``is_grads_batched`` (2.13)."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
 
 
