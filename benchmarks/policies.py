@@ -28,7 +28,7 @@ from memo_compile.costs.models import find_model
 from memo_compile.errors import Infeasible
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import Candidate, CandidateSource
-from memo_compile.planners.policy.frontier import unbeaten
+from memo_compile.planners.policy.chooser import unbeaten
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.units import format_bytes, format_seconds

@@ -13,7 +13,8 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.planners.policy import Choice, choose
 from memo_compile.planners.policy.candidates import CandidateSource, SearchedMoves, SearchMemory
-from memo_compile.planners.policy.frontier import NothingFits, confirmed
+from memo_compile.planners.policy.chooser import NothingFits
+from memo_compile.planners.policy.frontier import confirmed
 from memo_compile.planners.policy.modes import with_launches
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.plans import Plan

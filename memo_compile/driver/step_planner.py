@@ -44,7 +44,7 @@ from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.planners.policy import Choice
 from memo_compile.planners.policy.candidate import costs_with
 from memo_compile.planners.policy.candidates import SearchMemory
-from memo_compile.planners.step_bound import step_lower_bound_s
+from memo_compile.planners.step_bound import StepBound
 from memo_compile.reporting import state
 from memo_compile.step.group import grouped_whole
 from memo_compile.step.movable import MovableStep, StepCosts
@@ -65,6 +65,9 @@ CANDIDATE_PLACEMENT_S = 1.0
 NEARLY = 0.005
 """A candidate that lacks at most this share of its arena is placed with all effort, down to the
 byte: the search ends a little above the bound, and a few small buffers may stand out."""
+
+AS_FAST = 1e-4
+"""A bound that the plan is at most this share above is not looked for any further."""
 
 LOSS_OUTSIDE = (
     "large results that the compiled function returns beside its own loss are used outside (by "
@@ -257,12 +260,14 @@ class StepPlanner:
         costs = costs_with(self.step, choice.moves, self.known.library(self.config.host_store))
         placed = self._placed(choice)
         problem, placed = self._with_windows(choice.problem, placed, costs)
+        timeline = placed.timeline or choice.timeline
+        enough_s = timeline.step_s * (1 - AS_FAST)
         plan = replace(
             placed,
             decisions=rows,
             policy=choice.moves.policy,
-            timeline=placed.timeline or choice.timeline,
-            step_lower_bound_s=self._lower_bound_s(budget_bytes),
+            timeline=timeline,
+            step_lower_bound_s=self._bound(budget_bytes).seconds(enough_s=enough_s),
             compute_s=self.compute_s,
             frontier=tuple(
                 replace(point, peak_bytes=placed.peak_bytes) if point.chosen else point
@@ -317,7 +322,7 @@ class StepPlanner:
         limit_s = min(self.config.max_step_s, self._wanted_s())
         if limit_s == math.inf:
             return
-        bound_s = self._lower_bound_s(budget_bytes, rough=True)
+        bound_s = self._bound(budget_bytes).seconds(rough=True)
         if bound_s > limit_s:
             fits = f"takes less than {format_seconds(bound_s)}" if bound_s < math.inf else "fits"
             raise TooSlow(f"no plan {fits}", step_s=bound_s, is_bound=True)
@@ -329,15 +334,23 @@ class StepPlanner:
             return math.inf
         return factor * self.request.num_members * self.known.whole_compute_s()
 
-    def _lower_bound_s(self, budget_bytes: int | None, *, rough: bool = False) -> float:
-        library = self.known.library(self.config.host_store)
-        return step_lower_bound_s(
-            self.step,
-            budget_bytes=budget_bytes,
-            host_budget_bytes=self._host_budget_bytes(),
-            regions=library.regions.values(),
-            rough=rough,
-        )
+    def _bound(self, budget_bytes: int | None) -> StepBound:
+        """Of what is known of the step's regions now."""
+        regions = tuple(self.known.library(self.config.host_store).regions.values())
+        known = self._bounds.get(budget_bytes)
+        if known is None or known.regions != regions:
+            known = self._bounds[budget_bytes] = StepBound(
+                step=self.step,
+                budget_bytes=budget_bytes,
+                host_budget_bytes=self._host_budget_bytes(),
+                regions=regions,
+            )
+        return known
+
+    @functools.cached_property
+    def _bounds(self) -> dict[int | None, StepBound]:
+        """Budget -> the bound that was asked for last."""
+        return {}
 
     def _all_saved(self, saved: Plan, budget_bytes: int | None) -> PlannedStep:
         """The step that keeps everything, if it fits."""
@@ -399,7 +412,7 @@ class StepPlanner:
         A plan that fits only where effort is made is often the fastest one near the floor.
         """
         quick = self._place(problem, solver="greedy")
-        if budget_bytes is None or quick.peak_bytes <= budget_bytes:
+        if budget_bytes is None or quick.peak_bytes <= budget_bytes or _is_lowest(problem, quick):
             return quick
         better = self._place(problem, at_most_s=CANDIDATE_PLACEMENT_S)
         better = better if better.peak_bytes < quick.peak_bytes else quick
@@ -512,6 +525,12 @@ class StepPlanner:
         if kind.startswith("file:"):
             return default_file_budget_bytes(kind.removeprefix("file:"), local_world_size())
         return default_host_budget_bytes(memory, local_world_size())
+
+
+def _is_lowest(problem: Problem, plan: Plan) -> bool:
+    """True where no placement of ``problem`` has a lower peak."""
+    has_holes = plan.arena_bytes > plan.lower_bound_bytes
+    return not has_holes and plan.peak_bytes == peak_live_bytes(problem)
 
 
 def _explained(error: Infeasible, problem: Problem, request: PlanRequest) -> Infeasible:

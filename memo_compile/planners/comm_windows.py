@@ -14,6 +14,7 @@ further, from behind a call that reads the result to before the wait: the window
 
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from memo_compile.planners.begin_order import (
 from memo_compile.step.communication import comm_bytes
 from memo_compile.step.copy_times import CopyLane
 from memo_compile.step.hand_over import storage_roots
-from memo_compile.step.movable import StepCosts
+from memo_compile.step.movable import MovableStep, StepCosts
 from memo_compile.step.ordinary import outside_bytes
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
 from memo_compile.step.simulate import STALL, simulate
@@ -79,8 +80,14 @@ class Least(NamedTuple):
     forward_s: float
     """Until the first call of the backward."""
     step_s: float
+    hideable_s: float
+    """Recomputation of at most so many seconds may add nothing to ``step_s``."""
     in_flight_s: float
     """Collectives that may be begun and not waited for at one time: no single call hides more."""
+
+    def with_more_s(self, recompute_s: float) -> float:
+        """What the step takes at least with so much recomputation."""
+        return self.step_s + max(0.0, recompute_s - self.hideable_s)
 
 
 def least_s(problem: Problem, costs: StepCosts) -> float:
@@ -88,22 +95,60 @@ def least_s(problem: Problem, costs: StepCosts) -> float:
     return least_of(problem, costs).step_s
 
 
+_LEAST: "weakref.WeakKeyDictionary[MovableStep, Least]" = weakref.WeakKeyDictionary()
+"""Of each step, kept because every budget asks."""
+
+
+def least_of_step(step: MovableStep) -> Least:
+    """As of ``least_of``, found once."""
+    if step not in _LEAST:
+        _LEAST[step] = least_of(step.problem, step.costs)
+    return _LEAST[step]
+
+
 def least_of(problem: Problem, costs: StepCosts) -> Least:
     """Seconds that every plan of ``problem`` takes at least, however much memory there is.
 
-    No plan begins a collective earlier, needs its result later, or computes less; what a collective
-    slows down another plan may compute when it has ended, and what converts the input of one that
-    runs ahead takes no time here.
+    No plan begins a collective earlier, needs its result later, or computes less. What converts the
+    input of one that runs ahead takes no time here.
+
+    Let X be the seconds of all computation, C those of collectives, s the slowdown, and I the time
+    for which nothing is computed. Of C at least C - I runs beside computation, which loses a share
+    of 1 - 1/s of it: the step takes X + I + (C - I)(1 - 1/s) = X + C(1 - 1/s) + I/s. I is the
+    longest path of the program less what is computed, the most over paths of (collectives on it
+    less computation that is not), so that it is least where all computation takes s times as long.
+    A second of recomputation lowers I by at most s.
     """
     ready = {gather.calls[0].region for gather in gathers_of(problem).values()}
-    region_s = costs.region_s if not ready else {**costs.region_s, **dict.fromkeys(ready, 0.0)}
-    alone = replace(costs, comm_slowdown=1.0, region_s=region_s)
+    alone_s = {**costs.region_s, **dict.fromkeys(ready, 0.0)} if ready else costs.region_s
+    slowdown = costs.comm_slowdown
+    slowed_s = {region: slowdown * seconds for region, seconds in alone_s.items()}
+    alone = replace(costs, comm_slowdown=1.0, region_s=alone_s)
+    slowed = replace(costs, comm_slowdown=1.0, region_s=slowed_s)
     fastest = earliest(late(problem, holds_inputs=True))
-    forward = fastest.calls[: fastest.first_backward]
-    waited_s = simulate(replace(fastest, calls=forward), alone, spans=False).exposed_comm_s
-    computed_s = sum(alone.call_s(call) for call in forward if call.kind is CallKind.RUN)
-    step_s = simulate(fastest, alone, spans=False).step_s
-    return Least(computed_s + waited_s, step_s, _in_flight_s(fastest, alone))
+    forward = replace(fastest, calls=fastest.calls[: fastest.first_backward])
+    found = simulate(fastest, slowed, spans=False)
+    waited_s = simulate(forward, slowed, spans=False).exposed_comm_s
+    computed_s = compute_s(fastest, alone)
+    idle_s = max(0.0, found.step_s - slowdown * computed_s) / slowdown
+    lost = 1 - 1 / slowdown
+    return Least(
+        forward_s=compute_s(forward, alone) + lost * _ended_s(forward, alone) + waited_s / slowdown,
+        step_s=computed_s + lost * (found.hidden_comm_s + found.exposed_comm_s) + idle_s,
+        hideable_s=idle_s,
+        in_flight_s=_in_flight_s(fastest, alone),
+    )
+
+
+def _ended_s(problem: Problem, costs: StepCosts) -> float:
+    """Seconds of the collectives that ``problem`` waits for."""
+    awaited = {call.waits_for for call in problem.calls if call.kind is CallKind.COMM_WAIT}
+    issues = (call for call in problem.calls if call.kind is CallKind.ISSUE)
+    return math.fsum(
+        costs.comm_s(call.region, comm_bytes(problem, call))
+        for call in issues
+        if call.name in awaited
+    )
 
 
 def _in_flight_s(problem: Problem, costs: StepCosts) -> float:
@@ -126,7 +171,8 @@ def least_wait_s(problem: Problem, costs: StepCosts) -> float:
 
 def compute_s(problem: Problem, costs: StepCosts) -> float:
     """Seconds of all that ``problem`` computes."""
-    return math.fsum(map(costs.call_s, problem.calls))
+    calls = (call for call in problem.calls if call.kind in (CallKind.RUN, CallKind.RECOMPUTE))
+    return math.fsum(map(costs.call_s, calls))
 
 
 def whole_compute_s(

@@ -6,9 +6,10 @@ over fractions of tensors, and the largest answer counts. It knows nothing of sc
 placement or layers as wholes, so it is never above the time of a plan.
 
 Among ranks a second bound counts where it is larger: the computation with every wait for a
-collective as late as its first reader, as if memory were free. Recomputation and copies may hide in
-those waits, so that the two do not add up, but for the forward's with the windows below, and for
-what an operator that cannot be split takes beyond all collectives that may be in flight beside it.
+collective as late as its first reader, as if memory were free, and what computation loses beside
+collectives (``comm_windows.least_of``). Recomputation and copies may hide in those waits, so that
+the two do not add up, but for the forward's with the windows below, and for what an operator that
+cannot be split takes beyond all collectives that may be in flight beside it.
 
 What is not on the device at p and read before a later point q of the backward must come back
 between the two, so that for points p, q, r, ... of the backward the seconds of such windows add up.
@@ -42,10 +43,11 @@ Symbols, for each class of layers with n layers whose slot s is not in use at p:
 ``before`` and ``after`` hold R as well where p lies in the backward.
 """
 
+import functools
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,7 +73,7 @@ from memo_compile.planners.bound_windows import (
     both_waits_s,
     forward_waits_s,
 )
-from memo_compile.planners.comm_windows import at_once, late, least_of
+from memo_compile.planners.comm_windows import Least, at_once, late, least_of_step
 from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, recompute_seconds
 from memo_compile.planners.policy.model import call_bytes
 from memo_compile.planners.solver import weighted
@@ -90,32 +92,92 @@ def step_lower_bound_s(
     budget_bytes: int | None,
     host_budget_bytes: int | None = None,
     regions: Collection[RecomputeRegion] = (),
-    rough: bool = False,
 ) -> float:
-    """Seconds that every plan of ``step`` within the budgets takes at least.
+    """As of ``StepBound``, asked once."""
+    bound = StepBound(
+        step=step,
+        budget_bytes=budget_bytes,
+        host_budget_bytes=host_budget_bytes,
+        regions=tuple(regions),
+    )
+    return bound.seconds()
 
-    With ``rough`` fewer windows are looked at.
 
-    ``regions`` are recomputations whose seconds are known: where one is faster than its operators
-    together, each of these is taken to be as much faster. Without a solver, or a budget, it is the
-    computation alone, with what it waits for other ranks. Infinite where no plan can be.
-    """
-    facts = facts_of(step)
-    alone = least_of(step.problem, step.costs) if facts.talks else None
-    in_flight_s = alone.in_flight_s if alone else math.inf
+@dataclass(frozen=True, kw_only=True)
+class StepBound:
+    """Seconds that every plan of ``step`` within the budgets takes at least."""
 
-    def seconds(found: _Found) -> float:
+    step: MovableStep
+    budget_bytes: int | None
+    host_budget_bytes: int | None = None
+    regions: tuple[RecomputeRegion, ...] = ()
+    """Recomputations whose seconds are known: where one is faster than its operators together, each
+    of these is taken to be as much faster."""
+
+    def seconds(self, *, rough: bool = False, enough_s: float = math.inf) -> float:
+        """The bound. What was found for it is kept for the next time.
+
+        With ``rough`` fewer windows are looked at, and likewise where they make it ``enough_s``.
+        Without a solver, or a budget, it is the computation alone, with what it waits for other
+        ranks. Infinite where no plan can be.
+        """
+        at_least_s = self._beside(_NOTHING)
+        if at_least_s >= enough_s:
+            return at_least_s
+        try:
+            return self._least_s(rough=rough, enough_s=enough_s)
+        except ConfigError:  # no engine on this machine
+            return at_least_s
+
+    @functools.cached_property
+    def _facts(self) -> StepFacts:
+        return facts_of(self.step)
+
+    @functools.cached_property
+    def _alone(self) -> Least | None:
+        """With as much memory as there may be; None where nobody is talked to."""
+        return least_of_step(self.step) if self._facts.talks else None
+
+    def _beside(self, found: "_Found") -> float:
+        """All seconds of the step, where that is ``found``."""
+        alone, facts = self._alone, self._facts
         if alone is None:
             return sum(facts.call_s) + found.beyond_s(0.0)
         waits_s = max(0.0, alone.forward_s - facts.halves_s[0])
         at_least_s = sum(facts.call_s) + found.beyond_s(waits_s)
         return max(alone.step_s + found.unhidden_s, at_least_s)
 
-    try:
-        kinds = list(_kinds(step, facts, budget_bytes, host_budget_bytes, regions, in_flight_s))
-        return _least_s(kinds, seconds, rough=rough)
-    except ConfigError:  # no engine on this machine
-        return seconds(_NOTHING)
+    @functools.cached_property
+    def _kinds(self) -> "tuple[_Kind, ...]":
+        in_flight_s = self._alone.in_flight_s if self._alone else math.inf
+        regions, budgets = self.regions, (self.budget_bytes, self.host_budget_bytes)
+        return tuple(_kinds_of(self.step, self._facts, *budgets, regions, in_flight_s))
+
+    def _least_s(self, *, rough: bool, enough_s: float) -> float:
+        """What plans take of the kind that takes least.
+
+        What all take is found with few windows first, with all where it may be the least.
+        """
+        if not self._kinds:
+            return self._beside(_NOTHING)
+        found = [(self._of_kind(at, False), at, rough) for at in range(len(self._kinds))]
+        heapq.heapify(found)
+        while True:
+            least_s, at, is_all = found[0]
+            if is_all or least_s >= enough_s or least_s == math.inf:
+                return least_s
+            heapq.heapreplace(found, (self._of_kind(at, True), at, True))
+
+    def _of_kind(self, at: int, in_stages: bool) -> float:
+        if (at, in_stages) not in self._known:
+            found = self._kinds[at].found(in_stages=in_stages)
+            self._known[at, in_stages] = self._beside(found)
+        return self._known[at, in_stages]
+
+    @functools.cached_property
+    def _known(self) -> dict[tuple[int, bool], float]:
+        """By the number of a kind, and by whether all windows were looked at."""
+        return {}
 
 
 class _Found(NamedTuple):
@@ -162,23 +224,7 @@ class _Kind(NamedTuple):
         return _Found(halves_s, whole_s, most.unhidden_s)
 
 
-def _least_s(kinds: Sequence[_Kind], seconds: Callable[[_Found], float], *, rough: bool) -> float:
-    """What plans take of the kind that takes least.
-
-    What all take is found with few windows first, with all where it may be the least.
-    """
-    if not kinds:
-        return seconds(_NOTHING)
-    found = [(seconds(kind.found(in_stages=False)), at, rough) for at, kind in enumerate(kinds)]
-    heapq.heapify(found)
-    while True:
-        least_s, at, is_all = found[0]
-        if is_all or least_s == math.inf:
-            return least_s
-        heapq.heapreplace(found, (seconds(kinds[at].found(in_stages=True)), at, True))
-
-
-def _kinds(
+def _kinds_of(
     step: MovableStep,
     facts: StepFacts,
     budget_bytes: int | None,

@@ -14,6 +14,8 @@ from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.candidate import simulated
+from memo_compile.planners.policy.candidates import WIDE
+from memo_compile.planners.policy.model import least_cost_s
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.step.movable import Action, Mode, Moves, Schedule, StepCosts
 from memo_compile.step.problem import OutsideBuffer, Phase
@@ -52,6 +54,27 @@ def test_no_plan_is_faster_than_the_bound_at_its_own_peak(drawn, wide):
     )
     assert bound_s <= simulate(problem, costs).step_s * (1 + 1e-6)
     assert bound_s >= step_lower_bound_s(step, budget_bytes=None)
+
+
+@given(drawn=moved_steps() | talking_steps(), widen=st.sampled_from([0.0, 1.0, 1.5]))
+def test_no_plan_costs_less_than_its_decisions_do_at_least(drawn, widen):
+    step, moves, _ = drawn
+    moves = replace(moves, schedule=replace(moves.schedule, widen=widen))
+    least = least_cost_s(step, moves, recomputer(step))
+    assert least <= simulated(step, moves, recomputer(step)).cost_s * (1 + 1e-9)
+
+
+def test_decisions_whose_copies_all_hide_cost_just_that():
+    """Of tensor parallel layers, which wait for some of their collectives."""
+    step = talking_step(comm_slowdown=1.25)
+    for copied in range(1, 4):
+        kept = len(SLOTS) - 1 - copied
+        away = Mode(actions=(Action.SAVE, *[Action.OFFLOAD] * copied, *[Action.SAVE] * kept))
+        moves = Moves(modes=(away,) * 4, schedule=WIDE)
+        found = simulated(step, moves, recomputer(step))
+        assert found.timeline.stall_s == 0 < found.timeline.exposed_comm_s
+        least = least_cost_s(step, moves, recomputer(step))
+        assert least == pytest.approx(found.cost_s, rel=1e-9)
 
 
 def test_the_bound_of_a_smaller_budget_is_higher():
@@ -301,17 +324,22 @@ def _in_half_the_time(region):
     return replace(region, seconds=region.seconds / 2)
 
 
-def test_of_an_operator_that_no_collective_is_as_long_as_something_shows():
-    """Attention takes 3 s and no more than 2.05 s of collectives are in flight at one time."""
-    seconds = {row: 3.0 if row == "attention" else 1.0 for row in ROWS}
-    step = parallel_step(
+def talking_step(copy_bytes_per_s=100_000, comm_slowdown=1.0):
+    """Four tensor parallel layers; attention takes 3 s."""
+    return parallel_step(
         dict.fromkeys(SLOTS, 1024),
-        seconds,
+        {row: 3.0 if row == "attention" else 1.0 for row in ROWS},
         num_rows=2,
         num_layers=4,
-        copy_bytes_per_s=1000,
+        copy_bytes_per_s=copy_bytes_per_s,
         comm_bytes_per_s=500,
+        comm_slowdown=comm_slowdown,
     )
+
+
+def test_of_an_operator_that_no_collective_is_as_long_as_something_shows():
+    """Attention takes 3 s and no more than 2.05 s of collectives are in flight at one time."""
+    step = talking_step(copy_bytes_per_s=1000)
     alone = least_of(step.problem, step.costs)
     assert 2 < alone.in_flight_s < 2.1
     again = [

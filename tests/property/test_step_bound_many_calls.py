@@ -14,7 +14,7 @@ from memo_compile.planners import bound_windows
 from memo_compile.planners.move_rules import RecomputeOf
 from memo_compile.planners.policy.candidate import Candidate, simulated
 from memo_compile.planners.policy.candidates import CandidateSource
-from memo_compile.planners.step_bound import step_lower_bound_s
+from memo_compile.planners.step_bound import StepBound, step_lower_bound_s
 from memo_compile.step.movable import MovableStep, RecomputeKey, RecomputeRegion
 from tests.steps.many_calls import random_moves, random_step, varied_recomputer
 from tests.steps.movable import KIB, recomputer
@@ -102,10 +102,10 @@ def test_a_window_that_goes_past_calls_with_more_room_finds_more(monkeypatch):
     gains = []
     for seed in range(40):
         step, budget = _near_floor(Random(seed))
-        far_s = step_lower_bound_s(step, budget_bytes=budget, rough=True)
+        far_s = StepBound(step=step, budget_bytes=budget).seconds(rough=True)
         with monkeypatch.context() as patched:
             patched.setattr(bound_windows, "MAX_SKIP", 1)
-            near_s = step_lower_bound_s(step, budget_bytes=budget, rough=True)
+            near_s = StepBound(step=step, budget_bytes=budget).seconds(rough=True)
         assert far_s >= near_s * (1 - 1e-6)
         gains.append(far_s / near_s)
     assert max(gains) > 1.01
@@ -116,7 +116,7 @@ def test_a_window_with_the_same_decisions_at_all_its_points_finds_more():
     gains = []
     for seed in range(40):
         step, budget = _near_floor(Random(seed), pairs=bool(seed % 2))
-        rough_s = step_lower_bound_s(step, budget_bytes=budget, rough=True)
+        rough_s = StepBound(step=step, budget_bytes=budget).seconds(rough=True)
         all_s = step_lower_bound_s(step, budget_bytes=budget)
         assert all_s >= rough_s * (1 - 1e-6)
         gains.append(all_s / rough_s)

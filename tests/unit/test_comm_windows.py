@@ -188,7 +188,9 @@ def test_ranks_that_talk_slow_computation_down(slowdown, work_s, step_s):
     slowed = replace(slowed, region_s={**slowed.region_s, "W": work_s})
     problem = late(among_ranks())
     assert simulate(problem, slowed).step_s == pytest.approx(step_s)
-    assert least_s(problem, slowed) == least_s(problem, replace(slowed, comm_slowdown=1.0))
+    least = least_s(problem, slowed)
+    assert least_s(problem, replace(slowed, comm_slowdown=1.0)) <= least
+    assert least <= simulate(problem, slowed).step_s * (1 + 1e-12)
     assert from_json(to_json(slowed), type(slowed)) == slowed
 
 

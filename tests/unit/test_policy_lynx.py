@@ -13,7 +13,8 @@ from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.place_step import place_step
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidate import costs_with
-from memo_compile.planners.policy.frontier import GOOD_ENOUGH, NothingFits
+from memo_compile.planners.policy.chooser import NothingFits
+from memo_compile.planners.policy.frontier import GOOD_ENOUGH
 from memo_compile.planners.policy.lynx_policies import LYNX
 from memo_compile.step.movable import Action
 from tests.steps.movable import movable_step, recomputer

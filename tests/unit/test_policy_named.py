@@ -7,7 +7,8 @@ import pytest
 from memo_compile.errors import ConfigError, Infeasible, UnsupportedGraph
 from memo_compile.planners.policy import choose, reasons
 from memo_compile.planners.policy.candidates import CandidateSource
-from memo_compile.planners.policy.frontier import Choice, unbeaten
+from memo_compile.planners.policy.chooser import unbeaten
+from memo_compile.planners.policy.frontier import Choice
 from memo_compile.planners.policy.named import NAMED, QUANTA, memo_alpha, named_moves
 from memo_compile.step.movable import Action, MovableStep, RecomputeKey, RecomputeRegion
 from memo_compile.step.problem import Problem

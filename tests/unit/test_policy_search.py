@@ -21,7 +21,7 @@ from memo_compile.planners.policy.cheapest_first import (
     greedy_sequence,
     refilled,
 )
-from memo_compile.planners.policy.frontier import is_steady
+from memo_compile.planners.policy.chooser import is_steady
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
 from memo_compile.planners.policy.model import StepModel, build_model
 from memo_compile.planners.policy.modes import (
@@ -515,7 +515,7 @@ def test_a_program_that_cannot_be_is_left_out_with_a_warning(caplog):
     source = CandidateSource(step=step, recompute=recomputer(step))
     bad = Moves(modes=step.save_all().modes[:2], policy="auto")
     with caplog.at_level("WARNING", logger="memo"):
-        assert source._valid([bad]) == []
+        assert source.valid([bad]) == []
     assert "a plan of policy auto is left out: expected a mode for each of 3 layers" in caplog.text
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import CandidateSource
-from memo_compile.planners.policy.frontier import Choice, unbeaten
+from memo_compile.planners.policy.chooser import unbeaten
+from memo_compile.planners.policy.frontier import Choice
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.problem import CallKind, Problem
 from memo_compile.step.residency import step_constant_bytes

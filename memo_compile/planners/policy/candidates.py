@@ -33,6 +33,7 @@ from memo_compile.planners.policy.model import (
     ever_smaller,
     last_layer_kept,
     least_bytes,
+    least_cost_s,
 )
 from memo_compile.planners.policy.modes import ModeCost, layer_modes
 from memo_compile.planners.policy.named import (
@@ -45,7 +46,7 @@ from memo_compile.planners.policy.named import (
 from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.planners.policy.slot_by_slot import slot_by_slot
 from memo_compile.planners.solver import SolveStatus
-from memo_compile.step.movable import Layer, MovableStep, Moves, Schedule
+from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.problem import Problem
 
 log = logging.getLogger("memo")
@@ -193,6 +194,7 @@ class CandidateSource:
     searched: SearchedMoves = field(default_factory=SearchedMoves)
     _evaluations: dict[tuple[Moves, tuple[str, ...]], Candidate] = field(default_factory=dict)
     _least_bytes: dict[Moves, int] = field(default_factory=dict)
+    _least_costs: dict[tuple[Mode, ...], float] = field(default_factory=dict)
 
     def auto(self, most_bytes: int | None = None) -> list[Candidate]:
         """All that policy ``auto`` chooses from: greedy's, the program's and the named plans.
@@ -211,7 +213,7 @@ class CandidateSource:
             known += self.lynx("lynx-opt" if self.solver else "lynx-heu", most_bytes)
         slow = (plan for plan in known if plan.moves.policy != "memo" and _stalls(plan))
         found.update(dict.fromkeys(map(_widened, slow)))
-        return [*self._valid(self._within(found, most_bytes)), *known]
+        return [*self.valid(self._within(found, most_bytes)), *known]
 
     def greedy(self, *, near_floor: bool = True, most_bytes: int | None = None) -> list[Candidate]:
         """What policy ``greedy`` chooses from; ``near_floor`` with plans of the fewest bytes.
@@ -219,7 +221,7 @@ class CandidateSource:
         Plans that surely need more than ``most_bytes`` are left out, and not simulated.
         """
         found = self._greedy() if near_floor else self._far_from_floor()
-        return self._valid(self._within(found, most_bytes))
+        return self.valid(self._within(found, most_bytes))
 
     def _within(self, found: Iterable[Moves], most_bytes: int | None) -> Iterable[Moves]:
         if most_bytes is None:
@@ -239,23 +241,17 @@ class CandidateSource:
             for alpha in (None, 0.0, 0.5) if policy == "memo" else (None,):  # all, and some rows
                 self._named(policy, alpha)
 
-    def bounded(self, *, near_floor: bool, most_bytes: int | None) -> list[tuple[float, Moves]]:
-        """What ``greedy`` chooses from, before it is simulated.
+    def bounded(
+        self, *, near_floor: bool, most_bytes: int | None, others: Iterable[Moves] = ()
+    ) -> list[tuple[float, Moves]]:
+        """``others``, and what ``greedy`` chooses from, before they are simulated.
 
-        With the seconds that each takes at least, the fewest first. Plans that surely need more
-        than ``most_bytes`` are left out.
+        With what each costs at least, the cheapest first. Plans that surely need more than
+        ``most_bytes`` are left out.
         """
-        found = [
-            (self._least_s(own), own)
-            for own in self._within(
-                self._greedy() if near_floor else self._far_from_floor(), most_bytes
-            )
-        ]
-        return sorted(found, key=lambda own: own[0])
-
-    def simulated(self, moves: Moves) -> list[Candidate]:
-        """The plans of ``moves``: with more time for copies where they stall."""
-        return self._valid([moves])
+        greedy = self._greedy() if near_floor else self._far_from_floor()
+        some = self._within((*others, *greedy), most_bytes)
+        return sorted(((self._least_s(own), own) for own in some), key=lambda own: own[0])
 
     def spared(self, candidate: Candidate) -> list[Candidate]:
         """``candidate`` with copies to the host that leave a share of the peak free.
@@ -271,34 +267,47 @@ class CandidateSource:
 
     def near_floor(self) -> list[Candidate]:
         """Those of ``greedy`` that need the fewest bytes."""
-        return self._valid(self._near_floor())
+        return self.valid(self._near_floor())
 
     def near_floor_least_s(self) -> float:
         """What plans near the floor take at least."""
         return min(map(self._least_s, self._near_floor()), default=math.inf)
 
     def _least_s(self, moves: Moves) -> float:
-        """What the plans of ``moves`` take at least: their computation and recomputation."""
-        again = (
-            self.recompute(key).seconds
-            for layer, mode in zip(self.step.layers, moves.modes, strict=True)
-            for key in recompute_keys(self.step.class_of(layer), mode)
-        )
-        return sum(facts_of(self.step).call_s) + sum(again)
+        """What the plans of ``moves`` cost at least."""
+        key = moves.modes
+        if key not in self._least_costs:
+            self._least_costs[key] = least_cost_s(self.step, moves, self.recompute)
+        return self._least_costs[key]
 
     def steady(self) -> list[Candidate]:
         """Plans that do not depend on measured seconds."""
-        return self._valid(steady_moves(self.step, self.recompute))
+        return self.valid(steady_moves(self.step, self.recompute))
 
     def lynx(self, policy: str, most_bytes: int | None = None) -> list[Candidate]:
         """What one of the policies ``LYNX`` chooses from; it copies nothing.
 
         Plans that surely need more than ``most_bytes`` are left out.
         """
+        return self.valid(self.lynx_moves(policy, most_bytes))
+
+    def lynx_moves(self, policy: str, most_bytes: int | None = None) -> tuple[Moves, ...]:
+        """The same before they are simulated. They are not searched where none can fit."""
+        if most_bytes is not None and self._least_bytes_of(self._everything_again()) > most_bytes:
+            return ()
         if policy not in self.searched.lynx:
             found = lynx_moves(self.step, policy, self.recompute, time_limit_s=self.time_limit_s)
             self.searched.lynx[policy] = tuple(found)
-        return self._valid(self._within(self.searched.lynx[policy], most_bytes))
+        return tuple(self._within(self.searched.lynx[policy], most_bytes))
+
+    def _everything_again(self) -> Moves:
+        """Nothing is copied, and nothing is kept that may be recomputed."""
+        choice = {True: Action.RECOMPUTE, False: Action.SAVE}
+        modes = {
+            key: Mode(actions=tuple(choice[slot.can_recompute] for slot in cls.slots))
+            for key, cls in self.step.classes.items()
+        }
+        return Moves(modes=tuple(modes[layer.class_key] for layer in self.step.layers))
 
     def _greedy(self) -> tuple[Moves, ...]:
         return *self._far_from_floor(), *self._near_floor()
@@ -332,7 +341,7 @@ class CandidateSource:
     ) -> Iterator[Moves]:
         """Some of ``found`` that none beats with slots moved otherwise, in about their bytes."""
         starts = [
-            *_spread_bytes(_unbeaten(self._valid(found)), MAX_BY_SLOT),
+            *_spread_bytes(_unbeaten(self.valid(found)), MAX_BY_SLOT),
             *(self._smallest_steady() if self.is_short else ()),
         ]
         best: Candidate | None = None
@@ -360,11 +369,11 @@ class CandidateSource:
         Where little may be copied, greedy's sequence may have no plan that is as small.
         """
         steady = (replace(_widened(own), policy="greedy") for own in self.steady())
-        found = [own for own in self._valid(steady) if self._has_host(own)]
+        found = [own for own in self.valid(steady) if self._has_host(own)]
         return sorted(found, key=lambda plan: (plan.live_bytes, plan.cost_s))[:1]
 
     def _perhaps_simulated(self, most_bytes: int, moves: Moves, below_s: float) -> Candidate | None:
-        """``moves`` simulated; None where they surely need more bytes, or ``below_s`` or more."""
+        """``moves`` simulated; None where they surely need more bytes, or cost ``below_s``."""
         with contextlib.suppress(InvalidPlan, UnsupportedGraph):
             if least_bytes(self.step, moves) <= most_bytes and self._least_s(moves) < below_s:
                 return simulated(self.step, moves, self.recompute)
@@ -440,7 +449,7 @@ class CandidateSource:
             exact=self.exact,
         )
 
-    def _valid(self, found: Iterable[Moves]) -> list[Candidate]:
+    def valid(self, found: Iterable[Moves]) -> list[Candidate]:
         """The candidates of ``found``; moves that make no program are left out, with a warning."""
         candidates: list[Candidate] = []
         for moves in found:

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memo_compile.planners.move_rules import StepFacts, facts_of
+from memo_compile.planners.comm_windows import least_of_step
+from memo_compile.planners.move_rules import (
+    RecomputeOf,
+    StepFacts,
+    facts_of,
+    recompute_keys,
+    recompute_rows,
+)
 from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.problem import call_starts
@@ -362,6 +369,28 @@ def least_bytes(step: MovableStep, moves: Moves) -> int:
                 gone[used + (made == used)] += size_bytes
                 gone[readers[0] if action is Action.OFFLOAD else -1] -= size_bytes
     return int((during - np.cumsum(gone)[:-1]).max())
+
+
+def least_cost_s(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> float:
+    """What the plans of ``moves`` cost at least: they compute, recompute, talk and copy."""
+    facts, costs = facts_of(step), step.costs
+    again_s, copies_s = [], []
+    for layer, mode in zip(step.layers, moves.modes, strict=True):
+        cls = step.class_of(layer)
+        again_s += [recompute(key).seconds for key in recompute_keys(cls, mode)]
+        rows = recompute_rows(cls, mode)
+        for slot, value, action in zip(cls.slots, layer.values, mode.actions, strict=True):
+            if action is Action.SAVE or value not in facts.backward_readers:
+                continue
+            if action is Action.OFFLOAD:
+                num_bytes = facts.size_of.get(value, 0)
+            else:  # the rows that are not made again
+                num_bytes = 0 if rows is None else (slot.num_rows - rows) * slot.row_bytes
+            if num_bytes:
+                copies_s += [costs.d2h_s(num_bytes), costs.h2d_s(num_bytes)]
+    more_s = math.fsum(again_s)
+    step_s = least_of_step(step).with_more_s(more_s) if facts.talks else sum(facts.call_s) + more_s
+    return step_s + COPY_WEIGHT * math.fsum(copies_s)
 
 
 _BYTES: "weakref.WeakKeyDictionary[MovableStep, tuple[Any, Any]]" = weakref.WeakKeyDictionary()

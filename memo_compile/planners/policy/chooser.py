@@ -1,0 +1,308 @@
+"""Places candidates under a bound in bytes, and names the floor where none fits."""
+
+import bisect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from memo_compile.errors import Infeasible
+from memo_compile.planners.policy.candidate import Candidate
+from memo_compile.planners.policy.named import NAMED
+from memo_compile.step.interludes import MEASURED_BYTES
+from memo_compile.step.movable import MEASURED, Mode, MovableStep, Schedule
+from memo_compile.step.plans import FrontierPoint, Plan
+from memo_compile.step.problem import Problem
+from memo_compile.units import format_bytes, format_enough
+
+MAX_FLOOR_PLACEMENTS = 6
+"""Most placements that are made only to name the floor; each takes seconds for a large step."""
+
+MAX_MORE = 6
+"""Most other plans that are tried when neither the best nor the named ones fit, which is rare."""
+
+
+FLOOR_MARGIN = 0.005
+"""A named policy's floor is raised by this share where costs are measured: in the next process they
+differ a little, and so does the policy's program, which must keep the named floor there too.
+Policies that search have plans that are the same in every process (``steady_moves``)."""
+
+ESTIMATED_OVER = 0.1
+"""An estimated step's bytes alive may exceed those with lowered regions by this share."""
+
+
+class NothingFits(Infeasible):
+    """No plan fits. ``problem`` is the step whose placed peak was named as the floor.
+
+    ``candidates_within_budget`` are the steps whose bytes alive are within the budget, or near it
+    for a steady plan. Their placed peaks exceed it, but may fall when estimated regions are
+    lowered.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        floor_bytes: int | None,
+        problem: Problem,
+        candidates_within_budget: Sequence[Problem] = (),
+    ) -> None:
+        super().__init__(message, floor_bytes=floor_bytes)
+        self.problem = problem
+        self.candidates_within_budget = tuple(candidates_within_budget)
+
+
+@dataclass(slots=True)
+class Chooser:
+    """Places candidates, each at most once, and remembers their peaks."""
+
+    budget_bytes: int | None
+    host_budget_bytes: int | None
+    _place: Callable[[Problem], Plan]
+    _spared: Callable[[Candidate], Sequence[Candidate]]
+    max_step_s: float = math.inf
+    least_left_s: float | None = None
+    """Seconds of the fastest plan that was left because it takes ``max_step_s`` or more."""
+    _lowest_bytes: float = math.inf
+    """Of all peaks that were placed so far and fit the host."""
+    _placed: dict[tuple[tuple[Mode, ...], Schedule], Plan] = field(default_factory=dict)
+
+    def pick(
+        self, ordered: Iterable[Candidate], *, below_s: float = math.inf, most_s: float = math.inf
+    ) -> tuple[Candidate, Plan] | None:
+        """The first candidate that fits, with its placement.
+
+        What ``_spared`` makes of one that has no place comes before the next that is slower. It is
+        left out where it costs ``below_s`` or its step takes more than ``most_s``: it comes later.
+        """
+        spared: list[Candidate] = []
+        for candidate in ordered:
+            while spared and spared[0].cost_s <= candidate.cost_s:
+                if found := self._fitting(spared.pop(0)):
+                    return found
+            if found := self._fitting(candidate):
+                return found
+            for other in self._spared_of(candidate):
+                if other.cost_s < below_s and other.timeline.step_s <= most_s:
+                    bisect.insort(spared, other, key=preference)
+        return next(filter(None, map(self._fitting, spared)), None)
+
+    def _fitting(self, candidate: Candidate) -> tuple[Candidate, Plan] | None:
+        """``candidate`` with its placement, where it fits."""
+        if not self._host_fits(candidate) or not self.may_fit(candidate):
+            return None
+        step_s = candidate.timeline.step_s
+        if step_s >= self.max_step_s:
+            self.least_left_s = min(step_s, self.least_left_s or step_s)
+            return None
+        plan = self._plan_of(candidate)
+        fits = self.budget_bytes is None or plan.peak_bytes <= self.budget_bytes
+        return (candidate, plan) if fits else None
+
+    def _spared_of(self, candidate: Candidate) -> Sequence[Candidate]:
+        """What ``_spared`` makes of a candidate whose placement has holes."""
+        plan = self._placed_already(candidate)
+        has_holes = plan is not None and plan.peak_bytes > candidate.live_bytes
+        return self._spared(candidate) if has_holes else ()
+
+    def least_s(self, candidates: Iterable[Candidate]) -> float:
+        """Seconds of the fastest of the plans that may fit; 0 where none may."""
+        may_fit = (plan for plan in candidates if self._host_fits(plan) and self.may_fit(plan))
+        return min((plan.timeline.step_s for plan in may_fit), default=0.0)
+
+    def most_of_floor(self, candidates: Iterable[Candidate]) -> int | None:
+        """Bytes of the budget, or of the lowest peak known; None: the host has no room.
+
+        One of ``candidates`` is placed where none has been.
+        """
+        assert self.budget_bytes is not None, "without a budget every plan fits"
+        if self._lowest_bytes == math.inf:
+            self._lowest([own for own in candidates if self._host_fits(own)])
+        lowest = self._lowest_bytes
+        return None if lowest == math.inf else max(self.budget_bytes, int(lowest))
+
+    def _host_fits(self, candidate: Candidate) -> bool:
+        return self.host_budget_bytes is None or candidate.host_bytes <= self.host_budget_bytes
+
+    def may_fit(self, candidate: Candidate) -> bool:
+        """False where more bytes are alive than the budget has."""
+        return self.budget_bytes is None or candidate.live_bytes <= self.budget_bytes
+
+    def _placed_already(self, candidate: Candidate) -> Plan | None:
+        return self._placed.get((candidate.moves.modes, candidate.moves.schedule))
+
+    def _plan_of(self, candidate: Candidate) -> Plan:
+        plan = self._placed_already(candidate)
+        if plan is None:
+            plan = self._place(candidate.problem)
+            self._placed[candidate.moves.modes, candidate.moves.schedule] = plan
+            if self._host_fits(candidate):
+                self._lowest_bytes = min(self._lowest_bytes, plan.peak_bytes)
+        return plan
+
+    def frontier(
+        self, considered: Iterable[Candidate], chosen: Candidate
+    ) -> tuple[FrontierPoint, ...]:
+        """The considered plans that none beats, and the chosen one, fastest first."""
+        points = unbeaten(considered, self.host_budget_bytes)
+        if chosen not in points:
+            points = sorted([*points, chosen], key=preference)
+        found = []
+        for point in points:
+            placed = self._placed_already(point)
+            found.append(
+                FrontierPoint(
+                    policy=point.moves.policy,
+                    step_s=point.timeline.step_s,
+                    peak_bytes=point.live_bytes if placed is None else placed.peak_bytes,
+                    host_bytes=point.host_bytes,
+                    chosen=point is chosen,
+                )
+            )
+        return tuple(found)
+
+    def infeasible(self, step: MovableStep, considered: Sequence[Candidate]) -> NothingFits:
+        """The error: the smallest peak that can be had, what makes it, and what to change."""
+        assert self.budget_bytes is not None, "without a budget only the host's memory is short"
+        within = [candidate for candidate in considered if self._host_fits(candidate)]
+        beyond = [candidate for candidate in considered if not self._host_fits(candidate)]
+        lowest = self._floor(step, within)
+        enough = [candidate for candidate in beyond if self.may_fit(candidate)]
+        budget = format_bytes(self.budget_bytes)
+        if enough:
+            assert self.host_budget_bytes is not None
+            need = min(enough, key=lambda candidate: (candidate.host_bytes, candidate.cost_s))
+            floor = "" if lowest is None else f" (floor {format_enough(lowest[0])} with it)"
+            return NothingFits(
+                f"budget {budget}: can be kept with {format_bytes(need.host_bytes)} of host memory "
+                f"for offloaded activations, but host_budget is "
+                f"{format_bytes(self.host_budget_bytes)}{floor}; raise host_budget or "
+                "memory_budget, or shorten the sequence",
+                floor_bytes=None if lowest is None else lowest[0],
+                problem=need.problem if lowest is None else lowest[1],
+            )
+        lowest = lowest or self._floor(step, beyond)
+        assert lowest is not None, "there is no candidate at all"
+        floor_bytes, problem = lowest
+        # A steady plan near the budget may fit once lowered: it did where its floor was named.
+        near = self.budget_bytes * (1 + ESTIMATED_OVER)
+        return NothingFits(
+            f"budget {budget} < floor {format_enough(floor_bytes)} ({_floor_parts(step)}); "
+            "raise memory_budget or shorten the sequence",
+            floor_bytes=floor_bytes,
+            problem=problem,
+            candidates_within_budget=[
+                candidate.problem
+                for candidate in within
+                if candidate.live_bytes <= (near if is_steady(candidate) else self.budget_bytes)
+            ],
+        )
+
+    def _floor(
+        self, step: MovableStep, candidates: Sequence[Candidate]
+    ) -> tuple[int, Problem] | None:
+        """The smallest budget that can surely be kept, and the step that keeps it.
+
+        In another process too, where interludes are measured anew.
+        """
+        found = self._floor_here(step, candidates)
+        again = MEASURED_BYTES if step.problem.interludes else 0
+        return None if found is None else (found[0] + again, found[1])
+
+    def _floor_here(
+        self, step: MovableStep, candidates: Sequence[Candidate]
+    ) -> tuple[int, Problem] | None:
+        if step.costs.source != MEASURED:
+            return self._lowest(candidates)
+        steady = self._lowest([candidate for candidate in candidates if is_steady(candidate)])
+        if steady is not None:
+            return steady
+        lowest = self._lowest(candidates)
+        return None if lowest is None else (int(lowest[0] * (1 + FLOOR_MARGIN)), lowest[1])
+
+    def _lowest(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
+        """The smallest placed peak among ``candidates``, and its step.
+
+        Steady plans come first: their placements have the fewest holes. Then the others in the
+        order of bytes alive, if they can be lower; at most ``MAX_FLOOR_PLACEMENTS`` of those that
+        were not placed yet.
+        """
+        best: tuple[int, Problem] | None = None
+        left = MAX_FLOOR_PLACEMENTS
+        for candidate in sorted(
+            candidates, key=lambda own: (not is_steady(own), *_bytes_first(own))
+        ):
+            if best is not None and candidate.live_bytes >= best[0]:
+                continue
+            if not is_steady(candidate) and self._placed_already(candidate) is None:
+                if not left:
+                    continue
+                left -= 1
+            for own in (candidate, *self._spared_of(candidate)):
+                peak = self._plan_of(own).peak_bytes
+                if best is None or peak < best[0]:
+                    best = peak, own.problem
+        return best
+
+
+def _floor_parts(step: MovableStep) -> str:
+    """What the floor is made of: memory that is always there, and the layer that saves most."""
+    fixed = step.problem.fixed
+    parts = [
+        f"{name} {format_bytes(size_bytes)}"
+        for name, size_bytes in (
+            ("parameters", fixed.parameters),
+            ("gradients", fixed.gradients),
+            ("optimizer state", fixed.optimizer_state),
+        )
+    ]
+    if step.layers:
+        layer = max(step.layers, key=lambda layer: step.class_of(layer).saved_bytes)
+        cls, slots = step.class_of(layer), step.class_of(layer).slots
+        largest = max(range(len(slots)), key=lambda slot: (slots[slot].size_bytes, -slot))
+        info = step.problem.tensors.get(layer.values[largest])
+        where = f" at {info.source}" if info is not None and info.source else ""
+        size = format_bytes(cls.saved_bytes)
+        parts.append(f"largest layer {layer.forward} saves {size}{where}")
+    return ", ".join(parts)
+
+
+def preference(candidate: Candidate) -> tuple[float, int, int]:
+    """The order in which candidates are tried: cheapest first."""
+    return candidate.cost_s, candidate.live_bytes, candidate.host_bytes
+
+
+def unbeaten(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
+    """The candidates that fit the host and that none beats in cost and in bytes, fastest first."""
+    kept: list[Candidate] = []
+    for candidate in sorted(candidates, key=preference):
+        if host_budget_bytes is not None and candidate.host_bytes > host_budget_bytes:
+            continue
+        if not kept or candidate.live_bytes < kept[-1].live_bytes:
+            kept.append(candidate)
+    return kept
+
+
+def beaten(candidates: Sequence[Candidate], best: Sequence[Candidate]) -> list[Candidate]:
+    """What is tried after ``best``: named and steady plans and the smallest others, fastest first.
+
+    With named plans no choice needs more than full recomputation; steady ones keep a named floor.
+    """
+    known = {id(candidate) for candidate in best}
+    named: list[Candidate] = []
+    others: list[Candidate] = []
+    for candidate in sorted(candidates, key=_bytes_first):
+        is_named = candidate.moves.policy in NAMED or is_steady(candidate)
+        if id(candidate) not in known:
+            (named if is_named else others).append(candidate)
+    return sorted([*named, *others[:MAX_MORE]], key=preference)
+
+
+def is_steady(candidate: Candidate) -> bool:
+    """True for a plan that is the same whatever seconds are measured."""
+    schedule = candidate.moves.schedule
+    at_once = schedule.at_once and not schedule.widen
+    return at_once or candidate.moves.policy == "full-recompute"
+
+
+def _bytes_first(candidate: Candidate) -> tuple[int, float]:
+    return candidate.live_bytes, candidate.cost_s
