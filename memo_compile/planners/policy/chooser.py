@@ -226,7 +226,9 @@ class Chooser:
         order of bytes alive, if they can be lower; at most ``MAX_FLOOR_PLACEMENTS`` of those that
         were not placed yet.
         """
-        best: tuple[int, Problem] | None = None
+        best = self._lowest_of_all(candidates)
+        if best is not None:
+            return best
         left = MAX_FLOOR_PLACEMENTS
         for candidate in sorted(
             candidates, key=lambda own: (not is_steady(own), *_bytes_first(own))
@@ -242,6 +244,15 @@ class Chooser:
                 if best is None or peak < best[0]:
                     best = peak, own.problem
         return best
+
+    def _lowest_of_all(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
+        """The peak and step of one that is placed with no more bytes than any other has alive."""
+        least = min((own.live_bytes for own in candidates), default=0)
+        for own in candidates:
+            plan = self._placed_already(own)
+            if plan is not None and plan.peak_bytes <= least:
+                return plan.peak_bytes, own.problem
+        return None
 
 
 def _floor_parts(step: MovableStep) -> str:
@@ -264,6 +275,15 @@ def _floor_parts(step: MovableStep) -> str:
         size = format_bytes(cls.saved_bytes)
         parts.append(f"largest layer {layer.forward} saves {size}{where}")
     return ", ".join(parts)
+
+    def _lowest_of_all(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
+        """The peak and step of one that is placed with fewer bytes than any other has alive."""
+        least = min((own.live_bytes for own in candidates), default=0)
+        for own in candidates:
+            plan = self._placed_already(own)
+            if plan is not None and plan.peak_bytes <= least:
+                return plan.peak_bytes, own.problem
+        return None
 
 
 def preference(candidate: Candidate) -> tuple[float, int, int]:
