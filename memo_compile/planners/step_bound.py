@@ -48,14 +48,13 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners import solver
-from memo_compile.planners.begin_order import gathers_of
 from memo_compile.planners.bound_never import Never, never_again
 from memo_compile.planners.bound_parts import (
     Life,
@@ -73,14 +72,11 @@ from memo_compile.planners.bound_windows import (
     both_waits_s,
     forward_waits_s,
 )
-from memo_compile.planners.comm_windows import Least, at_once, late, least_of_step
+from memo_compile.planners.comm_windows import Least, least_of_step
 from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, recompute_seconds
-from memo_compile.planners.policy.model import call_bytes
+from memo_compile.planners.policy.model import least_alive
 from memo_compile.planners.solver import weighted
 from memo_compile.step.movable import MovableStep, RecomputeRegion
-from memo_compile.step.problem import CallKind, Problem
-from memo_compile.step.residency import step_constant_bytes
-from memo_compile.step.simulate import most_per_call
 
 MAX_POINTS = 16
 """Most linear programs that are solved for one bound; each takes milliseconds."""
@@ -238,7 +234,7 @@ def _kinds_of(
     """
     if budget_bytes is None or not step.problem.has_one_turn:  # in pipelines: of compute alone
         return
-    alive, beginning = _alive(step, facts)
+    alive, beginning = least_alive(step)
     excess, begin_excess = alive - budget_bytes, beginning - budget_bytes
     lives, discounts = list(lives_of(step, facts)), _discounts(step, regions)
     once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
@@ -256,44 +252,6 @@ def _kinds_of(
             points.append(_added_s(step, point, begin_excess + never.raised_bytes, *hosts))
         free = np.maximum(0, spare - never.raised_bytes)
         yield _Kind(points, Away(step, facts, moved, free, never, discounts, {}))
-
-
-def _alive(step: MovableStep, facts: StepFacts) -> tuple[Any, int]:
-    """Per call the bytes with everything kept, and those when the backward begins, or fewer.
-
-    What only the loss needs is gone on the backward's first line. In a plan that may be a copy's:
-    then it is gone before the first call has made anything, and copies back hide behind that.
-    Beside an arena that stays there is room for it all the time.
-    """
-    problem = step.problem
-    if not problem.loss_bytes:
-        return call_bytes(step)[0] if not facts.talks else _kept_bytes(step, facts, problem), 0
-    first = problem.first_backward
-    region = problem.regions[problem.calls[first].region]
-    begun_bytes = sum(
-        sum(made.size_bytes for made in kind if not made.start)
-        for kind in (region.buffers, region.outside, region.outputs)
-    )
-    alive = _kept_bytes(step, facts, problem)
-    without = _kept_bytes(step, facts, replace(problem, loss_bytes=0))
-    if not problem.releases_pages:
-        return np.maximum(without, alive - begun_bytes), 0
-    return without, int(alive[first]) - begun_bytes if alive[first] > without[first] else 0
-
-
-def _kept_bytes(step: MovableStep, facts: StepFacts, problem: Problem) -> Any:
-    """Per call (int64) the device bytes with everything kept, collectives in the plans' order.
-
-    0 for what stands at another place in plans, where others are alive.
-    """
-    if not facts.talks:
-        return most_per_call(problem, facts.tables) + step_constant_bytes(problem)
-    plan = late(problem) if step.waits_late else at_once(problem)
-    alive = most_per_call(plan) + step_constant_bytes(plan)
-    bytes_of = {call.name: own for call, own in zip(plan.calls, alive, strict=True)}
-    gathers = {call.name for own in gathers_of(problem).values() for call in own.calls}
-    stays = [call.kind is CallKind.RUN and call.name not in gathers for call in problem.calls]
-    return np.where(stays, [bytes_of[call.name] for call in problem.calls], 0)
 
 
 def _points(excess: Any, first_backward: int) -> list[int]:

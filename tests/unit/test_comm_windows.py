@@ -32,6 +32,7 @@ from tests.steps.among_ranks import (
     among_ranks,
     costs,
     issue,
+    made,
     sharded,
     sharded_costs,
     wait,
@@ -203,6 +204,32 @@ def test_graphs_of_one_step_keep_their_own_seconds():
     assert joined.comm_s(name, 70) == 3.0
     assert joined.comm_s("another", 70) == 10.0
     assert joined_costs([alone, alone]).collective_s is None
+
+
+def gathered_twice() -> Problem:
+    """``in`` is gathered for E twice, and A runs before it."""
+    first, second = (issue(f"gather.{n}", "gather", Phase.FORWARD, "in", f"{n}.c") for n in "ab")
+    problem = among_ranks()
+    calls = (
+        *(first, wait(first, "a"), second, wait(second, "b")),
+        call("A", "A", Phase.FORWARD, ("x",), ("x1",)),
+        call("F", "F", Phase.FORWARD, ("x1", "a", "b"), ("z",)),
+        call("E", "E", Phase.FORWARD, ("z",), ("loss",)),
+        call("Bb", "Bb", Phase.BACKWARD, ("g",), ("d",)),
+    )
+    regions = {**problem.regions, "F": made("F", KIB, 3)}
+    return replace(problem, regions=regions, calls=calls, inputs=("in", "x", "g"))
+
+
+def test_what_is_gathered_twice_is_waited_for_by_its_reader():
+    """A runs before both waits, though the second gather reads what the first one does."""
+    problem = gathered_twice()
+    slowed = replace(costs(), comm_slowdown=2.0, collective_s={"gather": 1.0})
+    slowed = replace(slowed, region_s={**slowed.region_s, "F": 1.0})
+    at = {call.name: call for call in problem.calls}
+    order = ("gather.a", "gather.b", "A", "wait.gather.a", "wait.gather.b", "F", "E", "Bb")
+    found = simulate(replace(problem, calls=tuple(map(at.__getitem__, order))), slowed)
+    assert least_s(problem, slowed) == pytest.approx(found.step_s)
 
 
 def test_no_order_of_the_step_is_faster_than_its_least_seconds():

@@ -276,15 +276,6 @@ def _floor_parts(step: MovableStep) -> str:
         parts.append(f"largest layer {layer.forward} saves {size}{where}")
     return ", ".join(parts)
 
-    def _lowest_of_all(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
-        """The peak and step of one that is placed with fewer bytes than any other has alive."""
-        least = min((own.live_bytes for own in candidates), default=0)
-        for own in candidates:
-            plan = self._placed_already(own)
-            if plan is not None and plan.peak_bytes <= least:
-                return plan.peak_bytes, own.problem
-        return None
-
 
 def preference(candidate: Candidate) -> tuple[float, int, int]:
     """The order in which candidates are tried: cheapest first."""

@@ -13,12 +13,13 @@ import math
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memo_compile.planners.comm_windows import least_of_step
+from memo_compile.planners.begin_order import gathers_of
+from memo_compile.planners.comm_windows import at_once, late, least_of_step
 from memo_compile.planners.move_rules import (
     RecomputeOf,
     StepFacts,
@@ -28,7 +29,7 @@ from memo_compile.planners.move_rules import (
 )
 from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule, StepCosts
-from memo_compile.step.problem import call_starts
+from memo_compile.step.problem import CallKind, Problem, call_starts
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import memory_level, most_per_call
 
@@ -358,7 +359,7 @@ def least_bytes(step: MovableStep, moves: Moves) -> int:
     What is moved counts as gone from its last use in the forward to its first read in the backward,
     and what is recomputed to the end: a region may make it in fewer bytes.
     """
-    facts, during = facts_of(step), call_bytes(step)[0]
+    facts, during = facts_of(step), least_alive(step)[0]
     gone = [0] * (len(during) + 1)
     for layer, mode in zip(step.layers, moves.modes, strict=True):
         for value, action in zip(layer.values, mode.actions, strict=True):
@@ -377,7 +378,9 @@ def least_cost_s(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> flo
     again_s, copies_s = [], []
     for layer, mode in zip(step.layers, moves.modes, strict=True):
         cls = step.class_of(layer)
-        again_s += [recompute(key).seconds for key in recompute_keys(cls, mode)]
+        for key in recompute_keys(cls, mode):
+            if any(layer.values[slot] in facts.backward_readers for slot in key.slots):
+                again_s.append(recompute(key).seconds)
         rows = recompute_rows(cls, mode)
         for slot, value, action in zip(cls.slots, layer.values, mode.actions, strict=True):
             if action is Action.SAVE or value not in facts.backward_readers:
@@ -407,3 +410,55 @@ def call_bytes(step: MovableStep) -> tuple[Any, Any]:
         during = most_per_call(problem, facts_of(step).tables) + constant
         _BYTES[step] = during, np.array([constant, *held[before]], dtype=np.int64)
     return _BYTES[step]
+
+
+_ALIVE: "weakref.WeakKeyDictionary[MovableStep, tuple[Any, int]]" = weakref.WeakKeyDictionary()
+"""``least_alive`` of each step."""
+
+
+def least_alive(step: MovableStep) -> tuple[Any, int]:
+    """Per call (int64) the device bytes of plans that keep everything, or fewer.
+
+    And the bytes when the backward begins, or fewer.
+    """
+    if step not in _ALIVE:
+        _ALIVE[step] = _least_alive(step, facts_of(step))
+    return _ALIVE[step]
+
+
+def _least_alive(step: MovableStep, facts: StepFacts) -> tuple[Any, int]:
+    """``least_alive``, computed.
+
+    What only the loss needs is gone on the backward's first line. In a plan that may be a copy's:
+    then it is gone before the first call has made anything, and copies back hide behind that.
+    Beside an arena that stays there is room for it all the time.
+    """
+    problem = step.problem
+    first = problem.first_backward
+    if not problem.loss_bytes or first == len(problem.calls):
+        return call_bytes(step)[0] if not facts.talks else _kept_bytes(step, facts, problem), 0
+    region = problem.regions[problem.calls[first].region]
+    begun_bytes = sum(
+        sum(made.size_bytes for made in kind if not made.start)
+        for kind in (region.buffers, region.outside, region.outputs)
+    )
+    alive = _kept_bytes(step, facts, problem)
+    without = _kept_bytes(step, facts, replace(problem, loss_bytes=0))
+    if not problem.releases_pages:
+        return np.maximum(without, alive - begun_bytes), 0
+    return without, int(alive[first]) - begun_bytes if alive[first] > without[first] else 0
+
+
+def _kept_bytes(step: MovableStep, facts: StepFacts, problem: Problem) -> Any:
+    """Per call (int64) the device bytes with everything kept, collectives in the plans' order.
+
+    0 for what stands at another place in plans, where others are alive.
+    """
+    if not facts.talks:
+        return most_per_call(problem, facts.tables) + step_constant_bytes(problem)
+    plan = late(problem) if step.waits_late else at_once(problem)
+    alive = most_per_call(plan) + step_constant_bytes(plan)
+    bytes_of = {call.name: own for call, own in zip(plan.calls, alive, strict=True)}
+    gathers = {call.name for own in gathers_of(problem).values() for call in own.calls}
+    stays = [call.kind is CallKind.RUN and call.name not in gathers for call in problem.calls]
+    return np.where(stays, [bytes_of[call.name] for call in problem.calls], 0)
