@@ -66,8 +66,9 @@ NEARLY = 0.005
 """A candidate that lacks at most this share of its arena is placed with all effort, down to the
 byte: the search ends a little above the bound, and a few small buffers may stand out."""
 
-AS_FAST = 1e-4
-"""A bound that the plan is at most this share above is not looked for any further."""
+AS_FAST = 0.002
+"""A bound that the plan is at most this share above is not looked for any further: the last windows
+take as long as the choice, and say nothing that changes it."""
 
 LOSS_OUTSIDE = (
     "large results that the compiled function returns beside its own loss are used outside (by "

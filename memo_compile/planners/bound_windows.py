@@ -77,6 +77,22 @@ class Away(NamedTuple):
     """(class, operator) -> the least share of its seconds that a recomputation takes."""
     known: dict[Window, float]
     """The seconds of windows that were looked at."""
+    made: dict[tuple[str, int], "_Made"]
+    """(class, slot) -> what makes it, once it was asked for."""
+
+    def made_by(self, cls: LayerClass, slot: int) -> "_Made":
+        """What makes a slot by itself."""
+        key = cls.key, slot
+        if key not in self.made:
+            ops = frozenset(closure_of(cls, (slot,)))
+            self.made[key] = _Made(ops, sources_of(cls, slot))
+        return self.made[key]
+
+
+class _Made(NamedTuple):
+    ops: frozenset[int]
+    sources: frozenset[int]
+    """Slots that they read."""
 
 
 class _Out(NamedTuple):
@@ -246,7 +262,11 @@ def _read_in(
 ) -> Window:
     """A window of the backward; ``layers``: when each is read, and its lives."""
     at, end = span[0], span[-1]
-    read = [own for reads, own in layers if bisect_right(reads, at) < bisect_right(reads, end)]
+    read = [
+        own
+        for reads, own in layers
+        if reads[0] <= end and at < reads[-1] and bisect_right(reads, at) < bisect_right(reads, end)
+    ]
     later = [[life for life in _large(away.step, own) if at < life.read] for own in read]
     calls = sorted({life.read for own in later for life in own if life.read <= end})
     until = list(span[1:])
@@ -289,7 +309,8 @@ def _due_of(
     found = {life.slot for life in own if life.read in numbers}
     queue = sorted(found)
     for slot in queue:  # grows
-        read = sources_of(cls, slot).intersection(by_slot) - found if slot in again else ()
+        sources = away.made_by(cls, slot).sources if slot in again else frozenset()
+        read = sources.intersection(by_slot) - found
         found.update(read)
         queue += sorted(read)
     copied = (life.slot for life in own if life.read in numbers and life.last_use < out.end)
@@ -327,15 +348,15 @@ def _paid(away: Away, own: Sequence[Life], at: int, out: _Out) -> frozenset[int]
         return frozenset()
     cls = away.step.classes[earlier[0].class_key]
     made = away.never.again(earlier)
-    read = _sources(cls, made, frozenset(range(len(cls.slots))))
-    return frozenset().union(*(closure_of(cls, (slot,)) for slot in made | read))
+    read = _sources(away, cls, made)
+    return frozenset().union(*(away.made_by(cls, slot).ops for slot in made | read))
 
 
-def _sources(cls: LayerClass, slots: Iterable[int], again: Collection[int]) -> frozenset[int]:
+def _sources(away: Away, cls: LayerClass, slots: Iterable[int]) -> frozenset[int]:
     """What recomputing ``slots`` reads, and what that is made from where it takes no time."""
-    read = frozenset().union(*(sources_of(cls, slot) for slot in slots))
-    passing = (slot for slot in read.intersection(again) if may_pass(cls, slot))
-    return read.union(*(sources_of(cls, slot) for slot in passing))
+    read = frozenset().union(*(away.made_by(cls, slot).sources for slot in slots))
+    passing = (slot for slot in read if may_pass(cls, slot))
+    return read.union(*(away.made_by(cls, slot).sources for slot in passing))
 
 
 def _due_out(

@@ -251,7 +251,7 @@ def _kinds_of(
             point = _point(facts, lives, never, facts.first_backward, is_begun=False)
             points.append(_added_s(step, point, begin_excess + never.raised_bytes, *hosts))
         free = np.maximum(0, spare - never.raised_bytes)
-        yield _Kind(points, Away(step, facts, moved, free, never, discounts, {}))
+        yield _Kind(points, Away(step, facts, moved, free, never, discounts, {}, {}))
 
 
 def _points(excess: Any, first_backward: int) -> list[int]:
