@@ -5,8 +5,9 @@ Named models on the simulator, each planned as ``memo plan`` does: for the devic
 device's own host link and with a slow one; with as much host memory as the plan likes, and with
 half of it. Two ratios: the step over its computation alone (the same step with everything kept and
 nothing in tiles, as if memory were free; with what other ranks cost it at least), and the step over
-its lower bound (``step_lower_bound_s``: of the step as it was cut, tiles included). Where a plan of the integer
-program was taken: how much slower the plan is that policy ``greedy`` takes, which needs no solver.
+its lower bound (``step_lower_bound_s``: of the step as it was cut, tiles included). Where a plan of
+the integer program was taken: how much slower the plan is that policy ``greedy`` takes, which needs
+no solver.
 
 Each setting that is done is written at once. With ``--resume`` those are not planned again that
 stand in today's result and were planned by the same code.
