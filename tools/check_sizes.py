@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_FILE_LINES = 600
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 80
 MAX_NESTING = 4
 
