@@ -39,6 +39,13 @@ class UnsupportedGraph(MemoError):
     """The graph holds something that memo cannot plan; the caller steps aside to plain Inductor."""
 
 
+class UntraceableGraph(UnsupportedGraph):
+    """AOTAutograd failed on the graph before memo saw it: mostly an error of the user's program.
+
+    Plain Inductor then raises what the user is to read, as it does without memo.
+    """
+
+
 class Infeasible(MemoError):
     """No plan satisfies the bound; the message states the floor and what makes it.
 

@@ -51,7 +51,10 @@ class Enabled:
             else f"accelerate.utils.DynamoBackend had the member {NAME} already"
         )
         tried = ", ".join(f"{name} {' and '.join(known)}" for name, known in TRIED.items())
-        return f"{did}; nothing else was changed. Here: {here}. Tried with {tried}"
+        return (
+            f"{did}, and Dynamo leaves warnings of transformers out of graphs; nothing else was "
+            f"changed. Here: {here}. Tried with {tried}"
+        )
 
 
 def enable(**options: Any) -> Enabled:
@@ -70,6 +73,7 @@ def enable(**options: Any) -> Enabled:
     changed = NAME not in backends.__members__
     if changed:
         _add_member(backends)
+    _leave_warnings_out()
     versions = {name: found for name in TRIED if (found := _version(name))}
     untried = tuple(name for name, found in versions.items() if not found.startswith(TRIED[name]))
     enabled = Enabled(changed=changed, versions=versions, untried=untried)
@@ -92,6 +96,15 @@ def _backends() -> Any:
             f"huggingface.enable: accelerate {_version('accelerate')} has no enumeration "
             "DynamoBackend; compile before instead: model.compile(backend='memo')"
         ) from error
+
+
+def _leave_warnings_out() -> None:
+    """Transformers' warnings inside a model are left out of graphs, which they would break."""
+    from memo_compile import shim
+
+    for name in ("warning_once", "info_once"):  # transformers adds both to Python's loggers
+        if method := getattr(logging.Logger, name, None):
+            shim.ignore_logging(method)
 
 
 def _add_member(backends: Any) -> None:

@@ -203,6 +203,11 @@ def errors_are_suppressed() -> bool:
     return bool(torch._dynamo.config.suppress_errors)
 
 
+def dynamo_is_verbose() -> bool:
+    """True where TORCHDYNAMO_VERBOSE=1 asks for whole tracebacks."""
+    return bool(torch._dynamo.config.verbose)
+
+
 def as_backend_failure(
     error: Exception, backend: Callable[..., Any], frame: FrameType | None
 ) -> Exception:
@@ -486,6 +491,8 @@ class DynamoCounts(NamedTuple):
     """Functions that run eagerly, by the reason why Dynamo cannot trace them."""
     given_up: int
     """Functions that run eagerly after too many compilations."""
+    explained: frozenset[str] = frozenset()
+    """All that Dynamo says of the graph breaks."""
 
 
 def dynamo_counts() -> DynamoCounts:
@@ -502,7 +509,13 @@ def dynamo_counts() -> DynamoCounts:
         breaks=breaks,
         skipped={reason: n for reason, n in ended.items() if reason not in given_up},
         given_up=sum(ended[reason] for reason in given_up),
+        explained=frozenset(counters["graph_break"]),
     )
+
+
+def ignore_logging(method: Callable[..., Any]) -> None:
+    """Dynamo leaves calls of a logger's ``method`` out of graphs, which they would break (2.11)."""
+    torch._dynamo.config.ignore_logger_methods.add(method)
 
 
 @contextlib.contextmanager

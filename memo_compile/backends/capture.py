@@ -31,7 +31,13 @@ from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.groups import GroupedSteps
 from memo_compile.driver.pieces import Piece
 from memo_compile.driver.stages import CapturedStep, CutStep
-from memo_compile.errors import RuntimeMisuse, UnsupportedGraph
+from memo_compile.errors import (
+    MemoError,
+    RuntimeMisuse,
+    UnsupportedGraph,
+    UntraceableGraph,
+    described,
+)
 from memo_compile.lowering.lower import plain_inner
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut, dropped_sizes
@@ -123,6 +129,8 @@ class StepCapture:
     """What may be remembered; None: nothing."""
     _notes: list[str] = field(default_factory=list)
     """What the report said in the partitioner."""
+    _is_asked: bool = False
+    """torch has asked for a partition or for code."""
 
     def __post_init__(self) -> None:
         dump = Path(self.config.dump) / self.name if self.config.dump else None
@@ -161,7 +169,20 @@ class StepCapture:
         return gated
 
     def _by_torch(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """``gm`` through AOTAutograd, or as that and memo remember it."""
+        """``gm`` through AOTAutograd, or as that and memo remember it.
+
+        Raises UntraceableGraph: AOTAutograd failed before it asked memo for anything.
+        """
+        try:
+            return self._traced_by_torch(gm, examples)
+        except shim.RestartAnalysis:
+            raise
+        except Exception as error:
+            if self._is_asked or isinstance(error, MemoError):
+                raise
+            raise UntraceableGraph(f"AOTAutograd cannot trace it: {described(error)}") from error
+
+    def _traced_by_torch(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         gm = self.without_masks(gm)
         gm.meta.pop(LENGTHS, None)
         memory = None
@@ -192,6 +213,7 @@ class StepCapture:
     def _recall(self, name: str) -> tuple[Half, Half] | None:
         """What will run the halves that are remembered under ``name``, after ``_resume``."""
         assert self._memory is not None, "the cache is asked where something may be remembered"
+        self._is_asked = True
         if not self._memory.recall(name, self.facts, self.runner, self.name):
             return None
         return self._run_forward(), self._run_backward()
@@ -286,6 +308,7 @@ class StepCapture:
         Raises UnsupportedGraph: the graph holds sizes that are not numbers, or a result that torch
         describes wrongly.
         """
+        self._is_asked = True
         with state.noting() as self._notes:
             return self._partition(joint, joint_inputs, **settings)
 
@@ -469,6 +492,7 @@ class StepCapture:
         return self._run_backward()
 
     def _assemble(self, step: CapturedStep | CutStep) -> None:
+        self._is_asked = True
         try:
             self.assembly = self.finish(step)
         finally:

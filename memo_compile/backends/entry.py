@@ -46,6 +46,7 @@ from memo_compile.errors import (
     RanksDisagree,
     RuntimeMisuse,
     UnsupportedGraph,
+    UntraceableGraph,
     described,
     nearest,
 )
@@ -88,9 +89,11 @@ def memo(
     try:
         return _compiled(gm, example_inputs, mode, options)
     except refused(MemoError) as error:
-        # No name for the new error: this frame, which it knows, would keep it alive.
+        # A refusal is the user's to read: where in memo it was made says nothing. No name for the
+        # new error: this frame, which it knows, would keep it alive.
+        trace = error.__traceback__ if shim.dynamo_is_verbose() else None
         raise shim.as_backend_failure(error, memo, inspect.currentframe()).with_traceback(
-            error.__traceback__
+            trace
         ) from None
 
 
@@ -137,16 +140,19 @@ def _compiled_for(
 @contextlib.contextmanager
 def _failure_reported() -> Iterator[None]:
     """An error that leaves the block is in the report, and in the log where torch swallows it."""
+    before = state.current_notes()
     try:
         yield
     except shim.RestartAnalysis:
         raise  # Dynamo traces the function again, and comes back
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        suppressed = shim.errors_are_suppressed()
-        state.mark_failed(f"memo is off for a graph: {reason}", runs=suppressed)
-        if suppressed:
-            log.error("memo: off for a graph, which runs eagerly (suppress_errors): %s", reason)
+        note = f"memo is off for a graph: {reason}"
+        if not shim.errors_are_suppressed():
+            state.mark_refused(note, before)
+            raise
+        state.mark_failed(note)
+        log.error("memo: off for a graph, which runs eagerly (suppress_errors): %s", reason)
         raise
 
 
@@ -181,6 +187,10 @@ def compile_static(
     except (ConfigError, RanksDisagree) as error:
         _refuse(gm, example_inputs, error)
         raise
+    except UntraceableGraph as error:
+        _refuse(gm, example_inputs, error)
+        _raise_of_inductor(gm, example_inputs)
+        return _step_aside(gm, example_inputs, config, error)
     except Exception as error:
         if shim_cache.lacks_compiler(error):
             refusal = ConfigError(NO_COMPILER.format(error))
@@ -188,6 +198,14 @@ def compile_static(
             raise refusal from error
         gm.meta.pop(LENGTHS, None)
         return _step_aside(gm, example_inputs, config, error)
+
+
+def _raise_of_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Raise what plain Inductor says of a graph that it cannot trace either."""
+    try:
+        shim.compile_fx(gm, example_inputs)
+    except Exception as error:
+        raise error from None
 
 
 def _refuse(gm: fx.GraphModule, example_inputs: Sequence[Any], error: Exception) -> None:
@@ -413,6 +431,23 @@ def _with_own_dump(config: MemoConfig) -> MemoConfig:
     return dataclasses.replace(config, dump=str(folder))
 
 
+AVOIDED_BREAKS = {
+    "loss_type=": (
+        "transformers warns inside the model that it does not know its loss: "
+        "model.loss_type = 'ForCausalLM' avoids that break"
+    ),
+    "logging.Logger method": (
+        "A logger is called inside the model: memo_compile.huggingface.enable() leaves "
+        "transformers' warnings out of graphs, torch._dynamo.config.ignore_logger_methods others"
+    ),
+    "utils.hooks.RemovableHandle": (
+        "Hooks are set inside the model: with transformers output_router_logits=False, "
+        "output_hidden_states=False and output_attentions=False avoid that"
+    ),
+}
+"""What Dynamo says of a graph break of a well-known cause -> what avoids it."""
+
+
 @dataclasses.dataclass(slots=True)
 class DynamoWatch:
     """What Dynamo never handed to memo: code around graph breaks, functions that it runs eagerly.
@@ -434,10 +469,13 @@ class DynamoWatch:
         breaks = collections.Counter({why: n for why, n in breaks.items() if why not in skipped})
         notes = []
         if breaks:
+            explained = "".join(now.explained - self.before.explained)
+            avoided = (f". {how}" for sign, how in AVOIDED_BREAKS.items() if sign in explained)
             notes.append(
                 f"{breaks.total()} graph break(s): what lies between runs eagerly; under "
                 "memory_budget the graphs of one step are planned together from its second run on. "
                 f"First: {next(iter(breaks))} (torch.compile(fullgraph=True) shows where)"
+                f"{''.join(avoided)}"
             )
         if skipped:
             notes.append(

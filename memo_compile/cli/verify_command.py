@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +33,14 @@ PEAK_SLACK_BYTES = 8 * 2**20
 """It may always exceed the plan by this, for code and stacks of a first use."""
 
 
+_RUNS = {
+    "eager": "run 1 of 2, eager",
+    "memo": "run 2 of 2, with memo",
+    "eager-again": "numbers differ: run 3 of 4, eager again",
+    "inductor": "numbers differ: run 4 of 4, through plain Inductor",
+}
+"""What each run is called on the screen."""
+
 _STDERR = 2
 """The descriptor: sys.stderr may be no file."""
 
@@ -45,9 +53,13 @@ class Verification:
     loss_difference: float
     """The largest of a step's, relative to eager's."""
     gradient_difference: float
+    differs: bool
+    """Losses or gradients differ by more than rounding."""
     planned_peak_bytes: int | None
     measured_peak_bytes: int | None
     faults: tuple[str, ...]
+    inductor: str = ""
+    """What plain Inductor makes of the same steps, where memo's numbers differ from eager's."""
 
     @property
     def holds(self) -> bool:
@@ -56,7 +68,8 @@ class Verification:
 
     def __str__(self) -> str:
         if self.faults:
-            return "\n  ".join(("memo does not keep its promise:", *self.faults))
+            says = (self.inductor,) if self.inductor else ()
+            return "\n  ".join(("memo does not keep its promise:", *self.faults, *says))
         peak = "the peak was not measured: the first steps warm up; more --steps"
         if self.measured_peak_bytes is not None and self.planned_peak_bytes is not None:
             measured = format_bytes(self.measured_peak_bytes)
@@ -78,8 +91,9 @@ def verify(
     """Run a training script eagerly and with memo; compare losses and gradients, measure the peak.
 
     Both runs are child processes with the same seed, ended after the steps that are compared. The
-    script must compile with backend memo and call backward; other sources of difference between
-    two runs of it (threads, unseeded data) are its own.
+    script must compile with backend memo and call backward. Where numbers differ it runs eagerly
+    once more, which tells whether two runs of the script are the same at all, and through plain
+    Inductor, which tells whether memo is to blame.
     """
     require_script(script)
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +106,12 @@ def verify(
                 "the model with it, and call backward on the loss"
             )
         memo = _run("memo", script, context.args, steps, Path(folder))
-    verdict = judge(eager, memo)
+        verdict = judge(eager, memo)
+        if verdict.differs:
+            again = _run("eager-again", script, context.args, steps, Path(folder))
+            _require_repeatable(script, eager, again)
+            inductor = _run("inductor", script, context.args, steps, Path(folder))
+            verdict = replace(verdict, inductor=_of_inductor(eager, inductor))
     print(json.dumps(_as_dict(verdict)) if as_json else verdict)
     if not verdict.holds:
         raise typer.Exit(1)
@@ -103,7 +122,7 @@ def _run(
 ) -> dict[str, Any] | None:
     """What one run recorded; None when it left nothing. Its stdout goes to stderr."""
     out = folder / f"{arm}.json"
-    how = {"eager": "run 1 of 2, eager", "memo": "run 2 of 2, with memo"}[arm]
+    how = _RUNS[arm]
     _say(f"{how}: up to {steps} steps of {script}")
     began = time.monotonic()
     command = [sys.executable, "-m", "memo_compile.offline.record", arm, str(out), str(steps)]
@@ -115,7 +134,7 @@ def _run(
     found: dict[str, Any] = json.loads(out.read_text())
     _say(f"{how}: {len(found['steps'])} steps in {took}")
     failed = done.returncode != 0 and len(found["steps"]) < steps
-    return None if failed and arm == "eager" else found | {"failed": failed}
+    return None if failed and arm in ("eager", "eager-again") else found | {"failed": failed}
 
 
 def _say(text: str) -> None:
@@ -129,8 +148,41 @@ def judge(eager: Mapping[str, Any], memo: Mapping[str, Any] | None) -> Verificat
         memo, faults = {"steps": ()}, ["the process with memo died"]
     else:
         faults = list(_state_faults(memo, len(eager["steps"])))
+    numbers = _compared(eager, memo)
+    faults += numbers.faults
+    planned, measured = memo.get("planned_peak_bytes"), memo.get("measured_peak_bytes")
+    if planned is not None and measured is not None:
+        allowed = planned + max(PEAK_SLACK_BYTES, int(PEAK_SLACK * planned))
+        if measured > allowed:
+            faults.append(
+                f"the peak is {format_bytes(measured)}, planned were {format_bytes(planned)}"
+            )
+    return Verification(
+        num_steps=numbers.num_steps,
+        loss_difference=numbers.losses,
+        gradient_difference=numbers.gradients,
+        differs=bool(numbers.faults),
+        planned_peak_bytes=planned,
+        measured_peak_bytes=measured,
+        faults=tuple(faults),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """How far the losses and gradients of two runs differ."""
+
+    num_steps: int
+    losses: float
+    gradients: float
+    faults: tuple[str, ...]
+    """One for each step and kind that differs by more than rounding."""
+
+
+def _compared(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> _Numbers:
     losses = gradients = 0.0
-    pairs = list(zip(eager["steps"], memo["steps"], strict=False))
+    faults = []
+    pairs = list(zip(mine["steps"], theirs["steps"], strict=False))
     for number, (left, right) in enumerate(pairs, start=1):
         half = left["half"] or right["half"]
         bound = HALF_TOLERANCE if half else TOLERANCE
@@ -140,21 +192,35 @@ def judge(eager: Mapping[str, Any], memo: Mapping[str, Any] | None) -> Verificat
         if not gradient <= bound:
             faults.append(f"step {number}: gradients differ by {gradient:.1e}, more than {bound:g}")
         losses, gradients = max(losses, loss), max(gradients, gradient)
-    planned, measured = memo.get("planned_peak_bytes"), memo.get("measured_peak_bytes")
-    if planned is not None and measured is not None:
-        allowed = planned + max(PEAK_SLACK_BYTES, int(PEAK_SLACK * planned))
-        if measured > allowed:
-            faults.append(
-                f"the peak is {format_bytes(measured)}, planned were {format_bytes(planned)}"
-            )
-    return Verification(
-        num_steps=len(pairs),
-        loss_difference=losses,
-        gradient_difference=gradients,
-        planned_peak_bytes=planned,
-        measured_peak_bytes=measured,
-        faults=tuple(faults),
+    return _Numbers(len(pairs), losses, gradients, tuple(faults))
+
+
+def _require_repeatable(
+    script: Path, eager: Mapping[str, Any], again: Mapping[str, Any] | None
+) -> None:
+    """Raises InputError: two eager runs of the script differ, so that no third can be judged."""
+    numbers = None if again is None else _compared(eager, again)
+    if numbers is not None and not numbers.faults:
+        return
+    how = "the second one failed" if numbers is None else numbers.faults[0]
+    raise InputError(
+        f"{script}: two runs without memo differ too ({how}), so that nothing can be compared; "
+        "seed what draws its data and weights, and read the same data in each run"
     )
+
+
+def _of_inductor(eager: Mapping[str, Any], inductor: Mapping[str, Any] | None) -> str:
+    """What plain Inductor's numbers say of memo's, which differ from eager's."""
+    if inductor is None or inductor["failed"]:
+        return "plain Inductor: the script fails with it too"
+    numbers = _compared(eager, inductor)
+    within = f"losses within {numbers.losses:.1e}, gradients within {numbers.gradients:.1e}"
+    if numbers.faults:
+        return (
+            f"plain Inductor differs from eager too ({within}): torch is to blame, at least for "
+            "that; please report it there"
+        )
+    return f"plain Inductor is right ({within}): memo is to blame; please report it"
 
 
 def _state_faults(memo: Mapping[str, Any], num_steps: int) -> Iterator[str]:

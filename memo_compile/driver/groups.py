@@ -368,8 +368,9 @@ class GroupedSteps:
         reported = ReportedGroup.of_group(
             planned.plan,
             observed,
-            len(bound.members),
-            most_between(planned.problem),
+            num_instances=len(bound.members),
+            between_bytes=most_between(planned.problem),
+            graphs=(assembly.reported.name,),
         )
         self.planned = PlannedGroup(members, planned, bound, reported)
         self._dump(planned)

@@ -203,7 +203,11 @@ class JointSteps:
             planned=planned,
             bound=bound,
             reported=ReportedGroup.of_group(
-                planned.plan, observed, len(pieces), most_between(planned.problem)
+                planned.plan,
+                observed,
+                num_instances=len(pieces),
+                between_bytes=most_between(planned.problem),
+                graphs=tuple(graph.assembly.reported.name for graph in graphs),
             ),
             memory=OutOfMemory(dump=first.config.dump),
         )

@@ -42,6 +42,9 @@ NEAR = 1.2
 ROUNDER = TOKEN_TILES
 """Multiples of so many granules divide into tiles."""
 
+MAX_TRIES = 20
+"""So many sizes are tried of a kind: mostly six to twelve are enough."""
+
 MAX_SIZE = 2**40
 """No size above this is tried: a step that takes it is not bounded by memory."""
 
@@ -236,7 +239,7 @@ class Fitting:
             tried(what, size, found.fits)
             return found
 
-        size, step = self._largest(need, granule, varied.size), None
+        size, untried, step = *self._largest(need, granule, varied.size), None
         if size:
             say(f"{what.value} of {size:,}: the fastest plan")
         while size and (step := sizes.fastest(size)) is None:
@@ -248,29 +251,31 @@ class Fitting:
             step=step,
             floor_bytes=None if size else sizes.floor_bytes(granule),
             refused=sizes.refusal(size),
-            notes=tuple(self._notes(varied, size)),
+            notes=(*untried, *self._notes(varied, size)),
         )
 
-    def _largest(self, need: Callable[[int], Need], granule: int, own_size: int) -> int:
-        """The largest multiple of ``granule`` that fits; 0: none.
+    def _largest(
+        self, need: Callable[[int], Need], granule: int, own_size: int
+    ) -> tuple[int, tuple[str, ...]]:
+        """The largest multiple of ``granule`` that fits, 0 for none, and a note if it is not sure.
 
         Bytes grow with sizes, but for sizes that divide into no tiles (a batch of 17 short
-        sequences): so rounder ones are asked where an uneven one was too large.
+        sequences): so rounder ones are tried first.
         """
         search = LengthSearch(
             start=own_size // granule,
             budget_bytes=self.available_bytes,
             constant_bytes=self._constant_bytes(),
+            rounder=ROUNDER,
         )
         while (count := search.next_count()) is not None and count * granule <= MAX_SIZE:
+            if search.num_told == MAX_TRIES:
+                return search.low * granule, (
+                    f"{MAX_TRIES} sizes were tried: one between {search.low * granule:,} and "
+                    f"{count * granule:,} may fit as well, --multiple-of asks for fewer",
+                )
             search.tell(count, need(count * granule))
-        largest, rounder = search.low * granule, ROUNDER * granule
-        while largest and largest < MAX_SIZE:
-            size = (largest // rounder + 1) * rounder
-            if size == largest + granule or not need(size).fits:
-                break
-            largest = size
-        return largest
+        return search.low * granule, ()
 
     def _constant_bytes(self) -> int:
         """Parameters, gradients, optimizer state; 0 where what is compiled is a function."""

@@ -21,23 +21,27 @@ class Need(NamedTuple):
 class LengthSearch:
     """The most granules that fit: ``low`` do, ``high`` do not; None: not known yet."""
 
-    def __init__(self, *, start: int, budget_bytes: int, constant_bytes: int) -> None:
+    def __init__(
+        self, *, start: int, budget_bytes: int, constant_bytes: int, rounder: int = 1
+    ) -> None:
+        """``start`` is tried first; after it multiples of ``rounder`` come before other counts."""
         self.low = 0
         self._low_bytes: float = constant_bytes
         self._high: int | None = None
         self._high_bytes = math.inf
-        self._start = max(1, start)
+        self._start, self._rounder = max(1, start), rounder
         self._budget_bytes, self._constant_bytes = budget_bytes, constant_bytes
         self._longer = self._shorter = 1
         """Granules that the next length differs from ``low`` or ``high`` at least; doubled where
         the line missed."""
-        self._num_told = 0
+        self.num_told = 0
+        """How many counts were tried."""
         self.is_flat = False
         """The last two sizes that fit need as many bytes: a line says nothing of larger ones."""
 
     def tell(self, count: int, need: Need) -> None:
         """``count`` granules fit, or do not, and need as many bytes."""
-        self._num_told += 1
+        self.num_told += 1
         if need.fits:
             self._longer = 1 if self.low < self._guess() else 2 * self._longer
             self._shorter = 1
@@ -49,7 +53,20 @@ class LengthSearch:
             self._high, self._high_bytes = count, need.num_bytes
 
     def next_count(self) -> int | None:
-        """What to try next; None when the answer is ``low``."""
+        """What to try next; None when the answer is ``low``.
+
+        Uneven counts, which divide into no tiles and so may need far more, are tried only between
+        two neighbouring multiples of ``rounder``.
+        """
+        count = self._nearest_count()
+        if count is None or not self.num_told:
+            return count
+        above = (self.low // self._rounder + 1) * self._rounder
+        if self._high is not None and above >= self._high:
+            return count
+        return max(above, count // self._rounder * self._rounder)
+
+    def _nearest_count(self) -> int | None:
         if self._high is None and not self.low:
             return self._start
         if self._high is None and self.is_flat:
@@ -58,7 +75,7 @@ class LengthSearch:
             return min(max(self._guess(), self.low + self._longer), LONGEST * self.low)
         if self._high - self.low <= 1:
             return None
-        if self._num_told % HALVED_EACH == 0:
+        if self.num_told % HALVED_EACH == 0:
             return (self.low + self._high) // 2
         wanted = max(self._guess(), self.low + self._longer)
         return max(self.low + 1, min(wanted, self._high - self._shorter))

@@ -1,8 +1,9 @@
 """Runs a script and records what its memo-compiled training steps compute: for ``memo verify``.
 
-    python -m memo_compile.offline.record eager|memo OUT.json NUM_STEPS SCRIPT.py [ARGS...]
+    python -m memo_compile.offline.record ARM OUT.json NUM_STEPS SCRIPT.py [ARGS...]
 
-``eager`` replaces the backend by eager execution of the very same graphs. A step is a backward
+ARM is ``memo``; ``eager`` or ``eager-again``, which replace the backend by eager execution of the
+very same graphs; or ``inductor``, which replaces it by torch's own. A step is a backward
 after at least one compiled forward; the script is ended after NUM_STEPS of them.
 """
 
@@ -128,11 +129,16 @@ def _digest(gradient: torch.Tensor) -> tuple[float, float]:
 
 
 def install(recorder: Recorder, arm: str) -> None:
-    """Every later use of backend ``memo`` is recorded; in arm ``eager`` it runs eagerly."""
+    """Every later use of backend ``memo`` is recorded, and runs as ``arm`` says."""
     compiled = entry.memo
 
     def memo(gm: fx.GraphModule, examples: Sequence[Any], **settings: Any) -> Callable[..., Any]:
-        run = gm.forward if arm == "eager" else compiled(gm, examples, **settings)
+        if arm == "memo":
+            run = compiled(gm, examples, **settings)
+        elif arm == "inductor":
+            run = shim.compile_fx(gm, examples)
+        else:
+            run = gm.forward
         return recorder.wrap(run, examples)
 
     setattr(entry, "memo", memo)  # noqa: B010 - a function is replaced on purpose

@@ -91,6 +91,8 @@ class _State:
     """A forward of the last step ran without its plan."""
     failed: bool = False
     refused: bool = False
+    refusal_notes: list[str] = field(default_factory=list)
+    """Those of ``notes`` that a refused compilation made: they go when the next try gets a plan."""
     left_out: Callable[[], LeftOut] = lambda: ((), False)
     begin: Callable[[], None] = lambda: None
     noting: list[list[str]] = field(default_factory=list)
@@ -128,6 +130,7 @@ def reset() -> None:
         _state.gone.clear()
         _state.groups.clear()
         _state.notes.clear()
+        _state.refusal_notes.clear()
         _state.ran.clear()
         _state.unplanned_steps = 0
         _state.failed = _state.refused = _state.unplanned_now = False
@@ -135,12 +138,16 @@ def reset() -> None:
 
 
 def add_plan(plan: ReportedPlan) -> None:
-    """A plan stands; those of models that are gone leave the report."""
+    """A plan stands; those of models that are gone leave the report, with their groups."""
     with _state.lock:
         gone, _state.gone = _state.gone, []
         left = {id(known) for known in gone}
+        names = {known.name for known in gone}
+        _state.groups = [group for group in _state.groups if names.isdisjoint(group.graphs)]
         _state.plans = [*(known for known in _state.plans if id(known) not in left), plan]
         _state.refused = False
+        _state.notes = [note for note in _state.notes if note not in _state.refusal_notes]
+        _state.refusal_notes.clear()
 
 
 def replace_plan(old: ReportedPlan, new: ReportedPlan) -> None:
@@ -172,6 +179,8 @@ def add_note(note: str) -> bool:
     with _state.lock:
         for gathered in _state.noting:
             gathered.append(note)
+        if note in _state.refusal_notes:
+            _state.refusal_notes.remove(note)  # true of what is compiled now as well
         if note in _state.notes:
             return False
         _state.notes.append(note)
@@ -197,15 +206,29 @@ def warn_once(note: str) -> None:
         log.warning("memo: %s", note.removeprefix("memo: "))
 
 
-def mark_failed(note: str, *, runs: bool = True) -> None:
-    """A training graph got no plan, and ``runs`` without one or was refused.
+def mark_failed(note: str) -> None:
+    """A training graph got no plan and runs without one."""
+    add_note(note)
+    with _state.lock:
+        _state.failed = True
 
-    What was refused does not matter any more once another graph, its next try, gets a plan.
+
+def current_notes() -> frozenset[str]:
+    """The notes of the report by now, for ``mark_refused``."""
+    with _state.lock:
+        return frozenset(_state.notes).difference(_state.refusal_notes)
+
+
+def mark_refused(note: str, before: frozenset[str]) -> None:
+    """A compilation that began with the notes ``before`` ended with an error, as ``note`` says.
+
+    Neither this note nor others of that compilation matter any more once another graph, its next
+    try, gets a plan.
     """
     add_note(note)
     with _state.lock:
-        _state.failed |= runs
-        _state.refused |= not runs
+        _state.refused = True
+        _state.refusal_notes += [made for made in _state.notes if made not in before]
 
 
 def count_unplanned() -> None:

@@ -20,13 +20,14 @@ _WIDTH, _TABLE_WIDTH = 100, 110
 def render(report: Report, *, verbose: bool) -> str:
     """``report`` as text of at most 100 columns; verbose: tables of 110 with all reasons."""
     state = "active" if report.active else "NOT active"
+    groups = f"{len(report.groups)} group(s), " if report.groups else ""
     head = (
-        f"memo is {state}: {len(report.plans)} plan(s), "
+        f"memo is {state}: {len(report.plans)} plan(s), {groups}"
         f"{report.unplanned_steps} step(s) ran without one"
     )
     if verbose:
         return f"{head}\n{_tables(report)}".rstrip()
-    lines = [line for plan in report.plans for line in _lines(plan)]
+    lines = [line for plan in _standing(report) for line in _lines(plan)]
     notes = [f"note: {note}" for note in report.notes]
     wrapped = (
         part
@@ -36,13 +37,28 @@ def render(report: Report, *, verbose: bool) -> str:
     return "\n".join([head, *wrapped])
 
 
+def _standing(report: Report) -> tuple[ReportedPlan, ...]:
+    """The plans by which steps run: a group's stands in place of those of its single graphs."""
+    grouped = {name for group in report.groups for name in group.graphs}
+    return (*(plan for plan in report.plans if plan.name not in grouped), *report.groups)
+
+
+def _title(plan: ReportedPlan) -> str:
+    """What ``plan`` is of."""
+    if not isinstance(plan, ReportedGroup):
+        return f"plan {plan.name}"
+    if len(plan.graphs) == 1:
+        return f"group of {plan.num_instances} x {plan.module_path or plan.graphs[0]}"
+    return f"group of {len(plan.graphs)} graphs, {plan.num_instances} calls in a step"
+
+
 def _lines(plan: ReportedPlan) -> Iterator[str]:
     """What a person wants to know of a plan, a line each."""
     fixed = plan.fixed
     budget = (
         "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
     )
-    yield f"plan {plan.name}: peak {format_bytes(plan.peak_bytes)}, {budget}, policy {plan.policy}"
+    yield f"{_title(plan)}: peak {format_bytes(plan.peak_bytes)}, {budget}, policy {plan.policy}"
     ratio = plan.arena_bytes / plan.lower_bound_bytes if plan.lower_bound_bytes else 1.0
     yield (
         f"  arena {format_bytes(plan.arena_bytes)} ({ratio:.4f} x the live bytes), outside it "
@@ -90,14 +106,10 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
 def _tables(report: Report) -> str:
     text = io.StringIO()
     console = Console(file=text, width=_TABLE_WIDTH, highlight=False, no_color=True)
-    for plan in report.plans:
+    for plan in _standing(report):
         console.print(_numbers(plan))
         if plan.decisions:
             console.print(_decisions(plan))
-    for group in report.groups:
-        console.print(_numbers(group))
-        if group.decisions:
-            console.print(_decisions(group))
     for note in report.notes:
         console.print(f"note: {note}")
     return text.getvalue()
@@ -114,10 +126,7 @@ def _measured(plan: ReportedPlan) -> str:
 
 
 def _numbers(plan: ReportedPlan) -> Table:
-    title = f"plan {plan.name}"
-    if isinstance(plan, ReportedGroup):
-        title = f"group of {plan.num_instances}, each {plan.name}"
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=_title(plan), show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_column("remark")

@@ -242,17 +242,29 @@ class ReportedGroup(ReportedPlan):
     """The most that other code took between two of their forwards and backwards, as measured (CPU,
     under a budget), or as its gradients take. It is counted in ``peak_bytes``."""
     module_path: str | None = None
+    graphs: tuple[str, ...] = ()
+    """Names of the plans of single graphs in whose place the group's plan stands."""
 
     @classmethod
     def of_group(
-        cls, plan: Plan, observed: Observed, num_instances: int, between_bytes: int
+        cls,
+        plan: Plan,
+        observed: Observed,
+        *,
+        num_instances: int,
+        between_bytes: int,
+        graphs: tuple[str, ...],
     ) -> "ReportedGroup":
         """``plan`` and ``observed`` in one value."""
         paths = (layer_class.module_path for layer_class in plan.layer_classes)
         fields = {**_fields(plan, Plan), **_fields(observed, Observed)}
         path = next(filter(None, paths), None)
         return cls(
-            **fields, num_instances=num_instances, between_bytes=between_bytes, module_path=path
+            **fields,
+            num_instances=num_instances,
+            between_bytes=between_bytes,
+            module_path=path,
+            graphs=graphs,
         )
 
 

@@ -299,6 +299,27 @@ def test_a_rounder_size_may_fit_where_an_uneven_one_does_not(answered):
     assert (fitting.Vary.BATCH, 40, False) in tried
 
 
+def test_round_sizes_are_tried_before_uneven_ones(answered):
+    """Uneven sizes divide into no tiles: a search among them ended far below the answer."""
+
+    def need(self, varied, size):
+        uneven = 3 if size % 512 else 1
+        return Need(100 * size * uneven, 100 * size * uneven <= 900_000)
+
+    answer, tried = answered(need)
+    assert answer.found[0].size == 8704
+    assert len(tried) <= 10
+    assert tried[-1][1] in range(8704, 9216)
+
+
+def test_a_search_that_the_bytes_mislead_ends(answered):
+    answer, tried = answered(lambda self, varied, size: Need(math.inf, size <= 2**38 + 999_999))
+    (found,) = answer.found
+    assert len(tried) == fitting.MAX_TRIES
+    assert any(f"{fitting.MAX_TRIES} sizes were tried" in note for note in found.notes)
+    assert found.size <= 2**38 + 999_999
+
+
 def test_where_the_model_refuses_longer_ones_that_is_said(answered):
     answer, _ = answered(needs(10, math.inf, refused_from=512))
     (found,) = answer.found

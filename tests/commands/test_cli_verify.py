@@ -184,3 +184,56 @@ def test_scripts_that_train_nothing_are_refused(capsys, tmp_path, source, messag
     script = tmp_path / "script.py"
     script.write_text(source)
     assert message in refused(capsys, str(script))
+
+
+OTHER = run_with(("steps", 0, "losses"), [3.0])
+
+
+@pytest.fixture
+def verify_runs(tmp_path, monkeypatch, capsys):
+    """(exit code, stdout, stderr) of ``memo verify`` where each arm recorded what is given."""
+    script = tmp_path / "script.py"
+    script.write_text("")
+
+    def run(**runs):
+        monkeypatch.setattr(verify_command, "_run", lambda arm, *_: runs[arm.replace("-", "_")])
+        with pytest.raises(SystemExit) as left:
+            main(["verify", str(script)])
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_script_whose_own_runs_differ_is_not_judged(verify_runs):
+    code, out, err = verify_runs(eager=EAGER, memo=OTHER, eager_again=OTHER)
+    assert (code, out) == (2, "")
+    assert "two runs without memo differ too (step 1: losses differ by 5.0e-01" in err
+    assert "seed what draws its data" in err
+
+
+def test_where_plain_inductor_is_right_memo_is_to_blame(verify_runs):
+    code, out, _ = verify_runs(eager=EAGER, memo=OTHER, eager_again=EAGER, inductor=RUN)
+    assert code == 1
+    assert "plain Inductor is right (losses within 0.0e+00" in out
+    assert "memo is to blame" in out
+
+
+def test_where_plain_inductor_is_wrong_alike_torch_is_to_blame(verify_runs):
+    code, out, _ = verify_runs(eager=EAGER, memo=OTHER, eager_again=EAGER, inductor=OTHER)
+    assert code == 1
+    assert "plain Inductor differs from eager too (losses within 5.0e-01" in out
+    assert "torch is to blame" in out
+
+
+def test_where_plain_inductor_fails_that_is_said(verify_runs):
+    failed = {**RUN, "failed": True}
+    _, out, _ = verify_runs(eager=EAGER, memo=OTHER, eager_again=EAGER, inductor=failed)
+    assert "plain Inductor: the script fails with it too" in out
+
+
+@pytest.mark.full
+def test_an_unseeded_script_is_told_so(verify):
+    unseeded = TRAINING.replace("SCALE", "(1 + int.from_bytes(os.urandom(2)))")
+    code, _, err = verify("import os\n" + textwrap.dedent(unseeded), "--steps", "2")
+    assert code == 2
+    assert "two runs without memo differ too" in err

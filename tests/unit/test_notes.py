@@ -137,3 +137,21 @@ def test_counts_begin_anew_and_survive_torch_clearing_its_own(monkeypatch):
     (note,), gave_up = watch.left_out()
     assert "memo is OFF" in note
     assert gave_up
+
+
+@pytest.mark.parametrize(
+    ("says", "how"),
+    [
+        ("Logger (WARNING)>.warning_once, args: `loss_type=None` was set", "model.loss_type ="),
+        ("logging.Logger method not supported", "huggingface.enable()"),
+        ("<class 'torch.utils.hooks.RemovableHandle'>", "output_router_logits=False"),
+    ],
+)
+def test_graph_breaks_of_a_well_known_cause_say_what_avoids_them(monkeypatch, says, how):
+    counts = [
+        shim.DynamoCounts({}, {}, 0, frozenset({"another break"})),
+        shim.DynamoCounts({"a break": 1}, {}, 0, frozenset({"another break", says})),
+    ]
+    monkeypatch.setattr(shim, "dynamo_counts", lambda: counts.pop(0) if counts[1:] else counts[0])
+    (note,), _ = DynamoWatch().left_out()
+    assert how in note

@@ -7,7 +7,7 @@ import pytest
 
 import memo_compile
 from memo_compile.reporting import state
-from memo_compile.step.plans import Decision, Observed, ReportedPlan
+from memo_compile.step.plans import Decision, Observed, ReportedGroup, ReportedPlan
 from memo_compile.step.problem import LayerClassInfo
 from tests.steps.small import planned, two_layers
 
@@ -50,10 +50,28 @@ def test_a_plan_makes_it_active_and_a_failure_ends_that(plan):
 
 def test_a_refused_graph_counts_until_its_next_try(plan):
     state.add_plan(plan)
-    state.mark_failed("budget < floor", runs=False)
+    state.add_note("of the graph that has a plan")
+    before = state.current_notes()
+    state.add_note("of the refused graph")
+    state.add_note("of the refused graph, and of its next try")
+    state.mark_refused("budget < floor", before)
     assert not memo_compile.report().active
+    assert "budget < floor" in memo_compile.report().notes
+    state.add_note("of the refused graph, and of its next try")
     state.add_plan(plan)
-    assert memo_compile.report().active
+    report = memo_compile.report()
+    assert report.active
+    assert report.notes == (
+        "of the graph that has a plan",
+        "of the refused graph, and of its next try",
+    )
+
+
+def test_a_graph_that_is_refused_twice_leaves_no_note(plan):
+    for _ in range(2):
+        state.mark_refused("budget < floor", state.current_notes())
+    state.add_plan(plan)
+    assert memo_compile.report().notes == ()
 
 
 def test_a_plan_whose_model_is_gone_leaves_with_the_next_plan(plan):
@@ -123,3 +141,26 @@ def test_the_dictionary_is_json(plan):
         {"num_layers": 2, "module_path": "model.layers", "period": 1, "num_regions": 2}
     ]
     assert found["decisions"][0]["decision"] == "SAVE"
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_group_stands_in_place_of_the_plans_of_its_blocks(plan, verbose):
+    """Steps run by the group's plan: that of one block, which has no budget, misleads."""
+    made = dataclasses.replace(
+        planned(two_layers()), budget_bytes=25 * 2**20, layer_classes=plan.layer_classes
+    )
+    group = ReportedGroup.of_group(
+        made, Observed(), num_instances=6, between_bytes=0, graphs=(plan.name,)
+    )
+    state.add_plan(plan)
+    state.replace_group(None, group)
+    text = memo_compile.report().text(verbose=verbose)
+    assert "1 group(s)" in text
+    assert "group of 6 x model.layers" in text
+    assert "25.00 MiB" in text
+    assert "no budget" not in text
+    assert plan.name not in text
+    state.plan_is_gone(plan)
+    state.add_plan(dataclasses.replace(plan, name="graph4"))  # compiled anew, in other tiles
+    assert "no budget" in memo_compile.report().text(verbose=verbose)
+    assert memo_compile.report().groups == ()
