@@ -68,6 +68,7 @@ def _flops(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: read.meta.get("val"))
+    args = tuple(value for value in args if not isinstance(value, torch.dtype))  # addmm's out_dtype
     if "attention" in op_name(node):
         args = _with_heads_of_queries(args)
     flops = int(formula(*args, **kwargs, out_val=node.meta.get("val")))

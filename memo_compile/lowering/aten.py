@@ -61,6 +61,11 @@ _WRITES_OUT: dict[str, bool] = {}
 """An operator and the layouts of its arguments, as text -> whether its ``out=`` takes them."""
 
 
+_TAKE_OUT = (torch.ops.aten.addmm.dtype, torch.ops.aten.baddbmm.dtype)
+"""Operators whose ``out=`` takes what they take; what torch 2.13 runs on fakes in their place does
+not (pytorch#163880)."""
+
+
 def _never(_: fx.Node) -> bool:
     return False
 
@@ -223,6 +228,8 @@ class _AtenRegion:
         mode = shim.detect_fake_mode([*values, node.meta["val"]])
         if mode is None:
             return False
+        if node.target in _TAKE_OUT:
+            return True
         (text,) = make_tape((node,)).texts
         if text not in _WRITES_OUT:
             with mode:
@@ -263,7 +270,7 @@ class _AtenRegion:
             wait = torch.ops._c10d_functional.wait_tensor.default
             return view.copy_(wait(runnable(node.target)(*args, **kwargs)))
         if self.writers[node]:
-            _write_out(node, args, kwargs, view)
+            _write_out(node, args, kwargs, _in_place(args, view))
         else:
             view.copy_(runnable(node.target)(*args, **kwargs))
             if view.device.type == "cpu" and view.nbytes >= MIN_OWN_MAPPING_BYTES:
@@ -382,6 +389,15 @@ def _write_out(node: fx.Node, args: Any, kwargs: Mapping[str, Any], target: torc
     known = {arg.name for arg in out._schema.arguments}
     name = next(arg.name for arg in out._schema.arguments if arg.is_out)
     return out(*args, **{key: kwargs[key] for key in kwargs if key in known}, **{name: target})
+
+
+def _in_place(args: tuple[Any, ...], view: torch.Tensor) -> torch.Tensor:
+    """``view``; the first argument where it shows the same: ``addmm`` copies what is another."""
+    first = args[0] if args else None
+    if isinstance(first, torch.Tensor) and first.data_ptr() == view.data_ptr():
+        alike = first.dtype == view.dtype and first.size() == view.size()
+        return first if alike and first.stride() == view.stride() else view
+    return view
 
 
 def estimate(

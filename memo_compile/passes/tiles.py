@@ -3,7 +3,8 @@
 The peak of a long-context step is often one chain inside one region: the loss head, whose logits
 are as wide as the vocabulary, or an MLP. Where every row of the chain depends on the same row of
 its inputs only, the chain runs tile by tile: one region, lowered once for ``rows / tiles`` rows
-and called ``tiles`` times. Sums over the rows at its end are accumulated.
+and called ``tiles`` times. Sums over the rows at its end are accumulated, those of 16-bit numbers
+in float32 (``passes/tile_sums.py``).
 
 Rewrite, x [4096, 64], w [64, 32768], 8 tiles:
     logits = mm(x, w)                          # before    acc = full([], 0)
@@ -25,7 +26,6 @@ from memo_compile.analysis.purity import is_collective, is_constant, is_wait, is
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, row_layout
-from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.tile_chains import Chain, chains, transient_bytes
 from memo_compile.analysis.views import (
     base_of,
@@ -38,7 +38,7 @@ from memo_compile.analysis.views import (
 )
 from memo_compile.passes.extract import Extract, extract
 from memo_compile.passes.slice_rows import slice_rows
-from memo_compile.passes.tile_sums import take_sums_out
+from memo_compile.passes.tile_sums import Totals, is_short_product, take_sums_out
 from memo_compile.step.tilings import Operand, Ref, Rows, Slice, Source, Tiling
 
 ALIGNMENT_BYTES = 16
@@ -46,6 +46,10 @@ ALIGNMENT_BYTES = 16
 
 MIN_SAVING = 1 / 8
 """Tiles must save this share of a region's transient bytes, since each reads the weights again."""
+
+FEW_SAVING = 1 / 4
+"""Where tiles with sums in float32 save less, two tiles that add products up in 16 bits are tried:
+the sums' bytes may be more than the rest. Two tiles round a sum once more than the whole does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,18 +88,26 @@ def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
     is_plain = is_plain and len(talks) < 2  # their order is that of ranks which have no tiles
     if tiles < 2 or not is_plain or any(is_write(node) for node in graph.nodes):
         return []
-    limit = transient_bytes(region.gm) * (1 - MIN_SAVING)
-    tiled = [_Splitter(region, chain).run() for chain in chains(region, tiles)]
-    found = [form for form in tiled if form is not None and form.transient_bytes < limit]
-    return sorted(found, key=lambda form: form.transient_bytes)
+    whole_bytes = transient_bytes(region.gm)
+    forms = [_Splitter(region, chain).run() for chain in chains(region, tiles)]
+    tiled = [form for form in forms if form is not None]
+    few = all(form.transient_bytes > whole_bytes * (1 - FEW_SAVING) for form in tiled)
+    if few and any(map(is_short_product, graph.nodes)):
+        forms = [_Splitter(region, chain, widens=False).run() for chain in chains(region, 2)]
+        tiled += [form for form in forms if form is not None]
+    saving = [form for form in tiled if form.transient_bytes < whole_bytes * (1 - MIN_SAVING)]
+    return sorted(saving, key=lambda form: form.transient_bytes)
 
 
 class _Splitter:
     """Builds the parts of one chain; ``run`` is None where a result cannot be put in rows."""
 
-    def __init__(self, region: RegionGraph, chain: Chain) -> None:
+    def __init__(self, region: RegionGraph, chain: Chain, *, widens: bool = True) -> None:
         self.region = region
         self.chain = chain
+        self.totals = Totals(
+            num_tiles=chain.num_tiles, device=region.device, rounds_products=not widens
+        )
         self.dims = chain.dims
         self.nodes = list(region.gm.graph.nodes)
         self.placeholders = region.gm.graph.find_nodes(op="placeholder")
@@ -107,7 +119,7 @@ class _Splitter:
         self.rows = chain.num_rows // chain.num_tiles
 
     def run(self) -> TiledRegion | None:
-        late = [node for node in self.made if node in self.behind]
+        late = [node for node in self.made if node in self.behind or self._is_rounded(node)]
         after = extract(self.region.gm, late, self._ends_after)
         wanted = {*after.inputs, *self.made}
         rows = [
@@ -134,14 +146,15 @@ class _Splitter:
         before = extract(self.region.gm, early, lambda node: node.op == "placeholder")
         self._finish_before(before, early, sums, rows)
         places = _refs(Source.REGION_INPUT, self.placeholders)
-        places |= _refs(Source.BEFORE, [*early, *sums, *rows]) | _refs(Source.AFTER, late)
+        places |= _refs(Source.BEFORE, [*early, *sums, *rows])
+        results = places | _refs(Source.AFTER, late)
         inputs = [self._operand(node, part.made[node], places) for node in part.inputs]
         if not all(map(_is_aligned, inputs)):
             return None
         part.finish(ends)
         if all(made.op != "call_function" for made in part.made.values()):
             return None  # nothing but sums of what is there before
-        after.finish(late)
+        self._finish_after(after, late)
         dims = {made: self.dims.get(node) for node, made in part.made.items()}
         tile_gm = self._tile_graph(part, dims, len(rows), sums)
         needed = max(transient_bytes(gm) for gm in (before.gm, tile_gm, after.gm))
@@ -161,22 +174,29 @@ class _Splitter:
             sums=tuple(running_sum for _, running_sum in running),
             after=parts[-1].name if late else None,
             after_inputs=tuple(places[node] for node in after.inputs),
-            outputs=tuple(places[result] for result in self.made),
+            outputs=tuple(results[result] for result in self.made),
             output_layouts=self.region.output_layouts(),
         )
         return TiledRegion(
             parts={made.name: made for made in parts},
             tiling=tiling,
             num_rows=self.chain.num_rows,
-            transient_bytes=needed + self._shared_bytes(early, rows, sums),
+            transient_bytes=needed + self._shared_bytes([*early, *rows], sums),
             chain=self._tile_region(part.gm, part),
             chain_dims=dims,
         )
 
+    def _is_rounded(self, node: fx.Node) -> bool:
+        """True for a sum that tiles add up in more digits than it has."""
+        return node in self.chain.sums and self.totals.is_wide(node)
+
     def _with_whole(self, made_before: Sequence[fx.Node]) -> TiledRegion | None:
         """Likewise, but with some results and what they are made of no longer in tiles."""
         nodes = self.chain.nodes - makers_of(made_before)
-        return _Splitter(self.region, replace(self.chain, nodes=nodes)).run() if nodes else None
+        if not nodes:
+            return None
+        chain, widens = replace(self.chain, nodes=nodes), not self.totals.rounds_products
+        return _Splitter(self.region, chain, widens=widens).run()
 
     def _behind(self) -> set[fx.Node]:
         """What comes after the chain: depends on it, or is not needed by it and stands behind it.
@@ -270,13 +290,26 @@ class _Splitter:
             if is_view(node) and node not in self.made:
                 out = _call(graph, torch.ops.aten.clone.default, (out,), _CONTIGUOUS)
             outputs.append(out)
-        for node in [*sums, *rows]:
-            value = node.meta["val"]
-            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-            like = value if node in self.chain.sums else _dense(value)
+        likes = [self.totals.like(node) for node in sums]
+        likes += [_dense(node.meta["val"]) for node in rows]
+        for like in likes:
+            options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
             full = torch.ops.aten.full.default
-            outputs.append(_call(graph, full, (list(value.shape), 0), options, like=like))
+            outputs.append(_call(graph, full, (list(like.shape), 0), options, like=like))
         graph.output(tuple(outputs))
+
+    def _finish_after(self, after: Extract, late: list[fx.Node]) -> None:
+        """Give ``after`` its outputs; of sums with more digits it reads and returns the rounded."""
+        given = [after.made[node] for node in after.inputs]
+        for node in filter(self._is_rounded, after.inputs):
+            total = after.made[node]
+            readers = list(total.users)
+            total.meta["val"] = self.totals.like(node)
+            with after.graph.inserting_after(given[-1]):
+                after.made[node] = self.totals.rounded(after.graph, node, total)
+            for reader in readers:
+                reader.replace_input_with(total, after.made[node])
+        after.finish(late)
 
     def _tile_graph(
         self,
@@ -297,26 +330,14 @@ class _Splitter:
             so_far = [graph.placeholder(f"acc_{at}") for at in range(len(sums))]
         totals = []
         for node, acc in zip(sums, so_far, strict=True):
-            acc.meta["val"] = node.meta["val"]
+            acc.meta["val"] = self.totals.like(node)
             last = max(found[source] for source in node.all_input_nodes)
             behind = first if last.op == "placeholder" else last.next
             with graph.inserting_before(behind):  # so that what it sums dies as early as it can
-                totals.append(self._total(graph, node, acc, found))
+                totals.append(self.totals.added(graph, node, acc, found))
         graph.output((*ends[:num_outputs], *totals))
         gm.recompile()
         return gm
-
-    def _total(
-        self, graph: fx.Graph, node: fx.Node, acc: fx.Node, found: Mapping[fx.Node, Any]
-    ) -> fx.Node:
-        """``acc`` and the sum over this tile's rows."""
-        value = node.meta["val"]
-        if node.target in _ACCUMULATING:
-            args = (acc, *(found[source] for source in node.all_input_nodes))
-            return _call(graph, _ACCUMULATING[node.target], args, like=value)
-        partial = graph.node_copy(node, lambda source: found[source])
-        alpha = {"alpha": 1 / self.chain.num_tiles} if op_name(node) == "mean" else {}
-        return _call(graph, torch.ops.aten.add.Tensor, (acc, partial), alpha, like=value)
 
     def _tile_region(self, gm: fx.GraphModule, part: Extract) -> RegionGraph:
         static = tuple(
@@ -333,7 +354,12 @@ class _Splitter:
         )
 
     def _part(self, name: str, part: Extract, outputs: Sequence[fx.Node]) -> RegionGraph:
-        external = {at for at, output in enumerate(outputs) if storage_of(output) in self.external}
+        external = {
+            at
+            for at, output in enumerate(outputs)
+            if storage_of(output) in self.external
+            and (name != "before" or not self._is_rounded(output))
+        }
         return replace(
             self.region,
             name=f"{self.region.name}.{name}",
@@ -342,11 +368,14 @@ class _Splitter:
             static_inputs=tuple(at for at, node in enumerate(part.inputs) if node in self.static),
         )
 
-    def _shared_bytes(self, *values: Sequence[fx.Node]) -> int:
+    def _shared_bytes(self, values: Sequence[fx.Node], sums: Sequence[fx.Node]) -> int:
         """Bytes of what one part hands to another and the region does not return."""
         kept = {storage_of(node) for node in self.made}
-        shared = {node for group in values for node in group if storage_of(node) not in kept}
-        return sum(int(node.meta["val"].nbytes) for node in shared)
+        likes = {node: node.meta["val"] for node in values if storage_of(node) not in kept}
+        for node in sums:
+            if self._is_rounded(node) or storage_of(node) not in kept:
+                likes[node] = self.totals.like(node)
+        return sum(int(like.nbytes) for like in likes.values())
 
 
 def _refs(source: Source, nodes: Sequence[fx.Node]) -> dict[fx.Node, Ref]:
@@ -365,12 +394,6 @@ def _is_aligned(operand: Operand) -> bool:
 def _inputs_of(sums: Sequence[fx.Node]) -> list[fx.Node]:
     return list(dict.fromkeys(source for node in sums for source in node.all_input_nodes))
 
-
-_ACCUMULATING = {
-    torch.ops.aten.mm.default: torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default: torch.ops.aten.baddbmm.default,
-}
-"""Products that contract the rows, and those that add to what the tiles before made."""
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 

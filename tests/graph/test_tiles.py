@@ -1,6 +1,7 @@
 """A region in tiles computes what the region computes, with less memory in between."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.nn import functional
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.tile_chains import transient_bytes
 from memo_compile.analysis.views import results_of
-from memo_compile.lowering.aten import interpret
+from memo_compile.costs.roofline import graph_cost
+from memo_compile.lowering.aten import estimate, interpret
 from memo_compile.passes.tiles import TiledRegion, tilings
 from memo_compile.step.tilings import Operand, Ref, Slice, Source
 from tests import models
@@ -210,6 +212,65 @@ def test_the_backward_of_an_mlp_recomputes_in_tiles():
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.1 / TILES
     assert len(tiled.tiling.sums) == 5
+
+
+def short_product(num_tokens: int) -> tuple[RegionGraph, list[torch.Tensor]]:
+    """The gradient of a weight, which the user gets, and of its bias, in bfloat16."""
+
+    def backward(x, weight, tangent):
+        wide = torch.sigmoid(x @ weight) * (tangent @ weight)
+        return wide.t() @ x, wide.sum(0), (wide.float() ** 2).sum()
+
+    torch.manual_seed(0)
+    shapes = [(num_tokens, WIDTH), (WIDTH, INNER), (num_tokens, WIDTH)]
+    inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    return region(backward, *inputs, external=(0,)), inputs
+
+
+def total_types(tiled: TiledRegion) -> list[torch.dtype]:
+    made = results_of(tiled.parts["part.before"].gm.graph)
+    return [made[running_sum.total].meta["val"].dtype for running_sum in tiled.tiling.sums]
+
+
+def farther(tiled: TiledRegion, whole: RegionGraph, inputs: list[torch.Tensor]) -> float:
+    """How many times as far from float64 as the whole its first result is in tiles."""
+    exact = interpret(whole.gm)([value.double() for value in inputs])[0]
+    runs = run_tiled(tiled, inputs), interpret(whole.gm)(list(inputs))
+    ours, theirs = (float((made[0].double() - exact).norm()) for made in runs)
+    return ours / theirs
+
+
+def test_sums_of_16_bit_numbers_are_added_up_in_float32_and_rounded_once():
+    whole, inputs = short_product(16 * WIDTH)
+    tiled = check(whole, inputs)
+    assert tiled.tiling.num_tiles == TILES
+    assert set(total_types(tiled)) == {torch.float32}
+    assert tiled.transient_bytes >= 4 * INNER * WIDTH, "the sum exists beside the gradient"
+    assert not tiled.parts["part.before"].external_outputs
+    assert tiled.parts["part.after"].external_outputs == {0}
+    assert farther(tiled, whole, inputs) < 1.05
+
+
+def test_two_tiles_where_a_sum_in_float32_takes_what_more_would_save():
+    whole, inputs = short_product(WIDTH // 2)
+    tiled = tile(whole, TILES)
+    assert tiled is not None
+    assert tiled.tiling.num_tiles == 2
+    assert farther(tiled, whole, inputs) < 1.2
+    assert total_types(tiled) == [torch.bfloat16, torch.float32, torch.float32]
+    assert tiled.transient_bytes < transient_bytes(whole.gm) * 0.7
+    assert tiled.parts["part.before"].external_outputs, "added up in the gradient's own memory"
+
+
+def test_a_gpu_adds_products_of_16_bit_numbers_to_float32():
+    whole, _ = short_product(16 * WIDTH)
+    tiled = tile(replace(whole, device=torch.device("cuda")), TILES)
+    assert tiled is not None
+    (product,) = (part for name, part in tiled.parts.items() if "addmm" in str(targets(part)))
+    assert targets(product) == ["aten.t.default", "aten.addmm.dtype"]
+    cost = graph_cost(product.gm)
+    assert cost.flops == 2 * 16 * WIDTH * INNER * WIDTH // TILES
+    assert not estimate(replace(product, device=torch.device("cpu"))).outside
 
 
 def test_a_chain_behind_attention_reads_what_before_made():
