@@ -81,14 +81,7 @@ class InvalidPlan(MemoError):
 
 
 class RanksDisagree(MemoError):
-    """Ranks would begin other collectives, or one did not come; it and the call are named.
-
-    ``refusal`` is the number of the refusal of another rank for which this one raises, if it does.
-    """
-
-    def __init__(self, message: str, *, refusal: int | None = None) -> None:
-        super().__init__(message)
-        self.refusal = refusal
+    """Ranks would begin other collectives, or one did not come; it and the call are named."""
 
 
 class RankSteppedAside(UnsupportedGraph):

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+_NOBODY_ASKS = 0x6D656D6F
+"""A tag under which no message is ever received."""
+
 
 def num_ranks() -> int:
     """Ranks of the process group; 0 without one."""
@@ -24,6 +27,26 @@ def backend_of_group(name: str) -> str:
     """``gloo``, ``nccl`` ...: what carries that group's collectives."""
     names: Any = torch.distributed.distributed_c10d
     return str(torch.distributed.get_backend(names._resolve_process_group(name)))
+
+
+def is_gone(rank: int) -> bool:
+    """True where the process of ``rank`` has ended, as far as its connection (gloo) shows.
+
+    What is sent stays here, since nobody ever asks for it: gloo only looks whether it could be. No
+    other backend is asked.
+    """
+    names: Any = torch.distributed.distributed_c10d
+    try:
+        backend = names._get_default_group()._get_backend(torch.device("cpu"))
+    except RuntimeError:  # none carries tensors of a CPU
+        return False
+    if backend.name() != "gloo":
+        return False
+    try:
+        backend.send([torch.zeros(1)], rank, _NOBODY_ASKS)
+    except RuntimeError:
+        return True
+    return False
 
 
 def tell(key: str, text: str) -> None:

@@ -343,7 +343,7 @@ def _require_free_to_step_aside(
     """Raise ``error`` where a step must not run without a plan; other ranks hear of it."""
     raises = config.strict or config.memory_budget is not None or isinstance(error, refused())
     key = rank_refusals.graph_key(gm, example_inputs)
-    rank_refusals.refuse(key, error, steps_aside=not raises)
+    rank_refusals.refuse(key, error, steps_aside=not raises, timeout_s=config.ranks_timeout_s)
     if raises:
         raise _named(error)
 

@@ -1,9 +1,10 @@
 """Which calls of a step may run elsewhere than its graphs say, and in which order all ranks begin.
 
-A collective may begin elsewhere in its half where the step is given what it reads, or where one
-call, which is read by nobody else, makes that of what the step is given; and where nothing computes
-with that in the same half. It comes before the other collectives of the unit before its reader's,
-and of later units; behind those of earlier ones. Two of one kind stay in order.
+A collective may begin elsewhere in its half where the step is given what it reads, or, if it
+gathers, where one call, which is read by nobody else, makes that of what the step is given; and
+where nothing computes with that in the same half. It comes before the other collectives of the unit
+before its reader's, and of later units; behind those of earlier ones. Two of one kind stay in
+order.
 """
 
 import itertools
@@ -47,7 +48,7 @@ class FloatingCalls:
         """``issue`` behind what makes its input, where they float."""
         first = issue
         maker = self._maker.get(issue.inputs[0])
-        if maker is not None and self._makes_one(maker):
+        if maker is not None and self._gathers(issue) and self._makes_one(maker):
             first = maker
         own = {first.name, issue.name}
         others = (reader for value in first.inputs for reader in self._readers[value])
@@ -55,6 +56,14 @@ class FloatingCalls:
             return ()
         is_given = self._given.issuperset(first.inputs)
         return (first, issue)[first is issue :] if is_given else ()
+
+    def _gathers(self, issue: StepCall) -> bool:
+        """What it brings is larger than what it is given."""
+        given, brought = (
+            sum(each.num_elements * each.item_bytes for each in layouts if each is not None)
+            for layouts in (issue.reads, self.problem.regions[issue.region].output_layouts)
+        )
+        return brought > given
 
     def _makes_one(self, maker: StepCall) -> bool:
         outputs = self.problem.regions[maker.region].outputs

@@ -44,6 +44,9 @@ T = TypeVar("T")
 LOOK_S, MAX_LOOK_S = 0.001, 0.1
 """Between two looks at what others have told; ever longer."""
 
+THERE_S = 1.0
+"""Between two looks whether those who have told nothing are still there."""
+
 MAX_ROUNDS = 4
 """More dimensions than a mesh of ranks has in one graph: a rank that raises in the last of them is
 heard as late as the timeout of the ranks' collectives."""
@@ -158,7 +161,7 @@ def agree(step: RankStep, timeout_s: float, *, strict: bool) -> None:
     groups that it is not in. That programs are others is noted, and raised where ``strict``.
 
     Raises:
-        RanksDisagree: a rank begins something else, has raised, or did not come; it is named.
+        RanksDisagree: a rank begins something else, has raised, did not come, or has ended.
         RankSteppedAside: a rank runs the graph through plain Inductor.
     """
     if not step.orders:  # nor need there be other ranks
@@ -209,14 +212,18 @@ class _Agreement:
 
     def reach(self, number: int) -> None:
         """All ranks have told the same order so often. Raises as ``agree``."""
-        look_s = LOOK_S
+        look_s, there_s = LOOK_S, time.monotonic()
         while missing := self._missing(number):
-            is_late = time.monotonic() > self.deadline_s
+            now_s = time.monotonic()
+            is_late = now_s > self.deadline_s
             for rank in missing:
-                self._require_not_refused(rank)
+                self._require_not_refused(rank, is_late=is_late)
                 self._require_no_other(rank, is_late=is_late)
             if is_late:
                 self._raise_missing(missing)
+            if now_s > there_s + THERE_S:
+                there_s = now_s
+                self._require_there(missing)
             time.sleep(look_s)
             look_s = min(2 * look_s, MAX_LOOK_S)
 
@@ -254,11 +261,10 @@ class _Agreement:
         told = [shim_distributed.are_told([key]) for key in keys]
         return [rank for rank, is_told in zip(self.others, told, strict=True) if not is_told]
 
-    def _require_not_refused(self, rank: int) -> None:
+    def _require_not_refused(self, rank: int, *, is_late: bool) -> None:
         try:
-            rank_refusals.require_not_refused(
-                self.step.key, rank, f"{self.step.name} ({self._first()})"
-            )
+            what = f"{self.step.name} ({self._first()})"
+            rank_refusals.require_not_refused(self.step.key, rank, what, is_late=is_late)
         except MemoError:
             self._give_up()
             raise
@@ -303,6 +309,16 @@ class _Agreement:
             f"{list(self.order.ranks)}; here {self._first()}. It raised an error elsewhere, "
             "compiles something else, or compiles longer than ranks_timeout_s"
         )
+
+    def _require_there(self, ranks: Sequence[int]) -> None:
+        gone = [rank for rank in ranks if shim_distributed.is_gone(rank)]
+        if gone:
+            self._give_up()
+            raise RanksDisagree(
+                f"{self.step.name}: the process of rank {', '.join(map(str, gone))} has ended, and "
+                f"did not say what it begins among ranks {list(self.order.ranks)}; here "
+                f"{self._first()}"
+            )
 
     def _give_up(self) -> None:
         _told.told.discard(self._name())

@@ -7,13 +7,13 @@ policies choose again, with what is known by then, until they choose nothing but
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from memo_compile.config import MemoConfig
 from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.planners.policy import Choice, choose
 from memo_compile.planners.policy.candidates import CandidateSource, SearchedMoves, SearchMemory
-from memo_compile.planners.policy.chooser import NothingFits
+from memo_compile.planners.policy.chooser import Decisions, NothingFits
 from memo_compile.planners.policy.frontier import confirmed
 from memo_compile.planners.policy.modes import with_launches
 from memo_compile.step.movable import MovableStep
@@ -55,11 +55,12 @@ def decide(
     place: Callable[[Problem], Plan],
     wanted_s: float = math.inf,
     memory: SearchMemory | None = None,
+    refused: Set[Decisions] = frozenset(),
 ) -> Choice:
     """The fastest step that fits, every region that it calls lowered.
 
     ``memory`` holds what was found of the same step under other budgets, and does not change the
-    choice.
+    choice. What is ``refused`` is not chosen.
 
     Raises:
         TooSlow: all plans are slower than ``config`` wants, or than ``wanted_s``.
@@ -89,6 +90,7 @@ def decide(
                 wanted_s=wanted_s,
                 enough_s=config.enough_s or math.inf,
                 spares=spares,
+                refused=refused,
             )
         except NothingFits as error:
             if library.lower(error.problem) or only_lowered:

@@ -7,7 +7,7 @@ An error of a kind that no code raises on purpose is a fault of memo: the log as
 import logging
 import sys
 
-from memo_compile.errors import MemoError, PassFailed, described
+from memo_compile.errors import InvalidPlan, MemoError, PassFailed, described
 from memo_compile.reporting import state
 
 log = logging.getLogger("memo")
@@ -41,8 +41,12 @@ def refused(*others: type[Exception]) -> tuple[type[Exception], ...]:
 
 
 def is_bug(error: Exception) -> bool:
-    """True for an error that no code raises on purpose, as it is or named by the pass runner."""
-    return isinstance(error, PassFailed) or not isinstance(error, refused(MemoError))
+    """True for an error that no code raises on purpose, as it is or named by the pass runner.
+
+    And for a plan that the checker refuses: a planner has made a mistake.
+    """
+    is_mistake = isinstance(error, PassFailed | InvalidPlan)
+    return is_mistake or not isinstance(error, refused(MemoError))
 
 
 def say_dropped(what: str, error: Exception) -> None:

@@ -35,7 +35,7 @@ from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.step_problem import step_problem, whole_step
-from memo_compile.errors import Infeasible, TooSlow
+from memo_compile.errors import Infeasible, InvalidPlan, MemoError, TooSlow
 from memo_compile.lowering import collective_profile
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.lowering.workspace import with_workspaces
@@ -111,24 +111,29 @@ def fastest(
     Ranks plan with equal costs, and come to the same; that they do is compared.
 
     Raises:
-        TooSlow, Infeasible: both fail; with the smaller floor.
+        TooSlow, Infeasible, InvalidPlan: both fail; with the smaller floor.
     """
     other = known.gathering_again()
     if other is None:
         return known, planned(known)
     found: list[tuple[StepKnowledge, tuple[PlannedStep, T]]] = []
-    failed: list[TooSlow | Infeasible] = []
+    failed: list[TooSlow | Infeasible | InvalidPlan] = []
     for own in (known, other):
         try:
             found.append((own, planned(own)))
-        except (TooSlow, Infeasible) as error:
+        except (TooSlow, Infeasible, InvalidPlan) as error:
+            if isinstance(error, InvalidPlan):
+                what = "gathers weights again" if own is other else "keeps gathered weights"
+                say_dropped(f"{own.name}: the step that {what} is left out", error)
             failed.append(error)
     if not found:
         raise min(failed, key=_floor_first)
     return min(found, key=lambda pair: pair[1][0].plan.step_s or 0.0)
 
 
-def _floor_first(error: TooSlow | Infeasible) -> float:
+def _floor_first(error: MemoError) -> float:
+    if isinstance(error, InvalidPlan):
+        return math.inf
     floor_bytes = error.floor_bytes if isinstance(error, Infeasible) else 0
     return math.inf if floor_bytes is None else floor_bytes
 

@@ -8,6 +8,7 @@ compile the same; those who wait look there (``driver.agreement``).
 import dataclasses
 import json
 import logging
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from memo_compile.errors import RanksDisagree, RankSteppedAside
 from memo_compile.file_store import digest_of
 
 log = logging.getLogger("memo")
+
+LOOK_S = 0.2
+"""Between two looks at what a rank that has planned a graph before does with it now."""
 
 
 class ThisJob:
@@ -42,8 +46,9 @@ class ThisJob:
 class Refusal:
     """Why a rank runs no planned step of a graph."""
 
-    number: int
-    """Of the refusal that came first: those that follow from it have its number."""
+    attempt: int
+    """The rank's tries to plan the graph, this one among them: a program may catch and try again,
+    and a rank that is further must not hear of the try before."""
     steps_aside: bool
     """Plain Inductor runs the graph there; else the rank has raised."""
     why: str
@@ -51,16 +56,16 @@ class Refusal:
 
 class _Known:
     def __init__(self) -> None:
+        self.attempts: dict[str, int] = {}
+        """Graph -> how often this rank has begun to plan it."""
         self.refused: set[str] = set()
         """Graphs that this rank refuses now."""
-        self.raised_with: set[int] = set()
-        """Refusals for which this rank has raised. Each counts once: the program may try again."""
         self._job = ThisJob()
 
     def here(self) -> "_Known":
         if self._job.is_new():
+            self.attempts.clear()
             self.refused.clear()
-            self.raised_with.clear()
         return self
 
 
@@ -85,68 +90,108 @@ def graph_key(gm: fx.GraphModule, inputs: Sequence[object]) -> str:
 
 def begin(key: str) -> None:
     """This rank plans the graph ``key``, whatever it has refused before."""
-    if key and key in _known.here().refused:
-        _known.refused.discard(key)
+    if not key:
+        return
+    known = _known.here()
+    known.attempts[key] = known.attempts.get(key, 0) + 1
+    if key in known.refused:
+        known.refused.discard(key)
         shim_distributed.tell(_refused(key, torch.distributed.get_rank()), "")
 
 
-def refuse(key: str, error: Exception, *, steps_aside: bool) -> None:
+def refuse(key: str, error: Exception, *, steps_aside: bool, timeout_s: float = 0.0) -> None:
     """Those who wait for this rank's step of the graph ``key`` hear why there will be none.
 
     Raises RanksDisagree: this rank is to step aside, and another runs its plan of the graph, which
     it may since all had agreed on those collectives before. Plain Inductor may order them
-    otherwise.
+    otherwise. Who has planned the graph before may be about to refuse it now: for that it has
+    ``timeout_s`` seconds.
     """
     if not key:
         return
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
-    number = error.refusal if isinstance(error, RanksDisagree) else None
     try:
-        planned = shim_distributed.told(_planned(key)) if steps_aside else None
-        if number is None:
-            number = shim_distributed.next_number("memo/refusals")
-        refusal = Refusal(number=number, steps_aside=planned is None and steps_aside, why=why)
-        text = json.dumps(dataclasses.asdict(refusal))
-        shim_distributed.tell(_refused(key, torch.distributed.get_rank()), text)
+        _tell_refusal(key, why, steps_aside=steps_aside)
+        planned = _who_runs_a_plan(key, timeout_s) if steps_aside else None
+        if planned is not None:
+            _tell_refusal(key, why, steps_aside=False)
     except RuntimeError as failed:  # the store went with the rank that held it: nobody waits
         log.warning("memo: the other ranks were not told of an error: %s", failed)
         return
-    _known.here().refused.add(key)
     if planned is not None:
         raise RanksDisagree(
             f"rank {planned} runs a plan of a graph for which this rank has none: {why}"
         ) from error
 
 
+def _tell_refusal(key: str, why: str, *, steps_aside: bool) -> None:
+    known = _known.here()
+    refusal = Refusal(attempt=known.attempts.get(key, 0), steps_aside=steps_aside, why=why)
+    text = json.dumps(dataclasses.asdict(refusal))
+    shim_distributed.tell(_refused(key, torch.distributed.get_rank()), text)
+    known.refused.add(key)
+
+
+def _who_runs_a_plan(key: str, timeout_s: float) -> int | None:
+    """Another rank that does not refuse the graph with this one."""
+    own, attempt = torch.distributed.get_rank(), _known.here().attempts.get(key, 0)
+    others = (rank for rank in range(shim_distributed.num_ranks()) if rank != own)
+    planned = [rank for rank in others if shim_distributed.told(_planned(key, rank))]
+    deadline_s = time.monotonic() + timeout_s
+    while planned := [rank for rank in planned if not _refuses_too(key, rank, attempt)]:
+        runs = (rank for rank in planned if _planned_at(key, rank) >= attempt)
+        if (found := next(runs, None)) is not None:
+            return found
+        if time.monotonic() > deadline_s:
+            return planned[0]
+        time.sleep(LOOK_S)
+    return None
+
+
+def _refuses_too(key: str, rank: int, attempt: int) -> bool:
+    """True where ``rank`` has refused the graph in that try, or a later one, or is not there."""
+    refusal = _refusal_of(key, rank)
+    is_refused = refusal is not None and refusal.attempt >= attempt
+    return is_refused or shim_distributed.is_gone(rank)
+
+
+def _planned_at(key: str, rank: int) -> int:
+    """The last try in which ``rank`` had a plan."""
+    return int(shim_distributed.told(_planned(key, rank)) or 0)
+
+
 def tell_planned(key: str) -> None:
     """Told before a planned step with collectives, made of the graph ``key``, first runs."""
     if key:
-        shim_distributed.tell(_planned(key), str(torch.distributed.get_rank()))
+        attempt = _known.here().attempts.get(key, 0)
+        shim_distributed.tell(_planned(key, torch.distributed.get_rank()), str(attempt))
 
 
-def require_not_refused(key: str, rank: int, what: str) -> None:
+def require_not_refused(key: str, rank: int, what: str, *, is_late: bool) -> None:
     """Raise where ``rank`` has refused the graph ``key``; ``what`` was to be done there.
+
+    What it has refused in an earlier try counts where it ``is_late``: it may be about to try again.
 
     Raises:
         RankSteppedAside: plain Inductor runs the graph there.
-        RanksDisagree: it has raised, and this rank has not done so for the same reason before.
+        RanksDisagree: it has raised.
     """
-    text = shim_distributed.told(_refused(key, rank)) if key else None
-    if not text:
+    refusal = _refusal_of(key, rank)
+    if refusal is None or (refusal.attempt < _known.here().attempts.get(key, 0) and not is_late):
         return
-    refusal = Refusal(**json.loads(text))
     if refusal.steps_aside:
         raise RankSteppedAside(f"rank {rank} runs plain Inductor in place of {what}: {refusal.why}")
-    number = refusal.number
-    if number not in _known.here().raised_with:
-        _known.raised_with.add(number)
-        why = f"rank {rank} raised in place of {what}: {refusal.why}"
-        raise RanksDisagree(why, refusal=number)
+    raise RanksDisagree(f"rank {rank} raised in place of {what}: {refusal.why}")
+
+
+def _refusal_of(key: str, rank: int) -> Refusal | None:
+    text = shim_distributed.told(_refused(key, rank)) if key else None
+    return Refusal(**json.loads(text)) if text else None
 
 
 def _refused(key: str, rank: int) -> str:
     return f"memo/refused/{key}/{rank}"
 
 
-def _planned(key: str) -> str:
-    return f"memo/planned/{key}"
+def _planned(key: str, rank: int) -> str:
+    return f"memo/planned/{key}/{rank}"

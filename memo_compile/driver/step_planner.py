@@ -28,7 +28,7 @@ from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
 from memo_compile.driver.stages import PlannedStep, PlanRequest
-from memo_compile.errors import ConfigError, Infeasible, MemoError, TooSlow
+from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, MemoError, TooSlow
 from memo_compile.planners.begin_order import gathered_bytes, in_begin_order
 from memo_compile.planners.comm_windows import (
     at_once,
@@ -44,6 +44,7 @@ from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.planners.policy import Choice
 from memo_compile.planners.policy.candidate import costs_with
 from memo_compile.planners.policy.candidates import SearchMemory
+from memo_compile.planners.policy.chooser import Decisions, decisions_of
 from memo_compile.planners.step_bound import StepBound
 from memo_compile.reporting import state
 from memo_compile.step.group import grouped_whole
@@ -65,6 +66,9 @@ CANDIDATE_PLACEMENT_S = 1.0
 NEARLY = 0.005
 """A candidate that lacks at most this share of its arena is placed with all effort, down to the
 byte: the search ends a little above the bound, and a few small buffers may stand out."""
+
+MAX_REFUSED = 5
+"""So many plans are chosen, one after the other, if the checker refuses each."""
 
 AS_FAST = 0.002
 """A bound that the plan is at most this share above is not looked for any further: the last windows
@@ -248,19 +252,39 @@ class StepPlanner:
             require_store(self.config.host_store)
         self._require_possible(budget_bytes)
         try:
-            choice = self._choose(budget_bytes)
+            return self._moved(budget_bytes)
         except (MemoError, *UNEXPECTED) as error:
             if not is_bug(error):
                 raise
             # Moving is only a possibility: the step may fit while it keeps everything.
             say_dropped(f"{self.known.name}: everything is kept, nothing is moved", error)
             return self._all_saved(self._place(self.kept), budget_bytes)
+
+    def _moved(self, budget_bytes: int | None) -> PlannedStep:
+        """The fastest step that fits; the next one where the checker refuses it (a fault of memo).
+
+        Raises Infeasible: nothing fits. InvalidPlan: no other plan may be tried.
+        """
+        for _ in range(MAX_REFUSED):
+            choice = self._choose(budget_bytes)
+            try:
+                return self._as_chosen(choice, budget_bytes)
+            except InvalidPlan as error:
+                if self.config.policy not in ("auto", "greedy"):
+                    raise
+                policy = choice.moves.policy
+                say_dropped(f"{self.known.name}: a plan of policy {policy} is left out", error)
+                self._refused.add(decisions_of(choice.moves))
+        raise InvalidPlan(f"the checker refuses {MAX_REFUSED} plans; the log says why")
+
+    def _as_chosen(self, choice: Choice, budget_bytes: int | None) -> PlannedStep:
+        """``choice`` as a plan. Raises InvalidPlan: the checker refuses it."""
         rows = moved_rows(self.step, choice, self.known.labels())
-        for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
-            state.add_note(note)
         costs = costs_with(self.step, choice.moves, self.known.library(self.config.host_store))
         placed = self._placed(choice)
         problem, placed = self._with_windows(choice.problem, placed, costs)
+        for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
+            state.add_note(note)
         timeline = placed.timeline or choice.timeline
         enough_s = timeline.step_s * (1 - AS_FAST)
         plan = replace(
@@ -281,16 +305,12 @@ class StepPlanner:
     def _with_windows(self, problem: Problem, plan: Plan, costs: StepCosts) -> tuple[Problem, Plan]:
         """The step waits for other ranks as late as memory allows, and says how long that is.
 
-        ``problem`` and ``plan`` as they are where nobody is talked to, or more would not fit.
+        ``problem`` and ``plan`` as they are where nobody is talked to, or more would not fit. What
+        the checker refuses is left out. Raises InvalidPlan: it refuses all of them.
         """
         if not has_collectives(problem):
-            return problem, plan
-        budget_bytes = self._budget_bytes()
-        for better in self._orders(problem, plan, costs, budget_bytes):
-            placed = self._place_within(better, budget_bytes)
-            if budget_bytes is None or placed.peak_bytes <= budget_bytes:
-                problem, plan = better, placed
-                break
+            return problem, self._proved(problem, plan)
+        problem, plan = self._first_accepted(self._placed_orders(problem, plan, costs))
         plan = replace(
             plan,
             timeline=simulate(problem, costs),
@@ -299,6 +319,34 @@ class StepPlanner:
             window_recompute_s=window_recompute_s(problem, costs),
         )
         return problem, plan
+
+    def _first_accepted(self, orders: Iterator[tuple[Problem, Plan]]) -> tuple[Problem, Plan]:
+        """The first that the checker accepts. Raises InvalidPlan: it accepts none."""
+        refused = None
+        for problem, plan in orders:
+            try:
+                return problem, self._proved(problem, plan)
+            except InvalidPlan as error:
+                what = "an order of waits for other ranks is left out"
+                say_dropped(f"{self.known.name}: {what}", error)
+                refused = error
+        assert refused is not None, "there is at least the step as it is"
+        raise refused
+
+    def _placed_orders(
+        self, problem: Problem, plan: Plan, costs: StepCosts
+    ) -> Iterator[tuple[Problem, Plan]]:
+        """What does the same as ``problem`` and fits, the most hidden first; the plainest last."""
+        budget_bytes = self._budget_bytes()
+        for other in self._orders(problem, plan, costs, budget_bytes):
+            placed = self._place_within(other, budget_bytes)
+            if budget_bytes is None or placed.peak_bytes <= budget_bytes:
+                yield other, placed
+        yield problem, plan
+        plainest = at_once(problem)
+        placed = self._place_within(plainest, budget_bytes)
+        if budget_bytes is None or placed.peak_bytes <= budget_bytes:
+            yield plainest, placed
 
     def _orders(
         self, problem: Problem, plan: Plan, costs: StepCosts, budget_bytes: int | None
@@ -357,10 +405,12 @@ class StepPlanner:
         """The step that keeps everything, if it fits."""
         require_budget(replace(saved, budget_bytes=budget_bytes))
         rows = saved_rows(self.problem, self.known.leased_bytes(), self.known.labels())
-        saved, config, problem = replace(saved, decisions=rows), self.config, self.kept
+        config, problem = self.config, self.kept
         if has_collectives(problem):  # else its seconds are not asked for
             problem, saved = self._with_windows(problem, saved, self.step.costs)
-            saved = replace(saved, decisions=rows)
+        else:
+            saved = self._proved(problem, saved)
+        saved = replace(saved, decisions=rows)
         if config.max_step_s < math.inf or config.max_over_compute < 1:  # its seconds are compared
             saved = replace(saved, compute_s=self.compute_s)
         return self._planned(problem, saved)
@@ -398,7 +448,13 @@ class StepPlanner:
             place=lambda problem: self._place_candidate(problem, budget_bytes),
             wanted_s=self._wanted_s(),
             memory=self.known.searches(host_bytes, exact=self.config.exact),
+            refused=self._refused,
         )
+
+    @functools.cached_property
+    def _refused(self) -> set[Decisions]:
+        """What the checker has refused."""
+        return set()
 
     def _placed(self, choice: Choice) -> Plan:
         """The chosen step, as low as it can be placed; under a budget as it was found to fit."""
@@ -469,9 +525,16 @@ class StepPlanner:
         )
 
     def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
-        """``problem`` as planned, proved to be the original step plus moves."""
-        plan = replace(plan, budget_bytes=self._declared_budget_bytes())
-        plan = require_within_budget(require_valid(problem, plan))
+        """``problem`` as planned by ``plan``, which is proved."""
+        plan = require_within_budget(replace(plan, budget_bytes=self._declared_budget_bytes()))
+        return PlannedStep(problem=problem, plan=plan, lowered=self.known.regions())
+
+    def _proved(self, problem: Problem, plan: Plan) -> Plan:
+        """``plan`` with its verdict: ``problem`` is the original step plus moves.
+
+        Raises InvalidPlan: it is not.
+        """
+        plan = require_valid(problem, plan)
         whole, count = self.known.whole, self.request.num_members
         group = self.request.group
         require_proved(
@@ -480,7 +543,7 @@ class StepPlanner:
             problem,
             self.known.recomputations(problem, self.problem, count),
         )
-        return PlannedStep(problem=problem, plan=plan, lowered=self.known.regions())
+        return plan
 
     def saved_by_dropping(self, planned: PlannedStep) -> int:
         """How much lower the peak would be if the user dropped the forward's results."""

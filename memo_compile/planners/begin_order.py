@@ -5,18 +5,20 @@ Rewrite, where ``w1`` is another layer's shard, which the step is given, and ``g
     B0(y) -> g; issue g; ...; issue w1; wait w1 -> v; B1(v)
       ->    B0(y) -> g; issue w1; issue g; ...; wait w1 -> v; B1(v)
 
-What gathers sharded parameters (FSDP) needs nothing that the step computes. ``in_begin_order`` lets
-it begin before all other collectives of the unit before the one that reads it, and otherwise as
-late as that allows. This order goes by the graph alone, so that it is the same on all ranks, and
-no plan changes it. ``ahead`` then begins each as early as hides it, between the collectives before
-and behind it.
+What gathers sharded parameters (FSDP) needs nothing that the step computes, but that their shards
+are converted. ``in_begin_order`` lets it begin before all other collectives of the unit before the
+one that reads it, and otherwise as late as that allows. This order goes by the graph alone, so that
+it is the same on all ranks, and no plan changes it. ``ahead`` then begins each as early as hides
+it, between the collectives before and behind it.
 """
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from memo_compile.step.communication import comm_bytes, value_sizes
+from memo_compile.step.communication import comm_bytes, layouts_bytes, value_sizes
 from memo_compile.step.copy_times import CopyBack, issues_of
+from memo_compile.step.halves import halves_of_calls
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
 from memo_compile.step.timed import TimedProgram
 
@@ -35,7 +37,6 @@ class Gather:
     calls: tuple[StepCall, ...]
     """What converts its input, if anything does, and its beginning."""
     wait: StepCall
-    half: _Unit
     unit: _Unit
     """Where it is first read."""
 
@@ -53,7 +54,8 @@ def gathers_of(problem: Problem) -> dict[str, Gather]:
     given = frozenset(problem.inputs)
     waits = {call.waits_for: call for call in problem.calls if call.kind is CallKind.COMM_WAIT}
     issues = [call for call in problem.calls if call.kind is CallKind.ISSUE and call.name in waits]
-    makers = _makers(problem, {call.inputs[0] for call in issues} - given)
+    converted = {call.inputs[0] for call in issues if makes_more(problem, call)}
+    makers = _makers(problem, converted - given)
     chains = [_chain(call, makers.get(call.inputs[0])) for call in issues]
     chains = [calls for calls in chains if given.issuperset(calls[0].inputs)]
     asked = {value for calls in chains for call in calls for value in (*call.inputs, *call.outputs)}
@@ -66,10 +68,17 @@ def gathers_of(problem: Problem) -> dict[str, Gather]:
         if converts and not _is_touched(readers, calls[0].inputs, calls):
             (shown,) = wait.outputs
             reader = next((own for own in readers.get(shown, ()) if own.kind in _ORDERED), call)
-            found[call.name] = Gather(
-                calls=calls, wait=wait, half=_half(call), unit=unit_of(reader)
-            )
+            found[call.name] = Gather(calls=calls, wait=wait, unit=unit_of(reader))
     return found
+
+
+def makes_more(problem: Problem, issue: StepCall) -> bool:
+    """True for a collective that gathers: its result is larger than what each rank gives to it.
+
+    What comes before another one is no conversion of a shard: an embedding before its sum is
+    scattered computes for as long as any layer does.
+    """
+    return layouts_bytes(problem.regions[issue.region].output_layouts) > layouts_bytes(issue.reads)
 
 
 def _chain(issue: StepCall, maker: StepCall | None) -> tuple[StepCall, ...]:
@@ -234,18 +243,17 @@ def earliest(problem: Problem) -> Problem:
         return problem
     own = {call.name for gather in gathers.values() for call in gather.calls}
     calls: list[StepCall] = []
-    last: dict[_Unit, int] = {}
+    last: dict[int, int] = {}
     """Half -> behind which place the next gather of it can begin."""
-    for call in problem.calls:
-        last.setdefault(_half(call), len(calls))
+    for half, call in zip(halves_of_calls(problem), problem.calls, strict=True):
+        at = last.setdefault(half, len(calls))
         if call.name in gathers:
-            at = last[_half(call)]
             calls[at:at] = gathers[call.name].calls
-            last[_half(call)] = at + len(gathers[call.name].calls)
+            last[half] = at + len(gathers[call.name].calls)
         elif call.name not in own:
             calls.append(call)
             if call.kind is CallKind.ISSUE:
-                last[_half(call)] = len(calls)
+                last[half] = len(calls)
     return replace(problem, calls=tuple(calls))
 
 
@@ -257,10 +265,11 @@ class _Ahead:
         self.gathers = gathers
         problem, sizes = program.problem, program.sizes
         own = {call.name for gather in gathers.values() for call in gather.calls}
-        self.rest = [call for call in problem.calls if call.name not in own]
+        is_rest = [call.name not in own for call in problem.calls]
+        self.rest = [*itertools.compress(problem.calls, is_rest)]
         self.room = max(limit_bytes, program.peak_bytes) - program.alive
         """Per call of the rest the bytes that are free."""
-        self.room = self.room[[call.name not in own for call in problem.calls]]
+        self.room = self.room[is_rest]
         self.sizes = {
             name: sum(sizes.get(call.outputs[0], 0) for call in gather.calls)
             for name, gather in gathers.items()
@@ -269,11 +278,16 @@ class _Ahead:
         """All beginnings."""
         self.latest: dict[str, int] = {}
         """Where each stands now, by place in the rest."""
+        self.first: dict[str, int] = {}
+        """Where the half of each begins."""
+        begins: dict[int, int] = {}
         num_rest = 0
-        for call in problem.calls:
+        for half, call in zip(halves_of_calls(problem), problem.calls, strict=True):
+            begins.setdefault(half, num_rest)
             if call.kind is CallKind.ISSUE:
                 self.order.append(call.name)
                 self.latest[call.name] = num_rest
+                self.first[call.name] = begins[half]
             num_rest += call.name not in own
         self.index = {call.name: at for at, call in enumerate(self.rest)}
         self.waited = {
@@ -303,14 +317,11 @@ class _Ahead:
     def _earliest(self) -> dict[str, int]:
         """Per beginning the first place that order and the bound on what is gathered allow."""
         bound, found = _gathered_bytes(self.gathers, self.program.sizes), dict[str, int]()
-        first: dict[_Unit, int] = {}
-        for at, call in enumerate(self.rest):
-            first.setdefault(_half(call), at)
         least, unread = 0, list[str]()
         for name in self.order:
             if name in self.gathers:
                 unread.append(name)
-                least = max(least, first[self.gathers[name].half])
+                least = max(least, self.first[name])
                 while sum(self.sizes[own] for own in unread) > bound and len(unread) > 1:
                     least = max(least, self.waited[unread.pop(0)] + 1)
             found[name] = least = min(least, self.latest[name])

@@ -29,6 +29,7 @@ from memo_compile.planners.begin_order import (
 )
 from memo_compile.step.communication import comm_bytes
 from memo_compile.step.copy_times import CopyLane
+from memo_compile.step.halves import RUNS, halves_of_calls
 from memo_compile.step.hand_over import storage_roots
 from memo_compile.step.movable import MovableStep, StepCosts
 from memo_compile.step.ordinary import outside_bytes
@@ -39,8 +40,6 @@ from memo_compile.step.timed import TimedProgram
 
 MAX_WAITS = 8
 """Most waits that a recomputation is tried at: what is made further ahead is alive for longer."""
-
-_IN_HALF = (CallKind.RUN, CallKind.RECOMPUTE, CallKind.ISSUE, CallKind.COMM_WAIT)
 
 
 def has_collectives(problem: Problem) -> bool:
@@ -251,12 +250,10 @@ class _Late:
                         self.last_read[lies_in[value]] = at
 
     def run(self) -> Iterator[StepCall]:
-        half = None
+        halves = halves_of_calls(self.problem)
         for at, call in enumerate(self.problem.calls):
-            if call.kind in _IN_HALF:
-                if half not in (None, (call.phase, call.member)):
-                    yield from self._made(self.pending)
-                half = call.phase, call.member
+            if at and halves[at] != halves[at - 1]:  # a copy may be the half's first call
+                yield from self._made(self.pending)
             if call.kind is CallKind.COMM_WAIT:
                 self.pending.append(call)
                 yield from self._made([call] if self._must_stay(call, at) else self._released(at))
@@ -337,7 +334,7 @@ class _Held(_Late):
                 self.end_s[call.name] = self.lane.copy(self.now, seconds)[1]
             elif call.kind is CallKind.COMM_WAIT:
                 self.now = max(self.now, self.end_s.get(call.waits_for or "", 0.0))
-            elif call.kind in _IN_HALF:
+            elif call.kind in RUNS:
                 self.now += self.costs.call_s(call)
             yield call
 
@@ -430,7 +427,7 @@ def _waits_before(
         other = calls[at]
         is_other_half = (other.phase, other.member) != (call.phase, call.member)
         arrives = other.inputs if other.kind is CallKind.WAIT else other.outputs
-        if (other.kind in _IN_HALF and is_other_half) or not set(arrives).isdisjoint(call.inputs):
+        if (other.kind in RUNS and is_other_half) or not set(arrives).isdisjoint(call.inputs):
             return
         passed.pop(other.name, None)
         if other.kind is CallKind.COMM_WAIT and stall_s.get(other.name, 0.0) > 0:

@@ -27,8 +27,12 @@ def gathered_again(problem: Problem) -> Problem:
 
     Cost: linear.
     """
-    first = _first_reads(problem)
-    found = [own for own in gathers_of(problem).values() if own.wait.outputs[0] in first]
+    first, computed_with = _first_reads(problem), _computed_with(problem)
+    found = [
+        own
+        for own in gathers_of(problem).values()
+        if own.wait.outputs[0] in first and _is_only_gathered(own, computed_with)
+    ]
     if not found:
         return problem
     before: dict[int, list[Gather]] = {}
@@ -87,6 +91,23 @@ def _first_reads(problem: Problem) -> dict[str, int]:
                 elif call.kind is CallKind.RUN:
                     first[value] = -1
     return {value: at for value, at in first.items() if at >= 0}
+
+
+def _computed_with(problem: Problem) -> dict[str, set[str]]:
+    """What the step is given -> the calls that compute with it, or write into it."""
+    found: dict[str, set[str]] = {value: set() for value in problem.inputs}
+    for call in problem.calls:
+        if call.kind in (CallKind.RUN, CallKind.RECOMPUTE):
+            for value in (*call.inputs, *(into.value for into in call.into)):
+                if value in found:
+                    found[value].add(call.name)
+    return found
+
+
+def _is_only_gathered(gather: Gather, computed_with: Mapping[str, set[str]]) -> bool:
+    """True where nothing computes with what ``gather`` reads, but what converts it."""
+    converting = {call.name for call in gather.calls}
+    return all(computed_with[value] <= converting for value in gather.calls[0].inputs)
 
 
 def _waited(problem: Problem) -> set[str]:

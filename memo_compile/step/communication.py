@@ -68,8 +68,9 @@ def handed_on(problem: Problem) -> frozenset[str]:
 def comm_bytes(problem: Problem, call: StepCall) -> int:
     """Bytes of the larger of what the ISSUE ``call`` reads and makes."""
     region = problem.regions[call.region]
-    return max(_bytes(call.reads), _bytes(region.output_layouts))
+    return max(layouts_bytes(call.reads), layouts_bytes(region.output_layouts))
 
 
-def _bytes(layouts: Layouts) -> int:
+def layouts_bytes(layouts: Layouts) -> int:
+    """Bytes of the numbers of all tensors among ``layouts``."""
     return sum(layout.num_elements * layout.item_bytes for layout in layouts if layout is not None)

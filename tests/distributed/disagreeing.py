@@ -1,5 +1,7 @@
 """Two ranks that compile something else, or one of them nothing, and what each of them is told."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,6 +18,8 @@ from memo_compile.errors import UnsupportedGraph
 from memo_compile.reporting import state
 
 TIMEOUT_S = 5.0
+ENDED_S = 300.0
+"""Who waits for a rank that has ended need not wait so long."""
 
 
 class Reduced(nn.Module):
@@ -75,22 +79,30 @@ def main(*, case: str) -> dict[str, Any]:
     Case ``mesh``: of four ranks, of which the last one cannot have the step.
     Case ``crossed``: of three steps whose groups come in another order on each rank.
     Cases ``aside`` and ``aside after``: one rank has no plan. In the second case both had one
-    before, so that they have agreed on these collectives.
+    before, so that they have agreed on these collectives. ``aside again``: neither has one then.
+    Case ``again``: the program tries a step that fits on no rank once more, with more memory.
+    Case ``ended``: the process of one rank ends before it has compiled anything.
     """
     torch._dynamo.reset()
     state.reset()
     is_second = dist.get_rank() == dist.get_world_size() - 1
     if case.startswith("aside"):
-        return stepping_aside(is_second=is_second, after=case == "aside after")
+        return stepping_aside(is_second=is_second, case=case)
+    if case == "again":
+        return refused_and_again()
+    if case == "ended" and is_second:
+        os.kill(os.getpid(), signal.SIGKILL)
     times = 3 if is_second and case == "one more" else 2
     rows = 6 if is_second and case == "another" else 4
     budget = 1 if is_second and case in ("caught", "mesh") else None
-    compiled = compiled_model(times, memory_budget=budget)
+    timeout_s = ENDED_S if case == "ended" else TIMEOUT_S
+    compiled = compiled_model(times, memory_budget=budget, ranks_timeout_s=timeout_s)
     if case == "crossed":
         compiled = in_plan(Crossed(is_second=is_second))
     if case == "mesh":
         compiled = in_plan(Meshed(), memory_budget=budget)
-    dist.barrier()
+    if case != "ended":
+        dist.barrier()
     start_s, error, sums = time.monotonic(), "", []
     if not (is_second and case == "absent"):
         try:
@@ -106,21 +118,37 @@ def main(*, case: str) -> dict[str, Any]:
     return {"error": error, "took_s": took_s, "sums": sums}
 
 
-def stepping_aside(*, is_second: bool, after: bool) -> dict[str, Any]:
+def refused_and_again() -> dict[str, Any]:
+    """What was said of both tries; one rank comes to each long before the other."""
+    found = {"error": "", "refused": ""}
+    for budget in (1, None):
+        torch._dynamo.reset()
+        time.sleep(0.5 * dist.get_rank())
+        try:
+            trained(compiled_model(2, memory_budget=budget), 4)
+        except Exception as raised:
+            found["error" if budget is None else "refused"] = str(raised)
+    return found
+
+
+def stepping_aside(*, is_second: bool, case: str) -> dict[str, Any]:
     """The sum of a step that memo does not plan, what was said, and after how many seconds."""
     dist.barrier()
+    after, fails = case != "aside", is_second or case == "aside again"
     if after:
         trained(compiled_model(2), 4)
         torch._dynamo.reset()
     plain, start_s, found = [], time.monotonic(), {"error": "", "sums": []}
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(entry.shim, "compile_fx", eagerly(plain)))
-        if is_second:
+        if fails:
             failing = mock.Mock(side_effect=UnsupportedGraph("not here"))
             patched.enter_context(mock.patch.object(entry, "assemble", failing))
         try:
-            if is_second or not after:
-                found["sums"].append(trained(compiled_model(2), 4))
+            if fails or not after:
+                timeout_s = 1.0 if case == "aside after" else TIMEOUT_S
+                model = compiled_model(2, ranks_timeout_s=timeout_s)
+                found["sums"].append(trained(model, 4))
         except Exception as raised:
             found["error"] = f"{type(raised).__name__}: {raised}"
     return {**found, "took_s": time.monotonic() - start_s, "num_plain": len(plain)}

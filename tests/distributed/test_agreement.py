@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.distributed.disagreeing import TIMEOUT_S
-from tests.distributed.ranks import run_ranks
+from tests.distributed.disagreeing import ENDED_S, TIMEOUT_S
+from tests.distributed.ranks import outlived, run_ranks
 from tests.distributed.timed_links import LAYERS, SECONDS
 from tests.numerics.training import in_ci
 
@@ -100,6 +100,29 @@ def test_no_rank_steps_aside_where_others_run_a_plan(tmp_path):
     )
     assert "UnsupportedGraph: not here" in second["error"]
     assert first["num_plain"] == second["num_plain"] == 0
+
+
+def test_all_step_aside_from_a_graph_that_they_had_planned_before(tmp_path):
+    """Each waits to see whether the other runs its plan; neither does."""
+    first, second = both_found({"case": "aside again"}, tmp_path)
+    assert first["error"] == second["error"] == ""
+    assert first["num_plain"] == second["num_plain"] == 1
+    assert first["sums"] == pytest.approx(second["sums"])
+    assert max(first["took_s"], second["took_s"]) < TIMEOUT_S
+
+
+def test_a_refusal_of_the_try_before_is_no_answer(tmp_path):
+    """The first rank has planned the step while the other still refuses it under the budget."""
+    for found in both_found({"case": "again"}, tmp_path):
+        assert found["error"] == ""
+        assert "floor" in found["refused"]
+
+
+@pytest.mark.full
+def test_a_rank_whose_process_has_ended_is_named_at_once(tmp_path):
+    outcome = outlived("tests.distributed.disagreeing", tmp_path, {"case": "ended"})
+    assert "the process of rank 1 has ended" in outcome.found["error"]
+    assert outcome.found["took_s"] < ENDED_S / 4
 
 
 def measured(tmp_path, **given):

@@ -15,6 +15,8 @@ from memo_runtime.leases import leases
 from torch import nn
 
 import memo_compile
+from memo_compile.driver import step_planner
+from memo_compile.errors import InvalidPlan
 from memo_compile.reporting import state
 from memo_compile.step.problem import CallKind
 from tests.numerics.small import Pair, Stack, leased_slabs, rows, watched_calls
@@ -297,3 +299,70 @@ def test_what_is_counted_is_what_the_program_begins(tmp_path):
     words = [line.split()[0] for line in text.splitlines()]
     assert words.count(CallKind.ISSUE.value) == words.count("comm_wait") == 2 * LAYERS
     assert plan().num_collectives == 2 * LAYERS
+
+
+def refused(monkeypatch, wrongly, num_times=1):
+    """The checker refuses so many plans of those for which ``wrongly``; the problems of all."""
+    seen, original = [], step_planner.require_valid
+
+    def require_valid(problem, plan):
+        is_refused = wrongly(problem) and sum(map(wrongly, seen)) < num_times
+        seen.append(problem)
+        if is_refused:
+            raise InvalidPlan("refused by the test")
+        return original(problem, plan)
+
+    monkeypatch.setattr(step_planner, "require_valid", require_valid)
+    return seen
+
+
+def moves(problem):
+    return any(call.kind in (CallKind.OFFLOAD, CallKind.RECOMPUTE) for call in problem.calls)
+
+
+@pytest.mark.parametrize("policy", ["save", "full-offload"])
+def test_an_order_that_the_checker_refuses_is_left_out(monkeypatch, policy):
+    """What it accepts of the same plan runs."""
+    seen = refused(monkeypatch, lambda problem: True)
+    pair = Pair(ranked(Reduced), policy=policy, debug=LATE, strict=True, **MOVING)
+    for step in range(2):
+        pair.assert_step(x(step))
+    assert_planned()
+    assert len(seen) == 2
+    assert moves(seen[-1]) == (policy == "full-offload")
+    assert any("is left out: InvalidPlan: refused by the test" in note for note in notes())
+
+
+def test_a_plan_that_the_checker_refuses_is_left_out_under_a_budget(monkeypatch):
+    """With all its orders. The next one keeps the budget too."""
+    Pair(ranked(Gathered), debug=LATE, **MOVING).assert_step(x(1))
+    budget = plan().peak_bytes - 6_000
+    torch._dynamo.reset()
+    state.reset()
+    first = []
+
+    def wrongly(problem):
+        names = sorted(call.name for call in problem.calls)
+        first[:] = first or [names]
+        return first == [names]
+
+    refused(monkeypatch, wrongly, num_times=100)
+    pair = Pair(ranked(Gathered), debug=LATE, memory_budget=budget, **MOVING)
+    for step in range(2):
+        pair.assert_step(x(step))
+    assert_planned()
+    assert plan().peak_bytes <= budget
+    assert any("a plan of policy" in note for note in notes())
+
+
+def test_a_named_policy_that_the_checker_refuses_keeps_everything(monkeypatch):
+    refused(monkeypatch, moves, num_times=100)
+    pair = Pair(ranked(Reduced), policy="kwai", strict=True, **MOVING)
+    for step in range(2):
+        pair.assert_step(x(step))
+    assert_planned()
+    assert any("everything is kept, nothing is moved" in note for note in notes())
+
+
+def notes():
+    return memo_compile.report().notes

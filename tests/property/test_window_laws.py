@@ -5,7 +5,8 @@ from hypothesis import given, settings
 
 from memo_compile.check.check_moves import check_moves, recomputations_of
 from memo_compile.planners.begin_order import in_begin_order
-from memo_compile.planners.comm_windows import filled, late, overlapped
+from memo_compile.planners.comm_windows import at_once, filled, late, overlapped
+from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.gather_again import gathered_again
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.problem import CallKind
@@ -36,6 +37,27 @@ def test_filled_windows_cost_neither_time_nor_more_bytes(drawn, times):
         assert sorted(names[0]) == sorted(names[1])
         if kinds != (CallKind.RECOMPUTE,):
             assert names[0] == names[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(talking_steps(), st.sampled_from([1.0, 1.1, 2.0]), st.sampled_from([1.0, 1.1, 2.0]))
+def test_every_order_of_waits_and_copies_is_right(drawn, times, room):
+    """Whatever memory there is, and whichever copies get more time before."""
+    step, moves, moved = drawn
+    regions = regions_of(step, moves)
+    costs = costs_of(step, *regions)
+    wide = widened(moved, costs, times).problem
+    plain = late(wide)
+    limit_bytes = int(room * peak_live_bytes(plain))
+    orders = [
+        *(at_once(wide), plain, late(wide, holds_inputs=True)),
+        overlapped(TimedProgram(wide, costs), limit_bytes=limit_bytes).problem,
+        overlapped(TimedProgram(plain, costs), limit_bytes=limit_bytes).problem,
+    ]
+    for problem in orders:
+        verdict = check_moves(step.problem, problem, recomputations_of(step, problem, regions))
+        assert verdict.ok, str(verdict)
+        assert place_step(problem, solver="greedy").check.ok
 
 
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 3.0])

@@ -63,6 +63,7 @@ def talking_steps(draw):
         copy_bytes_per_s=draw(st.sampled_from([100, 1000])),
         comm_bytes_per_s=draw(st.sampled_from([100, 500, 5000, 50_000])),
         comm_slowdown=draw(st.sampled_from([1.0, 1.15, 1.5])),
+        returns_sum=draw(st.booleans()),
     )
     step = replace(step, waits_late=draw(st.booleans()))
     moved = draw(st.sampled_from([(OFFLOAD,), (OFFLOAD,), ()]))

@@ -12,7 +12,7 @@ four with two. Values of layer i:
 ``~`` is an all_reduce in place. Where n1 and x2 come from is not recomputed: r1 is another's sum.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.lynx_layers import LINK_EFFICIENCY, describe_layer
 from memo_compile.costs.hardware import HardwareProfile
@@ -94,8 +94,12 @@ def parallel_step(
     copy_bytes_per_s: float,
     comm_bytes_per_s: float,
     comm_slowdown: float = 1.0,
+    returns_sum: bool = False,
 ) -> MovableStep:
-    """Layers that save so many bytes, by name, and whose operators (``ROWS``) take so long."""
+    """Layers that save so many bytes, by name, and whose operators (``ROWS``) take so long.
+
+    With ``returns_sum`` the forward's result is the last reduction, which nothing computes with.
+    """
     region_s = {name: sum(map(seconds.__getitem__, rows)) for name, rows in PIECES.items()}
     region_s |= {
         "Ma": BACKWARD_FACTOR * sum(seconds[row] for row in ("ffn_in", "activation", "ffn_out")),
@@ -106,12 +110,12 @@ def parallel_step(
         **dict.fromkeys(("reduce", "arrived"), 0.0),
     }
     return MovableStep(
-        problem=_problem(saved, num_layers),
+        problem=_problem(saved, num_layers, returns_sum=returns_sum),
         classes={"L": _layer_class(saved, seconds, num_rows)},
         layers=tuple(
             Layer(
                 class_key="L",
-                calls=tuple(f"{piece}@{i}" for piece in PIECES),
+                calls=tuple(f"{piece}@{i}" for piece in _pieces(i, num_layers, returns_sum)),
                 inputs=(f"x.{i}",),
                 backward=f"Ma@{i}",
                 values=tuple(f"{name}.{i}" for name in SLOTS),
@@ -159,7 +163,12 @@ def _layer_class(
     return LayerClass(key="L", slots=slots, ops=tuple(ops))
 
 
-def _problem(saved: Mapping[str, int], num_layers: int) -> Problem:
+def _pieces(layer: int, num_layers: int, returns_sum: bool) -> Sequence[str]:
+    ends_early = returns_sum and layer == num_layers - 1
+    return tuple(PIECES)[:-1] if ends_early else tuple(PIECES)
+
+
+def _problem(saved: Mapping[str, int], num_layers: int, *, returns_sum: bool) -> Problem:
     size = saved["x"]
     regions = {
         profile.name: profile
@@ -181,11 +190,17 @@ def _problem(saved: Mapping[str, int], num_layers: int) -> Problem:
             _among_ranks("arrived", 2, size),
         )
     }
+    forward = [piece for i in range(num_layers) for piece in _forward(i, size)]
+    head = [call("H", "H", FORWARD, [f"x.{num_layers}"], ["loss"])]
+    last = f"x.{num_layers}"
+    if returns_sum:
+        last, head = f"x.{num_layers - 1}", []
+        del forward[-1]
     calls = [
         call("P", "P", FORWARD, ["in"], ["x.0"]),
-        *(piece for i in range(num_layers) for piece in _forward(i, size)),
-        call("H", "H", FORWARD, [f"x.{num_layers}"], ["loss"]),
-        call("Hb", "Hb", BACKWARD, ["tangent", f"x.{num_layers}"], [f"g.{num_layers}"]),
+        *forward,
+        *head,
+        call("Hb", "Hb", BACKWARD, ["tangent", last], [f"g.{num_layers}"]),
         *(piece for i in reversed(range(num_layers)) for piece in _backward(i, size)),
         call("Pb", "Pb", BACKWARD, ["g.0"], ["dwp"]),
     ]

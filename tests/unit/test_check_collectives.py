@@ -8,7 +8,7 @@ from memo_compile.check.check_moves import check_moves
 from memo_compile.check.check_plan import check
 from memo_compile.check.check_program import foreign_calls
 from memo_compile.check.without_again import without_again
-from memo_compile.planners.begin_order import in_begin_order
+from memo_compile.planners.begin_order import gathers_of, in_begin_order
 from memo_compile.planners.comm_windows import late, overlapped
 from memo_compile.planners.gather_again import gathered_again
 from memo_compile.planners.place_step import place_step
@@ -16,10 +16,17 @@ from memo_compile.step.problem import CallKind, Into
 from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.step.tilings import WholeStep
 from memo_compile.step.timed import TimedProgram
-from tests.steps.among_ranks import BACKWARD, FORWARD, among_ranks, sharded, sharded_costs
+from tests.steps.among_ranks import (
+    BACKWARD,
+    FORWARD,
+    among_ranks,
+    layout,
+    sharded,
+    sharded_costs,
+)
 from tests.steps.bugs import dropped, expect, named, replaced, with_calls
 from tests.steps.byte_machine import is_right, roomy
-from tests.steps.parts import call
+from tests.steps.parts import KIB, call
 
 
 def faults(moved, plan=None):
@@ -231,10 +238,7 @@ def test_what_is_gathered_again_is_the_same():
     """Of all layers but the last, whose weight the backward reads first."""
     kept = sharded(converts=True, again=False)
     problem = gathered_again(kept)
-    assert [own.name for own in problem.calls if own.name.startswith("again.gather")] == [
-        "again.gather.v1",
-        "again.gather.v0",
-    ]
+    assert begun_again(problem) == ["again.gather.v1", "again.gather.v0"]
     whole = WholeStep(calls=kept.calls, halves=kept.halves, tilings={})
     assert graph_faults(whole, problem) == []
     moved = overlapped(TimedProgram(late(problem), sharded_costs()), limit_bytes=1 << 30).problem
@@ -248,6 +252,37 @@ def test_what_is_gathered_again_is_the_same():
         ("B1", {"inputs": ("g2", "x1", "again.v0")}, "B1 reads ('g2', 'x1', 'again.v0'), expected"),
     ):
         expect(graph_faults(whole, replaced(problem, named(problem, name), **changes)), words)
+
+
+def test_what_the_backward_computes_with_is_not_gathered_again():
+    """It might be written there. The others are gathered again all the same."""
+    kept = sharded(converts=True, again=False)
+    reader = call("X", "convert", BACKWARD, ("s0",), ("x.s0",))
+    kept = dataclasses.replace(kept, calls=(*kept.calls, reader))
+    problem = gathered_again(kept)
+    assert begun_again(problem) == ["again.gather.v1"]
+    whole = WholeStep(calls=kept.calls, halves=kept.halves, tilings={})
+    assert graph_faults(whole, problem) == []
+    moved = late(problem)
+    assert check_moves(problem, moved).ok
+    assert is_right(in_begin_order(problem), moved, roomy(moved))
+
+
+@pytest.mark.parametrize("size_bytes", [512, KIB])
+def test_what_comes_before_a_sum_is_no_conversion(size_bytes):
+    """An embedding's parts are scattered, or summed: that gathers nothing, and stays in place."""
+    problem = sharded(converts=True, again=False)
+    brought = dataclasses.replace(problem.regions["shard"], output_layouts=(layout(size_bytes),))
+    problem = dataclasses.replace(problem, regions={**problem.regions, "shard": brought})
+    assert gathers_of(problem) == {}
+    assert gathered_again(problem) is problem
+    assert in_begin_order(problem) is problem
+    moved = late(problem)
+    assert check_moves(problem, moved).ok, check_moves(problem, moved)
+
+
+def begun_again(problem):
+    return [own.name for own in problem.calls if own.name.startswith("again.gather")]
 
 
 def graph_faults(whole, problem):

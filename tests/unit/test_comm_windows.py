@@ -18,9 +18,11 @@ from memo_compile.planners.comm_windows import (
     overlapped,
     window_recompute_s,
 )
+from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
 from memo_compile.step.communication import comm_bytes, handed_on, value_sizes
 from memo_compile.step.joined import joined_costs
+from memo_compile.step.movable import Action, Mode, Moves, Schedule
 from memo_compile.step.problem import CallKind, Phase, Problem
 from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import from_json, to_json
@@ -37,6 +39,8 @@ from tests.steps.among_ranks import (
     sharded_costs,
     wait,
 )
+from tests.steps.movable import recomputer
+from tests.steps.parallel_gpt import ROWS, SLOTS, parallel_step
 from tests.steps.parts import KIB, call
 from tests.steps.small import two_layers
 
@@ -61,6 +65,28 @@ def test_a_recomputation_that_stands_before_the_reader_runs_before_the_wait():
     better = filled(TimedProgram(late(problem), costs()), limit_bytes=ROOMY).problem
     assert names(better)[5:] == ["Bb", "gather@5", "W", "R", "wait.gather@5", "Ab"]
     assert simulate(better, costs()).step_s == simulate(late(problem), costs()).step_s - 1
+
+
+@pytest.mark.parametrize("holds_inputs", [False, True])
+def test_a_wait_of_the_forward_comes_before_the_copies_of_the_backward(holds_inputs):
+    """The forward's result is the sum: nobody waits for it there."""
+    step = parallel_step(
+        dict.fromkeys(SLOTS, KIB),
+        dict.fromkeys(ROWS, 1.0),
+        num_rows=2,
+        num_layers=2,
+        copy_bytes_per_s=KIB,
+        comm_bytes_per_s=KIB,
+        returns_sum=True,
+    )
+    copied = Mode(actions=(Action.OFFLOAD,) * len(SLOTS))
+    moves = Moves(modes=(copied,) * 2, schedule=Schedule(offload_lag=None, reload_lead=None))
+    moved = late(apply_moves(step, moves, recomputer(step)), holds_inputs=holds_inputs)
+    places = names(moved)
+    first = next(at for at, own in enumerate(moved.calls) if own.kind is CallKind.RELOAD)
+    assert first < moved.calls.index(next(own for own in moved.calls if own.name == "Hb"))
+    assert places.index("wait.reduce.y2@1") < first
+    assert check(moved, place_step(moved, solver="greedy")).ok
 
 
 def two_gathers() -> Problem:

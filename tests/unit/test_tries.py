@@ -17,6 +17,7 @@ from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver import tile_order, tries
 from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.pipeline import fastest
 from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tile_order import TOKEN_TILES, Tiles
 from memo_compile.driver.tries import first_that_fits
@@ -393,3 +394,19 @@ def test_a_slow_whole_leads_to_tiles_and_is_taken_where_they_are_slower(monkeypa
     assert fastest({1: 1.2, 8: 1.1}) == 8
     assert fastest({1: 1.2, 8: 1.3}) == 1
     assert fastest({1: 1.02, 8: 1.01}) == 1
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_of_two_ways_to_gather_weights_the_one_that_the_checker_accepts_is_taken(wrong):
+    steps = [SimpleNamespace(name="step", gathering_again=lambda: steps[1]), SimpleNamespace()]
+    steps[1].name = "step"
+    plan = SimpleNamespace(plan=SimpleNamespace(step_s=1.0))
+
+    def planned(step):
+        if step is steps[wrong]:
+            raise InvalidPlan("refused by the test")
+        return plan, None
+
+    assert fastest(steps[0], planned) == (steps[1 - wrong], (plan, None))
+    (note,) = memo_compile.report().notes
+    assert "is left out: InvalidPlan: refused by the test" in note

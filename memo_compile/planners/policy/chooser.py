@@ -2,14 +2,14 @@
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from memo_compile.errors import Infeasible
 from memo_compile.planners.policy.candidate import Candidate
 from memo_compile.planners.policy.named import NAMED
 from memo_compile.step.interludes import MEASURED_BYTES
-from memo_compile.step.movable import MEASURED, Mode, MovableStep, Schedule
+from memo_compile.step.movable import MEASURED, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.plans import FrontierPoint, Plan
 from memo_compile.step.problem import Problem
 from memo_compile.units import format_bytes, format_enough
@@ -28,6 +28,15 @@ Policies that search have plans that are the same in every process (``steady_mov
 
 ESTIMATED_OVER = 0.1
 """An estimated step's bytes alive may exceed those with lowered regions by this share."""
+
+
+Decisions = tuple[tuple[Mode, ...], Schedule]
+"""What a plan's step program is made of."""
+
+
+def decisions_of(moves: Moves) -> Decisions:
+    """The decisions of ``moves``, whichever policy found them."""
+    return moves.modes, moves.schedule
 
 
 class NothingFits(Infeasible):
@@ -60,11 +69,13 @@ class Chooser:
     _place: Callable[[Problem], Plan]
     _spared: Callable[[Candidate], Sequence[Candidate]]
     max_step_s: float = math.inf
+    refused: Set[Decisions] = frozenset()
+    """These are never chosen: the checker has refused their programs."""
     least_left_s: float | None = None
     """Seconds of the fastest plan that was left because it takes ``max_step_s`` or more."""
     _lowest_bytes: float = math.inf
     """Of all peaks that were placed so far and fit the host."""
-    _placed: dict[tuple[tuple[Mode, ...], Schedule], Plan] = field(default_factory=dict)
+    _placed: dict[Decisions, Plan] = field(default_factory=dict)
 
     def pick(
         self, ordered: Iterable[Candidate], *, below_s: float = math.inf, most_s: float = math.inf
@@ -89,6 +100,8 @@ class Chooser:
     def _fitting(self, candidate: Candidate) -> tuple[Candidate, Plan] | None:
         """``candidate`` with its placement, where it fits."""
         if not self._host_fits(candidate) or not self.may_fit(candidate):
+            return None
+        if decisions_of(candidate.moves) in self.refused:
             return None
         step_s = candidate.timeline.step_s
         if step_s >= self.max_step_s:
@@ -128,13 +141,13 @@ class Chooser:
         return self.budget_bytes is None or candidate.live_bytes <= self.budget_bytes
 
     def _placed_already(self, candidate: Candidate) -> Plan | None:
-        return self._placed.get((candidate.moves.modes, candidate.moves.schedule))
+        return self._placed.get(decisions_of(candidate.moves))
 
     def _plan_of(self, candidate: Candidate) -> Plan:
         plan = self._placed_already(candidate)
         if plan is None:
             plan = self._place(candidate.problem)
-            self._placed[candidate.moves.modes, candidate.moves.schedule] = plan
+            self._placed[decisions_of(candidate.moves)] = plan
             if self._host_fits(candidate):
                 self._lowest_bytes = min(self._lowest_bytes, plan.peak_bytes)
         return plan
@@ -163,6 +176,7 @@ class Chooser:
     def infeasible(self, step: MovableStep, considered: Sequence[Candidate]) -> NothingFits:
         """The error: the smallest peak that can be had, what makes it, and what to change."""
         assert self.budget_bytes is not None, "without a budget only the host's memory is short"
+        considered = [own for own in considered if decisions_of(own.moves) not in self.refused]
         within = [candidate for candidate in considered if self._host_fits(candidate)]
         beyond = [candidate for candidate in considered if not self._host_fits(candidate)]
         lowest = self._floor(step, within)

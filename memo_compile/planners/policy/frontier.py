@@ -16,7 +16,7 @@ is skipped leaves the others in their places. Of two such choices the faster is 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +24,13 @@ from memo_compile.errors import ConfigError, TooSlow
 from memo_compile.planners.move_rules import RecomputeOf, facts_of
 from memo_compile.planners.policy.candidate import Candidate, costs_with, program_of
 from memo_compile.planners.policy.candidates import CandidateSource, SearchedMoves
-from memo_compile.planners.policy.chooser import Chooser, beaten, preference, unbeaten
+from memo_compile.planners.policy.chooser import (
+    Chooser,
+    Decisions,
+    beaten,
+    preference,
+    unbeaten,
+)
 from memo_compile.planners.policy.lynx_policies import LYNX
 from memo_compile.planners.policy.modes import with_launches
 from memo_compile.planners.policy.named import NAMED, QUANTA
@@ -79,6 +85,7 @@ def choose(
     wanted_s: float = math.inf,
     enough_s: float = math.inf,
     spares: bool = False,
+    refused: Set[Decisions] = frozenset(),
 ) -> Choice:
     """The fastest plan of ``policy`` whose placed peak is at most ``budget_bytes``.
 
@@ -92,7 +99,7 @@ def choose(
     choice waits until it is known how fast other tiles are. Likewise with ``enough_s``, where the
     host has room for all copies: for a short one ``auto`` has better plans. With ``spares`` plans
     are not simulated which surely come behind the chosen one, or do not fit; the frontier lacks
-    them.
+    them. What is ``refused`` is not chosen.
 
     Raises:
         TooSlow: all plans are slower.
@@ -108,7 +115,7 @@ def choose(
         solver=solver,
         searched=searched or SearchedMoves(),
     )
-    chooser = Chooser(budget_bytes, host_budget_bytes, place, source.spared, max_step_s)
+    chooser = Chooser(budget_bytes, host_budget_bytes, place, source.spared, max_step_s, refused)
     wanted_s = wanted_s if source.is_short else min(wanted_s, enough_s)
     considered, found = _search(source, chooser, policy, alpha, wanted_s, spares=spares)
     if found is None and chooser.least_left_s is not None:
