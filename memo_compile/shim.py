@@ -426,11 +426,13 @@ class _StorageRef(StorageWeakRef):
 def allow_second_backward() -> None:
     """Tell AOTAutograd that no saved tensor is donated: memo restores its frame itself.
 
-    Otherwise the runtime refuses retain_graph=True, because the handle looks like a temporary.
+    Otherwise the runtime refuses retain_graph=True, because the handle looks like a temporary. The
+    list itself is emptied: where an input is a tensor subclass, torch reads it from the metadata of
+    the subclass, which shares it with the one of the graph (2.11, 2.13).
     """
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+        (context.fw_metadata.bw_donated_idxs or []).clear()
 
 
 def results_of_their_own() -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
@@ -241,11 +241,13 @@ class StaticFakes:
     def tracing(self, metadata: Any) -> Iterator[None]:
         """Inside, graphs of these are compiled, which AOTAutograd says ``metadata`` of.
 
-        As AOTAutograd and ``compile_fx`` call a compiler (2.11, 2.13).
+        As AOTAutograd and ``compile_fx`` call a compiler (2.11, 2.13). The mode of a trace that is
+        going on is left, which would refuse these fakes ("Mixing fake modes NYI").
         """
         context = TracingContext(self.mode)
         context.fw_metadata = metadata
         with (
+            unset_fake_temporarily(),
             tracing(context),
             V.set_fake_mode(self.mode),
             enable_python_dispatcher(),

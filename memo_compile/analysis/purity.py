@@ -101,6 +101,29 @@ def is_write(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def has_token(node: fx.Node) -> bool:
+    """True for an operator that AOTAutograd keeps in order with others, by a token of each."""
+    return node.op == "call_function" and node.target is torch.ops.higher_order.with_effects
+
+
+def is_token(node: fx.Node) -> bool:
+    """True for what orders operators with an effect: an input of the graph, or what one returns."""
+    if node.op == "placeholder":
+        return bool(node.users) and all(
+            has_token(user) and user.args[0] is node for user in node.users
+        )
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    return isinstance(node.args[0], fx.Node) and has_token(node.args[0])
+
+
+def has_effect(node: fx.Node) -> bool:
+    """True for an operator that runs though nobody reads its result: it writes, prints, checks."""
+    if node.op != "call_function" or is_collective(node):
+        return False
+    return is_write(node) or has_token(node) or node.is_impure(impure_random=False)
+
+
 def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """The arguments that the writing operator ``node`` writes into."""
     for declared in schema_of(node).arguments:
@@ -127,8 +150,8 @@ def ties_inputs(graph: fx.Graph, num_results: int) -> bool:
         return True
     tied = overwritten(graph)
     tied |= {storage_of(own) for own in results[:num_results] if isinstance(own, fx.Node)}
-    inputs = graph.find_nodes(op="placeholder")  # gradients that come in stand behind them
-    gradients = zip(inputs, results[num_results:], strict=False)
+    inputs = [node for node in graph.find_nodes(op="placeholder") if not is_token(node)]
+    gradients = zip(inputs, results[num_results:], strict=False)  # behind them: those that come in
     return any(node in tied and gradient is not None for node, gradient in gradients)
 
 

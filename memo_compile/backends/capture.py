@@ -40,6 +40,7 @@ from memo_compile.errors import (
 )
 from memo_compile.lowering.lower import plain_inner
 from memo_compile.passes.cse import MergeCommonSubexpressions
+from memo_compile.passes.effect_tokens import num_tokens, without_tokens
 from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut, dropped_sizes
 from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.hoist import HoistInvariants
@@ -48,7 +49,7 @@ from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.needless_masks import NeedlessMasks, needless_masks
 from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
-from memo_compile.passes.own_inputs import OwnInputs, with_history
+from memo_compile.passes.own_inputs import OwnInputs, inputs_of, with_history
 from memo_compile.passes.remembered_cut import Chosen, MinCut
 from memo_compile.passes.retarget import Retarget
 from memo_compile.passes.runner import PassRunner
@@ -292,8 +293,8 @@ class StepCapture:
         made = replace(
             step,
             name=other.name,
-            forward=shim.copied(forward),
-            backward=shim.copied(backward),
+            forward=without_tokens(shim.copied(forward)),
+            backward=without_tokens(shim.copied(backward)),
             units=other._units,
             droppable=other._droppable,
             runner=other.runner,
@@ -340,7 +341,7 @@ class StepCapture:
             HoistInvariants(),
             *(() if self.config.exact else (GradientOfLoss(),)),
             KeepOverwritten(num_fwd_outputs=num_fwd_outputs),
-            *self._own_inputs(joint_inputs),
+            *self._own_inputs(joint),
         )
         joint = self.runner.run(joint, passes, stage="joint")
         units = tag_units(joint, segments=self.config.memory_budget is not None)
@@ -378,15 +379,17 @@ class StepCapture:
             graphs=lambda made: {"forward": made[0], "backward": made[1]},
         )
         self._units, self._num_results = units, num_fwd_outputs
-        return self._leased(forward, backward)
+        forward, backward = self._leased(forward, backward)
+        self._num_results -= num_tokens(forward)
+        return forward, backward
 
-    def _own_inputs(self, joint_inputs: Any) -> tuple[OwnInputs, ...]:
+    def _own_inputs(self, joint: fx.GraphModule) -> tuple[OwnInputs, ...]:
         """Under a budget, and where a policy moves: an input that was made is a value to be moved.
 
         Where AOTAutograd has other inputs than Dynamo (several that share memory), none is copied.
         """
         moves = self.config.memory_budget is not None or self.config.policy not in ("auto", "save")
-        if not moves or len(joint_inputs[0]) != self._num_examples:
+        if not moves or len(inputs_of(joint.graph)) != self._num_examples:
             return ()
         return (OwnInputs(positions=self._made_outside),) if self._made_outside else ()
 

@@ -51,6 +51,7 @@ from memo_compile.errors import (
     nearest,
 )
 from memo_compile.garbage import seldom_collected
+from memo_compile.passes.bodies import with_plain_bodies
 from memo_compile.passes.runner import graph_text
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
@@ -116,6 +117,8 @@ def _compiled(
         if any(_is_unplannable(value) for value in example_inputs):
             error = UnsupportedGraph("an input is a nested or a sparse tensor")
             return _step_aside(gm, example_inputs, config, error)
+        if _trains(example_inputs):
+            gm = with_plain_bodies(gm)
         return resolving(
             lambda inputs: _compiled_for(gm, inputs, config),
             gm,

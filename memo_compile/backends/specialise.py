@@ -25,9 +25,10 @@ from memo_compile.config import MemoConfig
 from memo_compile.errors import Infeasible
 from memo_compile.garbage import seldom_collected
 from memo_compile.lowering.varying_sizes import VaryingRegions, varying
-from memo_compile.passes.numbers import PutNumbers
+from memo_compile.passes.numbers import PutNumbers, is_wrapped_float
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
+from memo_compile.shim_symbols import expression_of
 
 log = logging.getLogger("memo")
 
@@ -43,17 +44,17 @@ def symbol_positions(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     return tuple(
         index
         for index, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True))
-        if isinstance(value, torch.SymInt) or _is_wrapped_float(node)
+        if isinstance(value, torch.SymInt) or is_wrapped_float(node)
     )
 
 
-def _is_wrapped_float(node: fx.Node) -> bool:
-    """True for a scalar tensor that is only read as a float whose value Dynamo knows."""
-    values = [user.meta.get("example_value") for user in node.users]
-    return bool(values) and all(
-        user.target == "item" and isinstance(value, torch.SymFloat) and value.node.has_hint()
-        for user, value in zip(node.users, values, strict=True)
-    )
+def _is_constant(node: fx.Node) -> bool:
+    """True for a size that Dynamo hands over as a symbol, though it is always the same number.
+
+    The width of a layer is one, where a body of ``checkpoint()`` is given it.
+    """
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.SymInt) and not expression_of(value).free_symbols
 
 
 @dataclass(eq=False)
@@ -77,9 +78,13 @@ class Specialised:
     _regions: VaryingRegions = field(default_factory=VaryingRegions)
     """What is lowered once for all lengths."""
     _lengths: tuple[str, AllLengths] | None = None
-    """The floats of the first call, and what was traced for all sizes with these."""
+    """The numbers that do not vary, of the first call, and what was traced for all sizes."""
+    _constants: frozenset[int] = frozenset()
+    """Those of ``_symbols`` that are always the same."""
 
     def __post_init__(self) -> None:
+        placeholders = self._gm.graph.find_nodes(op="placeholder")
+        self._constants = frozenset(at for at in self._symbols if _is_constant(placeholders[at]))
         dump, folder = self._config.dump, f"symbolic{next(_graph_numbers)}"
         self._runner = PassRunner(Path(dump) / folder if dump else None)
 
@@ -115,7 +120,8 @@ class Specialised:
             put = PutNumbers(numbers=dict(zip(self._symbols, numbers, strict=True)))
             gm = self._runner.run(shim.copied(self._gm), [put], stage="dynamo")
             self._runner.write_times()
-            sizes = tuple(number for number in numbers if isinstance(number, int))
+            pairs = zip(self._symbols, numbers, strict=True)
+            sizes = tuple(int(number) for at, number in pairs if self._varies(at, number))
             lengths = self._lengths_for(numbers)
             if lengths is not None:
                 gm.meta[LENGTHS] = AtLength(lengths, sizes)
@@ -133,6 +139,10 @@ class Specialised:
             log.info("memo: regions for changing sizes so far: %s", self._regions.counts)
             return run
 
+    def _varies(self, at: int, number: float) -> bool:
+        """True where input ``at`` is a size that a trace for all sizes keeps as a symbol."""
+        return not isinstance(number, float) and at not in self._constants
+
     def _lengths_for(self, numbers: tuple[float, ...]) -> AllLengths | None:
         """What serves all sizes beside the floats among ``numbers``; None for other floats.
 
@@ -140,17 +150,17 @@ class Specialised:
         changes with each step would be traced for all sizes each time.
         """
         pairs = list(zip(self._symbols, numbers, strict=True))
-        floats = {at: number for at, number in pairs if isinstance(number, float)}
-        said = repr(floats)
+        fixed = {at: number for at, number in pairs if not self._varies(at, number)}
+        said = repr(fixed)
         if self._lengths is None:
-            put = PutNumbers(numbers=floats)
+            put = PutNumbers(numbers=fixed)
             gm = shim.copied(self._gm)
-            gm = self._runner.run(gm, [put], stage="dynamo-floats") if floats else gm
-            positions = (at - sum(float_at < at for float_at in floats) for at, _ in pairs)
+            gm = self._runner.run(gm, [put], stage="dynamo-fixed") if fixed else gm
+            positions = (at - sum(fixed_at < at for fixed_at in fixed) for at, _ in pairs)
             own = tuple(
                 position
                 for position, (at, _) in zip(positions, pairs, strict=True)
-                if at not in floats
+                if at not in fixed
             )
             self._lengths = said, AllLengths(gm=gm, positions=own)
         known, lengths = self._lengths

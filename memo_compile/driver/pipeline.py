@@ -41,6 +41,7 @@ from memo_compile.lowering.lower import lower_regions
 from memo_compile.lowering.workspace import with_workspaces
 from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cut import Cut, CutRequest, cut
+from memo_compile.passes.effect_tokens import TokensApart
 from memo_compile.passes.runner import GraphPass
 from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.tile_cut import RegionTiling, tile_cut
@@ -301,6 +302,7 @@ def _cut_half(
     *,
     joins: bool,
 ) -> Cut:
+    gm = step.runner.run(gm, [TokensApart()], stage=phase.value)
     request = CutRequest(
         gm=gm,
         positions=positions,

@@ -41,6 +41,7 @@ from memo_compile.offline.offline_step import (
     planned_offline,
 )
 from memo_compile.offline.other_length import OtherLength, TracedLength
+from memo_compile.passes.bodies import with_plain_bodies
 from memo_compile.reporting import state
 from memo_compile.shim_gpu import lowering_for
 from memo_compile.step.plans import ReportedPlan
@@ -135,7 +136,7 @@ def tracing(
                 raise UnsupportedGraph(NOTHING_TRAINS)
         except Exception as error:
             raise_bare(error)
-        gm, examples = traced
+        gm, examples = with_plain_bodies(traced[0]), traced[1]
         here = GraphFacts(examples).device.type
         gpu = target_of(hardware.name) if hardware is not None and here == "cpu" else None
         if gpu is not None:

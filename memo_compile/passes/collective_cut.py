@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from memo_compile.analysis.purity import (
+    has_effect,
     is_collective,
     is_known,
     is_random,
@@ -70,7 +71,7 @@ class _Pieces:
     ) -> None:
         self.nodes = nodes
         self.waits = {issue: wait for issue, wait in waits.items() if issue in set(nodes)}
-        self.ends = [node for node in nodes if node in results or is_write(node)]
+        self.ends = [node for node in nodes if node in results or has_effect(node)]
         self.needs = _needs(nodes, self.waits)
         self.left = dict.fromkeys(nodes)
         """What stands in no piece yet, in order."""

@@ -27,7 +27,7 @@ from memo_runtime import ops
 from torch import fx
 
 from memo_compile import shim
-from memo_compile.analysis.purity import is_constant, is_write, runs_once
+from memo_compile.analysis.purity import has_effect, is_constant, runs_once
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.splittable import may_reuse_input, split_collectives
 from memo_compile.analysis.structure import op_name, spec_of
@@ -280,7 +280,7 @@ class _Calls:
     def _call(self, place: _Place) -> CutCall | None:
         border = self.borders[place]
         outputs = [node for node in border.nodes if node in self.wanted]
-        effects = any(is_write(node) for node in border.nodes)
+        effects = any(has_effect(node) for node in border.nodes)
         if not outputs and not effects:
             return None
         gm, inputs = border.extract(outputs)
@@ -410,7 +410,7 @@ class _Border:
     def extract(self, outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
         """The region's own graph; placeholders in the order of ``inputs``."""
         own = set(self.nodes)
-        ends = {node for node in self.nodes if node in outputs or is_write(node)}
+        ends = {node for node in self.nodes if node in outputs or has_effect(node)}
         needed = makers_of(ends, lambda node: node in own)
         nodes = [
             node

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
@@ -30,14 +31,23 @@ class PutNumbers:
             node = placeholders[position]
             if isinstance(number, float):
                 for item in list(node.users):
-                    _replace(item, number)
-            _replace(node, number)
+                    put_instead(item, number)
+            put_instead(node, number)
         return PassResult(gm, bool(self.numbers))
 
 
-def _replace(node: fx.Node, number: float) -> None:
-    """Put ``number`` where ``node`` is read, and erase ``node``."""
+def is_wrapped_float(node: fx.Node) -> bool:
+    """True for a scalar tensor that is only read as a float whose value Dynamo knows."""
+    values = [user.meta.get("example_value") for user in node.users]
+    return bool(values) and all(
+        user.target == "item" and isinstance(value, torch.SymFloat) and value.node.has_hint()
+        for user, value in zip(node.users, values, strict=True)
+    )
+
+
+def put_instead(node: fx.Node, value: Any) -> None:
+    """Put ``value``, a number or another node, where ``node`` is read, and erase ``node``."""
     for user in list(node.users):
         given = (user.args, user.kwargs)
-        user.args, user.kwargs = fx.node.map_arg(given, lambda arg: number if arg is node else arg)
+        user.args, user.kwargs = fx.node.map_arg(given, lambda arg: value if arg is node else arg)
     node.graph.erase_node(node)

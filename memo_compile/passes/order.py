@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from memo_compile.errors import ConfigError, nearest
 from memo_compile.passes.accumulate import AccumulateInPlace
+from memo_compile.passes.bodies import InlineRegions, ReadOutside
 from memo_compile.passes.cse import MergeCommonSubexpressions
+from memo_compile.passes.effect_tokens import TokensApart
 from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut
 from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.hoist import HoistInvariants
@@ -22,6 +24,8 @@ from memo_compile.passes.shorten import ShortenTokens
 from memo_compile.passes.spread_seeds import SpreadSeeds
 
 PASSES: tuple[type[GraphPass], ...] = (
+    InlineRegions,  # Dynamo's graph
+    ReadOutside,  # Dynamo's graph
     PutNumbers,  # Dynamo's graph, where it has sizes as symbols
     NeedlessMasks,  # Dynamo's graph
     MergeCommonSubexpressions,  # joint graph
@@ -36,6 +40,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     LeaseSaved,  # forward half
     FetchLeased,  # backward half
     SeparateResults,  # both halves, as Inductor simplified them
+    TokensApart,  # both halves, the last in each
     AccumulateInPlace,  # backward half
     OwnOutputs,  # each region that Inductor lowers
     RoundValues,  # the same
@@ -43,7 +48,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     ShortenTokens,  # a copy of a region that is too large to be timed whole
 )
 """The joint graph is cut into halves behind ``GatherOnce``; the halves are cut into regions, and
-wide regions into tiles, behind ``AccumulateInPlace``."""
+wide regions into tiles, behind ``TokensApart``."""
 
 
 def selection(entries: Sequence[str]) -> PassSelection:

@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.joint_units import is_tangent, tangent_dependents
-from memo_compile.analysis.purity import READS_OVERWRITTEN, overwritten
+from memo_compile.analysis.purity import READS_OVERWRITTEN, is_token, overwritten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,13 @@ class OwnInputs:
     """
 
     positions: tuple[int, ...]
-    """Which inputs, among those that are no incoming gradients."""
+    """Which inputs, among ``inputs_of`` the graph."""
     name: ClassVar[str] = "own-inputs"
     is_required: ClassVar[bool] = False
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
-        inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+        inputs = inputs_of(gm.graph)
         written, backward = overwritten(gm.graph), tangent_dependents(gm.graph)
         modified = False
         first = next(node for node in gm.graph.nodes if node.op != "placeholder")
@@ -57,6 +57,12 @@ class OwnInputs:
                 reader.replace_input_with(source, own)
             modified = True
         return PassResult(gm, modified)
+
+
+def inputs_of(graph: fx.Graph) -> list[fx.Node]:
+    """Inputs of a joint graph that the program gives: no gradients, no tokens of AOTAutograd's."""
+    inputs = graph.find_nodes(op="placeholder")
+    return [node for node in inputs if not is_tangent(node) and not is_token(node)]
 
 
 def with_history(examples: Any) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile.analysis.purity import is_collective, is_constant, is_wait, is_write
+from memo_compile.analysis.purity import has_effect, is_collective, is_constant, is_wait
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, row_layout
@@ -77,16 +77,16 @@ class TiledRegion:
 def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
     """``region`` with one of its wide chains in tiles, what needs the fewest bytes first.
 
-    Those that save too little are left out, and all of a region that writes into its inputs, or
-    with an output that is no value of its own. ``tiles`` is lowered to the next number that divides
-    the rows. Cost: a few analyses and slicings of the graph.
+    Those that save too little are left out, and all of a region with an effect (it writes into
+    its inputs, say), or with an output that is no value of its own. ``tiles`` is lowered to the
+    next number that divides the rows. Cost: a few analyses and slicings of the graph.
     """
     graph, made = region.gm.graph, results_of(region.gm.graph)
     is_plain = all(isinstance(node, fx.Node) and node.op != "placeholder" for node in made)
     is_plain = is_plain and len(set(made)) == len(made)
     talks = [node for node in graph.nodes if is_collective(node) and not is_wait(node)]
     is_plain = is_plain and len(talks) < 2  # their order is that of ranks which have no tiles
-    if tiles < 2 or not is_plain or any(is_write(node) for node in graph.nodes):
+    if tiles < 2 or not is_plain or any(has_effect(node) for node in graph.nodes):
         return []
     whole_bytes = transient_bytes(region.gm)
     forms = [_Splitter(region, chain).run() for chain in chains(region, tiles)]

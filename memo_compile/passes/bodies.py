@@ -1,0 +1,169 @@
+"""Bodies in a Dynamo graph: what ``nested_compile_region``, ``checkpoint`` and others are given.
+
+A body is a graph of its own, an attribute of the one that calls it:
+
+    body = get_attr[wrap_body_0]
+    out  = tag_activation_checkpoint(body, x, w)
+
+AOTAutograd knows what each operator that has a body means. Two things are in the way of a plan: a
+marked region is a subgraph for good, which layers cannot be compared through, and a number that is
+read inside of a body is not seen from outside.
+"""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from memo_compile.passes.cut import unique_name
+from memo_compile.passes.numbers import is_wrapped_float, put_instead
+from memo_compile.passes.runner import GraphPass, PassRunner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InlineRegions:
+    """What ``torch.compiler.nested_compile_region`` marks stands in the graph as if unmarked.
+
+    Rewrite:
+        region = get_attr[subgraph_0]  # x, w: return (tanh(x @ w),)
+        call_0 = invoke_subgraph(region, "subgraph_0", x, w_0)
+        y      = call_0[0]                                              y = tanh(x @ w_0)
+        call_1 = invoke_subgraph(region, "subgraph_0", y, w_1)    ->    z = tanh(y @ w_1)
+        z      = call_1[0]
+
+    Equal layers are found by what they compute, and lowered once, so that the mark is not needed.
+    With it Inductor computes wrong gradients (torch 2.13.0).
+    """
+
+    name: ClassVar[str] = "inline-regions"
+    is_required: ClassVar[bool] = True
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place."""
+        regions = gm.graph.find_nodes(
+            op="call_function", target=torch.ops.higher_order.invoke_subgraph
+        )
+        for call in regions:
+            _inline(gm, call)
+        if regions:
+            gm.delete_all_unused_submodules()
+        return PassResult(gm, bool(regions))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOutside:
+    """A number that Dynamo wraps into a tensor is read where its body is called, not inside.
+
+    Rewrite, with ``dynamic=True`` and an attribute of the module that is a float:
+        eps  = placeholder[L_eps]                    eps  = placeholder[L_eps]
+                                                     item = eps.item()
+        out  = checkpoint(body, x, eps)        ->    out  = checkpoint(body, x, item)
+        # body: return x + eps.item()                # body: return x + eps
+    """
+
+    name: ClassVar[str] = "read-outside"
+    is_required: ClassVar[bool] = True
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        """Rewrite in place, the bodies that ``gm`` calls as well."""
+        modified = False
+        for node in gm.graph.find_nodes(op="get_attr"):
+            body = getattr(gm, str(node.target), None)
+            if isinstance(body, fx.GraphModule):
+                modified |= _read_outside(gm, node, body)
+        return PassResult(gm, modified)
+
+
+def with_plain_bodies(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm``, rewritten in place: no marked regions, and no numbers that are read inside bodies."""
+    passes: tuple[GraphPass, ...] = (InlineRegions(), ReadOutside())
+    for body in _innermost_first(gm):
+        PassRunner().run(body, passes, stage="dynamo-bodies")
+    return gm
+
+
+def _innermost_first(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The graph behind all the bodies that are in it, each behind those in it."""
+    for child in gm.children():
+        if isinstance(child, fx.GraphModule):
+            yield from _innermost_first(child)
+    yield gm
+
+
+def _inline(gm: fx.GraphModule, call: fx.Node) -> None:
+    """Put the nodes of the region in place of its call."""
+    region, _name, *operands = call.args
+    body = getattr(gm, str(region.target))  # type: ignore[union-attr]
+    made = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    with gm.graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            copy = made[node] = gm.graph.node_copy(node, made.__getitem__)
+            if "nn_module_stack" in call.meta:  # a body is traced at its first call only
+                copy.meta["nn_module_stack"] = call.meta["nn_module_stack"]
+            if node.op == "get_attr":
+                copy.target = _with_attribute(gm, getattr(body, str(node.target)), str(node.target))
+    results = fx.node.map_arg(body.graph.output_node().args[0], made.__getitem__)
+    for item in list(call.users):
+        assert item.target is operator.getitem, "Dynamo takes the results of a region one by one"
+        put_instead(item, results[item.args[1]])
+    gm.graph.erase_node(call)
+    if not region.users:  # type: ignore[union-attr]
+        gm.graph.erase_node(region)  # type: ignore[arg-type]
+
+
+def _with_attribute(gm: fx.GraphModule, value: Any, name: str) -> str:
+    """The name of an attribute of ``gm`` that is ``value``, by preference ``name``."""
+    held = {**vars(gm), **gm._parameters, **gm._buffers, **gm._modules}
+    names = (name for name, own in held.items() if own is value)
+    if (known := next(names, None)) is not None:
+        return known
+    name = unique_name(name, held, "_")
+    setattr(gm, name, value)
+    return name
+
+
+def _read_outside(gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule) -> bool:
+    """Read the numbers among the operands of the calls of ``body``, which is the value of ``node``.
+
+    The operands stand behind the bodies, of which an ``autograd.Function`` has two: of these the
+    first is given them. Returns False where there are none, or they are given in another way.
+    """
+    placeholders = body.graph.find_nodes(op="placeholder")
+    numbers = [at for at, given in enumerate(placeholders) if is_wrapped_float(given)]
+    calls = list(node.users)
+    operands = [_operands(gm, call) for call in calls]
+    if not numbers or any(len(own) != len(placeholders) for own in operands):
+        return False
+    for at in numbers:
+        inside = list(placeholders[at].users)
+        value = inside[0].meta["example_value"]
+        for call, own in zip(calls, operands, strict=True):
+            with gm.graph.inserting_before(call):
+                item = gm.graph.call_method("item", (own[at],))
+            item.meta["example_value"] = value
+            position = len(call.args) - len(own) + at
+            call.update_arg(position, item)
+        placeholders[at].meta["example_value"] = value
+        for read in inside:
+            put_instead(read, placeholders[at])
+    body.recompile()
+    return True
+
+
+def _operands(gm: fx.GraphModule, call: fx.Node) -> list[Any]:
+    """What ``call`` is given behind its bodies; empty where some of it is in lists."""
+    bodies = [at for at, value in enumerate(call.args) if _is_body(gm, value)]
+    operands: list[Any] = list(call.args[bodies[-1] + 1 :])
+    return [] if any(isinstance(own, list | tuple) for own in operands) else operands
+
+
+def _is_body(gm: fx.GraphModule, value: Any) -> bool:
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return False
+    return isinstance(getattr(gm, str(value.target), None), fx.GraphModule)
