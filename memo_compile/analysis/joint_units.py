@@ -41,9 +41,13 @@ class JointUnits:
 
 def forward_nodes(joint: fx.GraphModule) -> tuple[fx.Node, ...]:
     """The forward's call_function nodes in graph order, untagged ones that it reads included."""
-    nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
-    wanted = makers_of(n for n in nodes if n.meta.get("partitioner_tag") == "is_forward")
-    return tuple(node for node in nodes if node in wanted)
+    wanted = forward_part(joint.graph)
+    return tuple(n for n in joint.graph.nodes if n in wanted and n.op == "call_function")
+
+
+def forward_part(graph: fx.Graph) -> set[fx.Node]:
+    """All that the forward of a joint graph computes and reads."""
+    return makers_of(n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_forward")
 
 
 def saved_nodes(joint: fx.GraphModule) -> list[fx.Node]:

@@ -356,7 +356,11 @@ class StepCapture:
                 ),
             ),
             EqualCut(units=units, drops_above=self.config.drops_above()),
-            SufficientCut(units=units, num_fwd_outputs=num_fwd_outputs),
+            SufficientCut(
+                units=units,
+                num_fwd_outputs=num_fwd_outputs,
+                static_inputs=tuple(static_lifetime_input_indices or ()),
+            ),
             *(() if self.config.drops_above() is None else (GatherOnce(),)),
         )
         joint = self.runner.run(joint, cuts[:1], stage="joint")

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from memo_compile.analysis.joint_units import forward_part
 from memo_compile.analysis.purity import is_constant, is_pure
 from memo_compile.analysis.views import storage_of
 from memo_compile.passes.at_numbers import SIZES
@@ -33,6 +34,9 @@ class MergeCommonSubexpressions:
     Constants (full, iota) are never merged: every region can make its own for free. Neither is what
     the graph returns, nor what shares memory with that: two equal results are two tensors, and the
     user may write into one of them.
+
+    Nor does a value of the forward stand for one that the program's own backward computes anew: an
+    autograd.Function that dequantises a weight in both halves does so to keep nothing in between.
     Cost: linear in the size of the graph.
     """
 
@@ -52,10 +56,12 @@ def _merge(graph: fx.Graph) -> set[fx.Node]:
     seen: dict[Hashable, fx.Node] = {}
     survivors: set[fx.Node] = set()
     returned = set(_returned(graph))
+    forward = forward_part(graph)
     for node in list(graph.nodes):
         if not is_pure(node) or is_constant(node) or storage_of(node) in returned:
             continue
-        key = _signature(node)
+        signature = _signature(node)
+        key = None if signature is None else (node in forward, signature)
         first = node if key is None else seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)

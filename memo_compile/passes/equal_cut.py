@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
 
+from memo_compile.analysis.frozen import frozen_inputs, made_of_frozen
 from memo_compile.analysis.joint_units import (
     UNIT,
     JointUnits,
@@ -35,7 +36,14 @@ from memo_compile.analysis.purity import (
     runs_once,
 )
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import base_of, bytes_of, is_movable_view, is_tensor, storage_of
+from memo_compile.analysis.views import (
+    base_of,
+    bytes_of,
+    is_movable_view,
+    is_tensor,
+    makers_of,
+    storage_of,
+)
 from memo_compile.passes.own_inputs import is_copied
 from memo_compile.passes.remembered_cut import MinCut
 
@@ -126,22 +134,36 @@ class SufficientCut:
 
     Not to be made twice are random numbers, collectives, custom operators, and what reads an input
     that the step overwrites. Such an input, or a view of it, is never saved.
+
+    Nor is what a layer makes of frozen weights alone (``analysis.frozen``), which its backward
+    makes again; nor what the program's own backward computes, be it a custom operator.
     """
 
     units: JointUnits
     num_fwd_outputs: int
+    static_inputs: tuple[int, ...] = ()
+    """Positions of the inputs that are parameters and buffers."""
     name: ClassVar[str] = "sufficient-cut"
     is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Tag in place."""
         written = overwritten(gm.graph)
+        frozen = frozen_inputs(gm.graph, self.static_inputs, self.num_fwd_outputs) - written
+        remade = made_of_frozen(gm.graph, frozen)
         saved = {
             node
             for node in saved_nodes(gm)
-            if storage_of(node) not in written and not is_copied(storage_of(node))
+            if storage_of(node) not in written
+            and not is_copied(storage_of(node))
+            and node not in remade
         }
-        unit_of = _unit_of_every_node(gm, self.units)
+        cut = _Cut(
+            saved=saved,
+            forward=set(self.units.forward),
+            remade=remade,
+            unit_of=_unit_of_every_node(gm, self.units),
+        )
         backward = tangent_dependents(gm.graph)
         seen: set[fx.Node] = set()
         stack = [(node, source) for node in backward for source in node.all_input_nodes]
@@ -149,25 +171,24 @@ class SufficientCut:
         stack += [(node, node) for node in ends if isinstance(node, fx.Node)]
         while stack:
             reader, node = stack.pop()
-            if node in backward or _is_available(reader, node, saved, unit_of) or node in seen:
+            if node in backward or cut.has(node, reader) or node in seen:
                 continue
             seen.add(node)
             stack.extend((node, source) for source in node.all_input_nodes)
-        return PassResult(gm, tag_saved(gm, saved))
+        return PassResult(gm, tag_saved(gm, cut.saved))
 
 
-def _made_in_forward(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
-    """``node``, or what it is made of where only the backward's formulas make it.
+def _made_in_forward(node: fx.Node, forward: set[fx.Node]) -> set[fx.Node]:
+    """``node``, or what it is made of where only the backward makes it.
 
-    ``rstd / n`` of a normalisation is such a node. Min-cut may keep it, but no layer's forward has
-    it; without its ``rstd`` the backward would start from the layer's input, kept beside the rest.
+    ``rstd / n`` of a normalisation is such a node, and a weight that an autograd.Function
+    dequantises in its backward. Min-cut may keep it, but no layer's forward has it.
     """
-    if node.op != "call_function" or node in forward or UNIT not in node.meta:
-        return [node]
-    sources: list[fx.Node] = []
-    for source in node.all_input_nodes:
-        sources += _made_in_forward(source, forward)
-    return sources if sum(map(bytes_of, sources)) <= bytes_of(node) else [node]
+
+    def is_made_later(made: fx.Node) -> bool:
+        return made.op == "call_function" and made not in forward
+
+    return {made for made in makers_of([node], is_made_later) if not is_made_later(made)}
 
 
 def dropped_sizes(gm: fx.GraphModule, units: JointUnits) -> tuple[int, ...]:
@@ -224,19 +245,33 @@ def _unit_of_every_node(joint: fx.GraphModule, units: JointUnits) -> dict[fx.Nod
     return found
 
 
-def _is_available(
-    reader: fx.Node, node: fx.Node, saved: set[fx.Node], unit_of: Mapping[fx.Node, int]
-) -> bool:
-    """True when the backward has ``node`` without computing; saves it if it must not compute it."""
-    base = base_of(node)
-    if base.op == "placeholder":
-        saved.add(base)
-    if base in saved or base.op == "get_attr":
-        return True
-    if is_constant(base) or not is_tensor(base):
+@dataclass(slots=True, kw_only=True)
+class _Cut:
+    """What the backward has of the forward."""
+
+    saved: set[fx.Node]
+    forward: set[fx.Node]
+    remade: set[fx.Node]
+    """What is made of frozen weights."""
+    unit_of: Mapping[fx.Node, int]
+
+    def has(self, node: fx.Node, reader: fx.Node) -> bool:
+        """True when ``reader`` has ``node`` at hand; saves it if it must not compute it."""
+        base = base_of(node)
+        if base.op == "placeholder":
+            self.saved.add(base)
+        if base in self.saved or base.op == "get_attr":
+            return True
+        if is_constant(base) or not is_tensor(base):
+            return False
+        if runs_once(base):
+            self.saved.add(base)
+            return True
+        if base not in self.forward:
+            return False
+        unit = self.unit_of.get(reader)
+        crosses = unit is not None and self.unit_of.get(base, unit) != unit
+        if crosses or not (is_pure(base) or base in self.remade):
+            self.saved.add(base)
+            return True
         return False
-    crosses = reader in unit_of and unit_of.get(base, unit_of[reader]) != unit_of[reader]
-    if crosses or not is_pure(base) or runs_once(base):
-        saved.add(base)
-        return True
-    return False
