@@ -261,11 +261,6 @@ def has_gradient_hook(leaf: torch.Tensor) -> bool:
     return bool(leaf._post_accumulate_grad_hooks)
 
 
-def saved_tensors_hooks_active() -> bool:
-    """True inside ``saved_tensors_hooks``: another tool handles what autograd saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 @contextlib.contextmanager
 def _attention_is_checked() -> Iterator[None]:
     """Inductor puts its attention kernels only where the graph is attention.

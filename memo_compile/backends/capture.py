@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Never
 
 import torch
+from memo_runtime.handle import NUM_BITS, plain_handle, under_hooks, watch_handles
+from memo_runtime.operator_modes import hidden_from_modes
 from torch import fx
 
 from memo_compile import shim, shim_cache
@@ -151,23 +153,24 @@ class StepCapture:
         compiled = None if lengths is None else lengths.compiled(self, examples)
         if compiled is None:
             compiled = self._by_torch(gm, examples)
-        if self._units is not None and not self._finished:
+        if self._units is None:
+            return compiled
+        if not self._finished:
             raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
-        if self._units is None or not self.config.early_gradients:
-            return compiled
-        if self.facts.ties_inputs:
+        gating = Gating() if self.config.early_gradients and not self.facts.ties_inputs else None
+        if self.config.early_gradients and self.facts.ties_inputs:
             state.add_note(TIED_INPUTS)
-            return compiled
-        gating = Gating()
 
         @functools.wraps(compiled)
-        def gated(*args: Any) -> Any:
+        def run(*args: Any) -> Any:
             assert self.steps is not None, "the step was assembled"
-            if self.steps.runs_as_group:
-                return compiled(*args)
-            return compiled(*gating.gated(self.steps.assembly.step.backward, args))
+            if gating is None or self.steps.runs_as_group:
+                return under_hooks(compiled, *args)
+            with hidden_from_modes():
+                gated = gating.gated(self.steps.assembly.step.backward, args)
+            return under_hooks(compiled, *gated)
 
-        return gated
+        return run
 
     def _by_torch(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """``gm`` through AOTAutograd, or as that and memo remember it.
@@ -405,7 +408,7 @@ class StepCapture:
         if mode is None:
             raise UnsupportedGraph("the joint graph carries no fake tensors")
         with mode:
-            handle = torch.empty(8, dtype=torch.uint8, device="cpu")
+            handle = torch.empty(NUM_BITS, dtype=torch.uint8, device="cpu")
         lease = LeaseSaved(num_fwd_outputs=self._num_results, handle_value=handle)
         forward = self.runner.run(forward, [lease], stage="forward")
         fetch = FetchLeased(leased=leased_names(forward), handle_value=handle)
@@ -467,12 +470,9 @@ class StepCapture:
                 raise UnsupportedGraph("the backward of this graph was never compiled")
             if shim.compiles_autograd():
                 raise RuntimeMisuse(COMPILED_AUTOGRAD)
-            if shim.saved_tensors_hooks_active():
-                state.warn_once(
-                    "two offloaders: saved_tensors_hooks are active around a forward that memo "
-                    "planned; they move only memo's handle. Switch the other offloader off"
-                )
-            results = self.steps.forward(args)
+            with hidden_from_modes():
+                results = self.steps.forward(args)
+            watch_handles(results)
             for at, number in self.numbers.items():
                 results[at] = number
             return results
@@ -513,7 +513,9 @@ class StepCapture:
             assert self.steps is not None, "its forward ran"
             if any(map(shim.is_batched, args)):
                 raise RuntimeMisuse(BATCHED)
-            return self.steps.backward(args)
+            args[:] = map(plain_handle, args)
+            with hidden_from_modes():
+                return self.steps.backward(args)
 
         backward._boxed_call = True  # type: ignore[attr-defined]
         return backward

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from memo_runtime.operator_modes import hidden_from_modes
 from torch import fx
 
 from memo_compile import shim
@@ -185,6 +186,7 @@ class Retiled:
         ):
             self._follow(self._compiled(before, request, args, gone))
 
+    @hidden_from_modes()
     def _compiled(
         self,
         before: Assembly,

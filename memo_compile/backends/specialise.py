@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from memo_runtime.operator_modes import hidden_from_modes
 from torch import fx
 
 from memo_compile import shim
@@ -106,6 +107,7 @@ class Specialised:
         return (*map(repr, numbers), *shared_memory(rest, self._written or ()))
 
     @seldom_collected()
+    @hidden_from_modes()
     def _compile(self, numbers: tuple[float, ...], rest: Sequence[Any]) -> Callable[..., Any]:
         with shim.nothing_else_compiles(), self._lock:
             if (made := self._known.get(self._key(numbers, rest))) is not None:

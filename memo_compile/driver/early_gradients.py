@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from memo_runtime.backward_run import BackwardRun
+from memo_runtime.operator_modes import hidden_from_modes
 from memo_runtime.run_step import RunHalf
 
 from memo_compile import shim
@@ -90,7 +91,8 @@ class Gate(torch.autograd.Function):
         take = ctx.gates.take
         if take is None:
             return (None, None, None, *given)
-        own = take(ctx.number)
+        with hidden_from_modes():
+            own = take(ctx.number)
         return (None, None, None, *map(_sum, own, given))
 
 

@@ -25,7 +25,8 @@ class LeaseSaved:
                                               return loss, primal, h
 
     Inputs and whatever shares storage with a user's output travel as before: the user may write
-    into those, and only autograd's version counters notice.
+    into those, and only autograd's version counters notice. The handle is saved like them, through
+    saved-tensor hooks: what drops or packs a saved tensor does so with the handle.
     """
 
     num_fwd_outputs: int
@@ -48,10 +49,10 @@ class LeaseSaved:
         ]
         with gm.graph.inserting_before(output):
             handle = gm.graph.call_function(ops.lease, tuple(leased))
-        handle.meta.update(_handle_meta(self.handle_value))
+        handle.meta["val"] = self.handle_value
         kept = [node for node in saved if node not in set(leased)]
-        tensors = [node for node in kept if _is_plain_saved(node)]
-        others = [node for node in kept if not _is_plain_saved(node)]
+        tensors = [node for node in kept if _is_checked(node)]
+        others = [node for node in kept if not _is_checked(node)]
         _set_outputs(output, [*users, *tensors, handle, *others])
         return PassResult(gm, True)
 
@@ -80,7 +81,7 @@ class FetchLeased:
         graph = gm.graph
         placeholders = graph.find_nodes(op="placeholder")
         source = _handle_behind_saved(graph, placeholders)
-        source.meta.update(_handle_meta(self.handle_value))
+        source.meta["val"] = self.handle_value
         first = next(node for node in graph.nodes if node.op != "placeholder")
         by_name = {node.name: node for node in placeholders}
         for index, name in enumerate(self.leased):
@@ -107,12 +108,8 @@ def is_given(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr") or node.target is ops.fetch
 
 
-def _handle_meta(value: torch.Tensor) -> dict[str, Any]:
-    return {"val": value, "saved_tensor_with_no_vc_check": True}
-
-
-def _is_plain_saved(node: object) -> bool:
-    """True for a saved tensor that autograd checks for writes; the handle comes after those."""
+def _is_checked(node: object) -> bool:
+    """True for a saved tensor that autograd checks for writes; the handle is the last of those."""
     return is_tensor(node) and not node.meta.get("saved_tensor_with_no_vc_check", False)  # type: ignore[attr-defined]
 
 
@@ -129,7 +126,7 @@ def _set_outputs(output: fx.Node, values: list[Any]) -> None:
 def _handle_behind_saved(graph: fx.Graph, placeholders: list[fx.Node]) -> fx.Node:
     """A new placeholder for the handle, behind the saved tensors that autograd checks."""
     saved = itertools.takewhile(lambda node: not is_tangent(node), placeholders)
-    checked = [node for node in saved if _is_plain_saved(node)]
+    checked = [node for node in saved if _is_checked(node)]
     first = next(iter(graph.nodes))
     with graph.inserting_after(checked[-1]) if checked else graph.inserting_before(first):
         return graph.placeholder(HANDLE)

@@ -184,4 +184,6 @@ class GroupStep:
     def _end_if_unused(self) -> None:
         if not self.live:
             self._snapshot = None
+            if self.position < len(self.plan.order):  # a backward that will not come
+                self.frame.drop()
             self.frame.release()

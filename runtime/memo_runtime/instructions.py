@@ -16,6 +16,7 @@ from memo_runtime.copies import Lane
 from memo_runtime.current import current, poison
 from memo_runtime.heap import HeapWatch
 from memo_runtime.leases import Lease, StepCounters
+from memo_runtime.operator_modes import shown_to_modes
 from memo_runtime.pages import own_mapping, trim_heap
 
 
@@ -124,7 +125,8 @@ class RunCall:
             inputs[view[0]] = seen(inputs[view[0]], view)
         for register in self.drop:
             env[register] = None  # so that the region can free it at its last use
-        results = self.run(inputs)
+        with shown_to_modes():
+            results = self.run(inputs)
         for register, value in zip(self.outputs, results, strict=True):
             env[register] = value
         del results

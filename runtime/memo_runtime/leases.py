@@ -1,9 +1,9 @@
 """Who holds which frame: a forward takes a lease, its backward or autograd's graph gives it back.
 
-What travels through autograd is a small CPU tensor, the handle. Its storage belongs to a Python
-object with a finalizer, so that a lease also ends when autograd drops the step without a backward
-(the loss died, an exception, an unused output). Copies and collectives in flight use the lease's
-memory, so it is given back when they have ended.
+What travels through autograd is a small CPU tensor, the handle (``memo_runtime.handle``), so that a
+lease also ends when autograd drops the step without a backward (the loss died, an exception, an
+unused output, a checkpoint that runs the forward again). Copies and collectives in flight use the
+lease's memory, so it is given back when they have ended.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes  # torch 2.11 to 2.13
 
 from memo_runtime.arena import DeviceArena, Slab
 from memo_runtime.collectives import (
@@ -24,11 +23,9 @@ from memo_runtime.collectives import (
     CollectiveTimes,
 )
 from memo_runtime.copies import CopyEngine, Lane, Ticket, on_worker
+from memo_runtime.handle import make_handle, number_of
 from memo_runtime.host_store import HostStore
-
-
-class _Tag(bytearray):
-    """Eight bytes that hold a lease's number, and can be watched by a finalizer."""
+from memo_runtime.operator_modes import hidden_from_modes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +87,18 @@ class Lease:
     """What its forward did."""
 
     def handle(self) -> torch.Tensor:
-        """The tensor to hand to autograd; the lease ends at the latest when it is freed."""
-        tag = _Tag(self.number.to_bytes(8, "little"))
-        weakref.finalize(tag, self.release).atexit = False
-        return torch.frombuffer(tag, dtype=torch.uint8)
+        """The tensor to hand to autograd; the lease ends at the latest when nobody can use it."""
+        return make_handle(self.number, self.drop)
+
+    def drop(self) -> None:
+        """No backward will come: the frame goes back, and its pages, where the device takes them.
+
+        The pages are missed by what runs between a forward that is dropped and the one that is
+        run again for its backward (``torch.utils.checkpoint``).
+        """
+        if self.active and self.group is None:
+            self.at_end.callback(self.slab.drop_tail, 0)
+        self.release()
 
     def issue(self, number: int, lane: Lane, frame: torch.Tensor, host: torch.Tensor) -> None:
         """Begin copy ``number`` of the step between bytes of its frame and of its host frame."""
@@ -195,7 +200,7 @@ def _give_back(
 
 def _close(at_end: contextlib.ExitStack) -> None:
     """End a step, untraced: the collector may end it while torch traces some other code."""
-    with _disable_current_modes():
+    with hidden_from_modes():
         at_end.close()
 
 
@@ -232,7 +237,7 @@ class LeaseTable:
 
     def find(self, handle: torch.Tensor) -> Lease | None:
         """The live lease behind ``handle``; None when its step has ended."""
-        number = int.from_bytes(bytes(handle.cpu().tolist()), "little")
+        number = number_of(handle)
         with self._lock:
             lease = self._live.get(number)
         return lease if lease is not None and lease.active else None

@@ -270,8 +270,9 @@ def begin_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> Back
     if lease is None:
         raise StepError(
             "memo: the saved activations of this step are gone: its backward ran before without "
-            "retain_graph=True, or another tool copied the handle (saved_tensors_hooks). Call "
-            "backward(retain_graph=True) if it must run twice, and switch other offloaders off."
+            "retain_graph=True, or saved_tensors_hooks gave back other numbers than they were "
+            "given for an integer tensor. Call backward(retain_graph=True) if it must run twice, "
+            "and pack floating-point tensors only."
         )
     if lease.host is not None and lease.host.pid != os.getpid():
         raise StepError(

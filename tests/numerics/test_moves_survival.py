@@ -454,18 +454,12 @@ def test_slow_link(options):
     assert_planned(1)
 
 
-def test_two_offloaders_are_noticed(caplog):
-    """Row 19: one warning; the step is right with and without the other."""
+def test_two_offloaders_do_not_disturb_each_other():
+    """Row 19: the step is right and planned with and without the other."""
     pair = moved_pair(**MIX)
-    with (
-        caplog.at_level(logging.WARNING, logger="memo"),
-        torch.autograd.graph.save_on_cpu(),
-    ):
+    with torch.autograd.graph.save_on_cpu():
         pair.assert_step(x(1))
         pair.assert_step(x(2))
-    warnings = [record.getMessage() for record in caplog.records if record.name == "memo"]
-    assert len([text for text in warnings if "two offloaders" in text]) == 1
-    assert [note for note in memo_compile.report().notes if "two offloaders" in note]
     pair.assert_step(x(3))
     assert_planned(1)
 
