@@ -69,6 +69,25 @@ def argument(node: fx.Node, name: str) -> Any:
     return None
 
 
+STORAGE_OFFSET = "storage_offset"
+"""The argument that counts elements from the start of a storage, as torch's schemas call it."""
+
+
+def begins_at(node: fx.Node) -> int | None:
+    """Where ``as_strided`` and its like begin, in elements from where their input begins.
+
+    They are told it from the start of the storage, which in a step is the arena: of an input that
+    was traced at 2 elements behind the start, ``storage_offset=0`` means -2. None for operators
+    that do not ask where a storage starts.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    offset = argument(node, STORAGE_OFFSET)
+    if offset is None:
+        return None
+    return int(offset - node.all_input_nodes[0].meta["val"].storage_offset())
+
+
 def spec_of(value: object) -> str:
     """Dtype, shape, strides and device of every tensor in ``value``, as text; symbols as they are.
 

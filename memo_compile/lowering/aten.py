@@ -27,7 +27,7 @@ from memo_compile.analysis.regions import (
     storage_bytes,
     view_spec,
 )
-from memo_compile.analysis.structure import make_tape
+from memo_compile.analysis.structure import STORAGE_OFFSET, begins_at, make_tape, schema_of
 from memo_compile.analysis.views import is_tensor, is_view, results_of, storage_of
 from memo_compile.lowering.eager_ops import runnable
 from memo_compile.lowering.workspace import (
@@ -116,6 +116,8 @@ class _AtenRegion:
         self.index = {node: index for index, node in enumerate(self.buffers)}
         self.writers = {node: self._writes_out(node) for node in self.buffers}
         self.mapped = {node for node in self.external if self._is_mapped(node)}
+        begins = ((node, begins_at(node)) for node in self.nodes)
+        self.begins = {node: begin for node, begin in begins if begin is not None}
 
     def _last_uses(self) -> dict[fx.Node, int]:
         """Storage -> the last line that reads it, through views, tuples and registers."""
@@ -256,8 +258,8 @@ class _AtenRegion:
         self, node: fx.Node, env: Mapping[fx.Node, Any], views: Sequence[torch.Tensor]
     ) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: env[source])
-        if node.target in _STORAGE_OFFSET:
-            args = _at_real_offset(node, args)
+        if node in self.begins:
+            args, kwargs = _from_arena(node, self.begins[node], args, kwargs)
         if node in self.mapped:
             spec = view_spec(node.meta["val"])
             target = own_mapping(spec.size, spec.stride, spec.dtype)
@@ -293,20 +295,14 @@ class _AtenRegion:
                 current.input_done(self.inputs.index(root))
 
 
-_STORAGE_OFFSET: dict[Any, int] = {
-    torch.ops.aten.as_strided.default: 3,
-    torch.ops.aten.as_strided_scatter.default: 4,
-}
-"""Operators that count from the start of the storage, which here is the slab's; the argument."""
-
-
-def _at_real_offset(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``args`` with the offset counted from where the traced tensor began."""
-    position = _STORAGE_OFFSET[node.target]
-    if len(args) <= position or args[position] is None:
-        return args
-    shift = args[0].storage_offset() - node.all_input_nodes[0].meta["val"].storage_offset()
-    return (*args[:position], args[position] + shift, *args[position + 1 :])
+def _from_arena(
+    node: fx.Node, begin: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments with a storage offset that is ``begin`` elements behind the first of them."""
+    names = [declared.name for declared in schema_of(node).arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    source = given.pop(names[0])
+    return (source,), {**given, STORAGE_OFFSET: source.storage_offset() + begin}
 
 
 def _maker(node: fx.Node) -> fx.Node:
@@ -383,10 +379,13 @@ def _takes_out(node: fx.Node) -> bool:
 
 
 def _write_out(node: fx.Node, args: Any, kwargs: Mapping[str, Any], target: torch.Tensor) -> Any:
-    """Run the ``out=`` overload, with the keywords that it knows, on ``target``."""
+    """Run the ``out=`` overload, with the keywords that it knows, on ``target``.
+
+    ``empty_like.out`` declares a ``memory_format`` and refuses it: ``target`` has the traced one.
+    """
     out = _out_overload(node)
     assert out is not None, f"{node.name}: an out= overload that was there is gone"
-    known = {arg.name for arg in out._schema.arguments}
+    known = {arg.name for arg in out._schema.arguments} - {"memory_format"}
     name = next(arg.name for arg in out._schema.arguments if arg.is_out)
     return out(*args, **{key: kwargs[key] for key in kwargs if key in known}, **{name: target})
 

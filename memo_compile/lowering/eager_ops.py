@@ -125,7 +125,7 @@ def _scatter(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def _as_strided_scatter(
     base: torch.Tensor,
-    source: torch.Tensor,
+    src: torch.Tensor,
     size: Any,
     stride: Any,
     storage_offset: int | None = None,
@@ -136,7 +136,7 @@ def _as_strided_scatter(
     begin = min(own, offset)
     end = max(own + _extent(base.size(), base.stride()), offset + _extent(size, stride))
     result = base.as_strided((end - begin,), (1,), begin).clone()
-    result.as_strided(size, stride, offset - begin).copy_(source)
+    result.as_strided(size, stride, offset - begin).copy_(src)
     return result.as_strided(base.size(), base.stride(), own - begin)
 
 

@@ -30,7 +30,7 @@ from memo_compile import shim
 from memo_compile.analysis.purity import has_effect, is_constant, runs_once
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.splittable import may_reuse_input, split_collectives
-from memo_compile.analysis.structure import op_name, spec_of
+from memo_compile.analysis.structure import begins_at, op_name, spec_of
 from memo_compile.analysis.views import (
     base_of,
     is_movable_view,
@@ -462,6 +462,8 @@ def content_of(
         args = fx.node.map_arg((node.args, node.kwargs), lambda source: names[source])
         target = _alignment(node) if node.op == "placeholder" else str(node.target)
         target += " once" if runs_once(node) else ""
+        begin = begins_at(node)
+        target += "" if begin is None else f" from {begin}"
         text.append(f"{node.op} {target} {args} {spec_of(node.meta.get('val'))}")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
