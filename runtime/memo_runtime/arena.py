@@ -2,9 +2,10 @@
 
 A frame is one plan's worth of arena for one live step. Plans whose steps are never live together
 (other shapes, other models) share the same slab; steps that are live together (graph breaks, two
-forwards before a backward) each hold one. A slab only grows while nothing is leased from it. Its
-views stay valid then, because they refer to its storage and not to an address. Host frames, into
-which steps offload, are shared in the same way.
+forwards before a backward) each hold one. A slab only grows while nothing is leased from it, and
+then takes a storage of its own size and makes its views anew: what else looks at the old storage
+(numpy, after a custom operator's ``.numpy()``; DLPack) keeps that, and frees it when it goes. Host
+frames, into which steps offload, are shared in the same way.
 """
 
 import threading
@@ -47,9 +48,9 @@ class Slab:
         self.order = StreamOrder(device)
         self.resident_bytes = 0
         """How many bytes, from its start, may be in memory, where pages are given back (CPU)."""
-        self._storage = torch.UntypedStorage(0, device=device)
-        self._resize(size_bytes)
-        self._tables: dict[int, list[list[torch.Tensor]]] = {}
+        self._tables: dict[int, list[list[torch.Tensor]] | None] = {}
+        """Plan -> its views; None where the slab has grown since they were made."""
+        self._allocate(size_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -57,14 +58,15 @@ class Slab:
         return self._storage.nbytes()
 
     def grow(self, size_bytes: int) -> None:
-        """Make the slab at least ``size_bytes`` large. What was in it is lost."""
+        """Make the slab at least ``size_bytes`` large. What was in it is lost, and its views."""
         if self.leased:
             raise AssertionError("a leased slab must not move")
         if size_bytes > self.size_bytes:
-            self._storage.resize_(0)
-            self._resize(size_bytes)
+            self._tables = dict.fromkeys(self._tables)
+            self._allocate(size_bytes)
 
-    def _resize(self, size_bytes: int) -> None:
+    def _allocate(self, size_bytes: int) -> None:
+        self._storage = torch.UntypedStorage(0, device=self.device)  # the old one goes first
         try:
             self._storage.resize_(size_bytes)
         except RuntimeError as error:
@@ -107,10 +109,12 @@ class Slab:
         return before
 
     def tables(self, key: int, table: FrameTable) -> list[list[torch.Tensor]]:
-        """The views of plan ``key``, which are made once per slab."""
-        if key not in self._tables:
-            self._tables[key] = [[self._view(view) for view in call] for call in table]
-        return self._tables[key]
+        """The views of plan ``key``, which are made once, and anew when the slab has grown."""
+        views = self._tables.get(key)
+        if views is None:
+            views = [[self._view(view) for view in call] for call in table]
+            self._tables[key] = views
+        return views
 
     def _view(self, view: FrameView) -> torch.Tensor:
         if not view.in_frame:

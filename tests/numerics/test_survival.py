@@ -430,6 +430,38 @@ def test_freezing_and_unfreezing(pair):
     assert leased_slabs() == 0
 
 
+_library = torch.library.Library("memo_test_survival", "DEF")
+_library.define("by_numpy(Tensor x) -> Tensor")
+_library.impl("by_numpy", lambda x: torch.from_numpy(x.numpy() * 2), "CPU")
+torch.library.register_fake("memo_test_survival::by_numpy", torch.empty_like, lib=_library)
+
+
+class ByNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.ops.memo_test_survival.by_numpy(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class StackByNumpy(Stack):
+    def features(self, x):
+        return super().features(ByNumpy.apply(super().features(x)))
+
+
+def test_an_operator_that_shows_the_arena_to_numpy_does_not_stop_the_next_plan():
+    """Numpy's storages can never be resized."""
+    arena = arena_of(torch.device("cpu"))
+    arena._slabs.clear()
+    pair = Pair(StackByNumpy())
+    for num_rows in (8, 64, 512):  # each plan needs a larger arena
+        pair.assert_step(rows(num_rows, num_rows))
+    assert_planned()
+    assert len(arena._slabs) == 1
+
+
 def test_dropping_a_compiled_model_frees_its_plan():
     """Row 11: the views of a dead plan do not hold the arena."""
     arena = arena_of(torch.device("cpu"))

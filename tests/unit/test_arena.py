@@ -92,25 +92,45 @@ def test_a_slab_is_ordered_where_it_is_leased_and_given_back(arena, monkeypatch)
     assert log == ["begin", "end 1024", "begin", "end 2048"]
 
 
-def test_views_lie_at_their_offsets_and_survive_growth(arena):
-    table = [
-        [
-            FrameView(offset_bytes=512, dtype=torch.float32, size=(2, 3), stride=(3, 1)),
-            FrameView(offset_bytes=1024, dtype=torch.int64, size=(4,), stride=(1,)),
-        ]
+TABLE = [
+    [
+        FrameView(offset_bytes=512, dtype=torch.float32, size=(2, 3), stride=(3, 1)),
+        FrameView(offset_bytes=1024, dtype=torch.int64, size=(4,), stride=(1,)),
     ]
+]
+
+
+def test_views_lie_at_their_offsets_and_are_made_anew_after_growth(arena):
     slab = arena.acquire(2048)
-    (floats, numbers), *_ = slab.tables(1, table)
+    (floats, numbers), *_ = slab.tables(1, TABLE)
     floats.fill_(1.5)
     numbers.fill_(7)
     raw = slab.bytes(2048)
     assert torch.equal(raw[512 : 512 + 24].view(torch.float32), torch.full((6,), 1.5))
     assert torch.equal(raw[1024 : 1024 + 32].view(torch.int64), torch.full((4,), 7))
     arena.release(slab)
+    assert slab.tables(1, TABLE)[0][0] is floats
     slab.grow(1 << 20)
+    floats = slab.tables(1, TABLE)[0][0]
     floats.fill_(2.5)
     assert torch.equal(slab.bytes(24, 512).view(torch.float32), torch.full((6,), 2.5))
-    assert slab.tables(1, table)[0][0] is floats
+
+
+def test_a_slab_grows_while_others_look_at_its_old_memory(arena):
+    """A storage that numpy has seen can never be resized; what DLPack gave away must stay."""
+    slab = arena.acquire(2048)
+    view = slab.tables(1, TABLE)[0][0]
+    of_numpy, of_dlpack = view.fill_(1.5).numpy(), torch.from_dlpack(view)
+    old = weakref.ref(view)
+    del view
+    arena.release(slab)
+    assert arena.acquire(1 << 20) is slab
+    slab.bytes(slab.size_bytes).fill_(255)
+    assert (of_numpy == 1.5).all()
+    assert (of_dlpack == 1.5).all()
+    assert slab.tables(1, TABLE)[0][0].untyped_storage().nbytes() == 1 << 20
+    del of_numpy, of_dlpack
+    assert old() is None, "nothing of the arena's keeps the old memory"
 
 
 def test_a_misaligned_view_is_an_error(arena):
