@@ -67,6 +67,18 @@ def current_graph() -> Any:
     return V.graph
 
 
+def keep_strides(node: fx.Node) -> None:
+    """Let Inductor lay ``node`` out as it was traced, whatever reads it."""
+    node.meta["inductor_realize_to_strides"] = True
+
+
+def chosen_strides(graph: Any) -> Iterator[Sequence[Any] | None]:
+    """The strides of each result of a GraphLowering; None for what is no tensor."""
+    for result in graph.graph_outputs:
+        is_strided = isinstance(result, ir.IRNode) and result.has_tensor_output()
+        yield result.get_layout().stride if is_strided else None
+
+
 def has_multi_output_layout(node: Any) -> bool:
     """True for an extern kernel that returns several tensors, picked out by MultiOutputLines."""
     return isinstance(node.layout, ir.MultiOutputLayout | ir.NoneLayout)

@@ -296,8 +296,8 @@ class _AtenRegion:
 
 
 def _from_arena(
-    node: fx.Node, begin: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    node: fx.Node, begin: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with a storage offset that is ``begin`` elements behind the first of them."""
     names = [declared.name for declared in schema_of(node).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}

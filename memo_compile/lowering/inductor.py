@@ -19,7 +19,7 @@ import torch
 
 from memo_compile import shim, shim_cache, shim_donation, shim_kernels
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
-from memo_compile.analysis.views import results_of
+from memo_compile.analysis.views import is_view, results_of, storage_of
 from memo_compile.lowering import aten
 from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.region_cache import RegionCache, say_broken, tag_of
@@ -131,7 +131,7 @@ def lower(
     """``region`` compiled by Inductor, its buffers in the arena; or as ``cache`` knows it.
 
     Call it inside a ``session``. All outputs keep the strides they were traced with, since the
-    next region was traced with them too.
+    next region was traced with them too. Raises UnsupportedGraph: one does not.
     """
     found = tuple(filter(None, map(convolution_of, region.gm.graph.nodes)))
     recorder = _Recorder(region=region, poison=poison, convolutions=found)
@@ -200,6 +200,9 @@ def _compiled(recorder: _Recorder, wrapper: type[ArenaWrapper]) -> Any:
     region.gm.graph.output_node().meta["user_visible_output_idxs"] = [
         index for index, value in enumerate(results) if isinstance(value, torch.fx.Node)
     ]
+    for value in results:
+        if isinstance(value, torch.fx.Node) and is_view(value):
+            shim.keep_strides(storage_of(value))  # of a view Inductor keeps the order of strides
     rounds = any(shim.ROUNDED in node.meta for node in region.gm.graph.nodes)
     with (
         shim.own_tracing_context(examples),
@@ -220,6 +223,7 @@ def _made(recorder: _Recorder, compiled: Any) -> LoweredRegion:
     scan = recorder.scan
     if scan is None:  # a region without kernels: Inductor returns its forward as it is
         return aten.lower(recorder.region)
+    scan.require_traced_strides()
     return LoweredRegion(
         profile=scan.profile(),
         views=tuple(scan.views),

@@ -9,8 +9,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import fx
+
 from memo_compile import shim
+from memo_compile.analysis.random_states import is_random_state
 from memo_compile.analysis.regions import AttentionLine, RegionGraph, ViewSpec, counted_once
+from memo_compile.analysis.views import results_of
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.workspace import (
     CAST,
@@ -75,18 +79,33 @@ class LineScan:
         self._handed_over: set[str] = set()
         self._outside: dict[str, tuple[int, Any, str]] = {}
         """Name -> the line that allocates it, its node, its kind."""
+        self._named: dict[str, int] = {}
+        """Name of what an extern kernel allocates -> the line that gives it this name."""
         self._copied: list[tuple[int, Sequence[Any], str]] = []
         """Line, the nodes whose bytes are taken beside the arena while it runs, kind."""
         self._workspaces: list[OutsideBuffer] = []
         self.attention: list[AttentionLine] = []
         self._called_at: dict[str, int] = {}
         """Extern kernel -> its line: all that it returns is there from then on."""
+        self._tuple_of: dict[str, str] = {}
+        """Name of one of several results of an extern kernel -> the name of all."""
         self._arena: dict[str, int] = {}
         self._read_lines()
         names = self.graph.get_output_names()
         self._outputs = {self._groups.root(name) for name in names}
         self._external = {self._groups.root(names[at]) for at in region.external_outputs}
+        self._on_host = {
+            self._groups.root(names[at])
+            for at, result in enumerate(results_of(region.gm.graph))
+            if isinstance(result, fx.Node) and is_random_state(result)
+        }
         self._choose_arena()
+
+    @property
+    def _strides(self) -> list[tuple[int, ...] | None]:
+        """The strides that Inductor has chosen for each result."""
+        chosen = shim.chosen_strides(self.graph)
+        return [None if own is None else tuple(map(self.number, own)) for own in chosen]
 
     def _removed(self, name: str) -> bool:
         return name in self.graph.removed_buffers
@@ -135,6 +154,7 @@ class LineScan:
             self._groups.join(name, source)
         if not aliased and not shim.has_multi_output_layout(node):
             self._outside[name] = (number, node, kind)
+            self._named[name] = number
 
     def _read_convolution(self, number: int, node: Any, written: Sequence[Any]) -> None:
         """What a convolution on a CPU allocates for itself, while its line runs."""
@@ -171,6 +191,8 @@ class LineScan:
         if not aliased:
             start = self._called_at.get(line.arg_name, number)
             self._outside[line.result_name] = (start, node, _kernel_name(source))
+            self._named[line.result_name] = number
+            self._tuple_of[line.result_name] = line.arg_name
 
     def _size_bytes(self, node: Any) -> int:
         """Bytes of the storage of ``node``, aligned."""
@@ -198,13 +220,27 @@ class LineScan:
         return ends
 
     def _choose_arena(self) -> None:
-        """Buffers for the arena: static, on the region's device, not behind a user's output."""
-        for name, (_, node) in self._births.items():
+        """Buffers for the arena: static, on the region's device, not behind a user's output.
+
+        What an extern kernel allocates is copied into one where it leaves the region, so that it is
+        a saved tensor like any other. Random states stay where the kernel has put them.
+        """
+        left = (name for name in self._named if name in self._outputs - self._on_host)
+        for name in (*self._births, *left):
+            node = self._node(name)
             device = node.get_device()
             fits = device is not None and device.type == self._region.device.type
             is_own = self._groups.root(name) == name and name not in self._external
             if fits and is_own and not self._removed(name) and self._is_known(node):
                 self._arena[name] = len(self._arena)
+
+    def _node(self, name: str) -> Any:
+        """Inductor's node of a buffer that is allocated, here or by an extern kernel."""
+        return self._births[name][1] if name in self._births else self._outside[name][1]
+
+    def _born(self, name: str) -> int:
+        """The line on which the buffer of ``name`` in the arena is written first."""
+        return self._births[name][0] if name in self._births else self._named[name]
 
     def _is_known(self, node: Any) -> bool:
         """True where the node's size and strides are numbers, or depend on the one symbol."""
@@ -213,7 +249,7 @@ class LineScan:
     @property
     def views(self) -> list[ViewSpec]:
         """How the arena's buffers are read."""
-        return [self._view_spec(self._births[name][1]) for name in self._arena]
+        return [self._view_spec(self._node(name)) for name in self._arena]
 
     def _view_spec(self, node: Any) -> ViewSpec:
         return ViewSpec(
@@ -221,6 +257,22 @@ class LineScan:
             size=tuple(map(self.number, node.get_size())),
             stride=tuple(map(self.number, node.get_stride())),
         )
+
+    def require_traced_strides(self) -> None:
+        """Raise UnsupportedGraph: a result does not lie as the region was traced.
+
+        The next region's code was made for the traced strides.
+        """
+        layouts = self._region.output_layouts()
+        for at, (layout, strides) in enumerate(zip(layouts, self._strides, strict=True)):
+            if layout is None or strides is None or 0 in layout.size:
+                continue
+            pairs = zip(layout.size, layout.stride, strides, strict=True)
+            if any(size > 1 and traced != chosen for size, traced, chosen in pairs):
+                raise UnsupportedGraph(
+                    f"region {self._region.name}: Inductor gives result {at} the strides {strides} "
+                    f"where {layout.stride} were traced"
+                )
 
     def _results(self) -> set[str]:
         """Buffers that a forward region makes for the user in the host's memory."""
@@ -241,8 +293,12 @@ class LineScan:
                 dying.setdefault(ends[name] - 1, []).append(name)
         inputs = self._inputs()
         results = self._results()
+        copied = {self._named[name]: name for name in self._arena if name in self._named}
         for number, line in enumerate(self._lines):
             yield self._replaced(line, results)
+            if number in copied:
+                name = copied[number]
+                yield f"{name} = memo_current.views[{self._arena[name]}].copy_({name})"
             for name in dying.get(number, ()):
                 yield f"memo_current.poison({self._arena[name]})"
             if poison and isinstance(line, shim.FreeLine) and line.node.get_name() in inputs:
@@ -275,9 +331,9 @@ class LineScan:
         buffers = tuple(
             RegionBuffer(
                 name=name,
-                size_bytes=self._size_bytes(self._births[name][1]),
-                start=self._births[name][0],
-                end=max(ends[name], self._births[name][0] + 1),
+                size_bytes=self._size_bytes(self._node(name)),
+                start=self._born(name),
+                end=max(ends[name], self._born(name) + 1),
             )
             for name in self._arena
         )
@@ -322,8 +378,11 @@ class LineScan:
             yield OutsideBuffer(kind=kind, size_bytes=size_bytes, start=start, end=start + 1)
         for name, (start, node, kind) in self._outside.items():
             root, size_bytes = self._groups.root(name), self._size_bytes(node)
-            if root not in self._outputs and size_bytes:
-                end = max(ends[root], start + 1)
+            end = max(ends[root], start + 1)
+            if name in self._arena:  # until it was copied, and its tuple is dropped
+                freed = self._frees.get(self._tuple_of.get(name, ""), self._named[name])
+                end = max(freed, self._named[name]) + 1
+            if (name in self._arena or root not in self._outputs) and size_bytes:
                 yield OutsideBuffer(kind=kind, size_bytes=size_bytes, start=start, end=end)
         for name, (start, node) in self._births.items():
             root = self._groups.root(name)

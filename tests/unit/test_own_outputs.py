@@ -2,13 +2,18 @@
 
 import operator
 
+import pytest
 import torch
 from memo_runtime.current import current
 from torch import fx
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.config import MemoConfig
+from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.spread_seeds import SpreadSeeds
@@ -87,6 +92,75 @@ def region_of_seeds(num_seeds: int) -> RegionGraph:
         is_backward=False,
         device=torch.device("cpu"),
     )
+
+
+def region_of(function, *values) -> RegionGraph:
+    """The graph of ``function`` as the region of a forward."""
+    gm = make_fx(function, select_decomp_table(), tracing_mode="fake")(*values)
+    return RegionGraph(
+        name="traced",
+        gm=gm,
+        external_outputs=frozenset(),
+        static_inputs=(),
+        is_backward=False,
+        device=torch.device("cpu"),
+    )
+
+
+def assert_runs_in_its_buffers(function, *values):
+    """Lowered by Inductor, all results lie in planned buffers, and as they were traced."""
+    region = region_of(function, *values)
+    lowered = lower_regions([region], MemoConfig(), PassRunner())["traced"]
+    storages = {output.storage for output in lowered.profile.outputs}
+    assert storages == {Storage.ARENA}
+    current.views = [
+        torch.full((1 + sum((n - 1) * step for n, step in zip(v.size, v.stride, strict=True)),), 0)
+        .to(v.dtype)
+        .as_strided(v.size, v.stride)
+        for v in lowered.views
+    ]
+    buffers = {view.untyped_storage().data_ptr() for view in current.views}
+    for made, expected in zip(lowered.run(list(values)), function(*values), strict=True):
+        assert made.untyped_storage().data_ptr() in buffers
+        torch.testing.assert_close(made, expected, check_stride=True)
+    return lowered
+
+
+def test_what_takes_the_place_of_a_kernels_own_result_lies_in_a_planned_buffer():
+    """``sin`` runs in place of what torch's ``cummax`` has allocated."""
+
+    def function(x):
+        return (torch.sin(torch.ops.aten.cummax(x * 2, 1)[0]),)
+
+    lowered = assert_runs_in_its_buffers(function, torch.randn(8, 16))
+    assert [buffer.size_bytes for buffer in lowered.profile.buffers] == [512, 512]
+    (values,) = lowered.profile.outside
+    assert values.size_bytes == 512
+    assert lowered.profile.buffers[-1].start < values.end < lowered.profile.num_lines
+
+
+def views(x):
+    """Partial views of values that Inductor would lay out in rows; each of a value of its own."""
+    yield torch.select(x.t() * 2, 1, 1)
+    yield (x.t() * 3)[:, 1:3]
+    yield x.view(2, 2, 8).permute(2, 0, 1).exp()[:, 1, 0]
+    yield torch.diagonal(x.t() * 4)
+    yield (x.t() * 5)[:, 1:2].expand(8, 3)
+    yield (x.t() * 6).unfold(0, 3, 2)[:, 1]
+    yield torch.as_strided(x.t() * 7, (5,), (3,), 2)
+    yield (x.t() * 8).view(torch.int32)[:, 0]
+
+
+def test_a_view_that_leaves_a_region_lies_as_it_was_traced():
+    """Of a view Inductor keeps the order of strides, which every view of one dimension has."""
+    assert_runs_in_its_buffers(lambda x: tuple(views(x)), torch.randn(4, 8))
+
+
+def test_a_result_that_lies_otherwise_is_refused(monkeypatch):
+    monkeypatch.setattr(shim, "keep_strides", lambda node: None)
+    region = region_of(lambda x: (torch.select(x.t() * 2, 1, 1),), torch.randn(4, 8))
+    with pytest.raises(UnsupportedGraph, match=r"result 0 the strides \(4,\) where \(1,\)"):
+        lower_regions([region], MemoConfig(), PassRunner())
 
 
 def test_seeds_are_spread_by_one_operator():
