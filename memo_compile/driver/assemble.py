@@ -302,6 +302,7 @@ class Assembly:
         if budget is None or step.live < step.max_inflight:
             return
         shim.free_stopped_backward()
+        leases.end_refused()
         gc.collect()  # which ends the steps that nobody holds any more
         if step.live < step.max_inflight:
             return
@@ -312,8 +313,9 @@ class Assembly:
             raise Infeasible(
                 f"{count} forwards of one graph wait for their backward, which needs "
                 f"{format_enough(peak)} > memory_budget {format_bytes(budget)}; this one has not "
-                f"begun. Call backward after each forward, or set max_inflight={count}, so that "
-                f"all are planned together. {NO_FLOOR}"
+                f"begun. Call backward after each forward, let go of a step whose backward will "
+                f"not run (del loss), or set max_inflight={count}, so that all are planned "
+                f"together. {NO_FLOOR}"
             )
 
     def _require_room(

@@ -255,6 +255,7 @@ class _Half:
             results=tuple(None if v is None else self.registers[v] for v in half.results),
             leased=self._at(self.leased),
             checked=self._checked() if is_forward else (),
+            read_later=self._read_later() if is_forward else (),
             visible=self._visible() if is_forward else (),
             planned_bytes=0 if begin is None else resident[begin] + before[begin],
             resident_bytes=after,
@@ -331,6 +332,16 @@ class _Half:
         sources = self.binder.sources
         kept = dict.fromkeys(sources.get(value, value) for value in self.leased)
         return self._at(value for value in kept if value in self.half.arguments)
+
+    def _read_later(self) -> tuple[int, ...]:
+        """Registers of the step's own inputs that its backward is given as well."""
+        given = {
+            value
+            for half in self.problem.halves
+            if half.phase is Phase.BACKWARD and half.member == self.half.member
+            for value in half.arguments
+        }
+        return self._at(value for value in self.half.arguments if value in given)
 
     def _visible(self) -> tuple[int, ...]:
         """Registers of what the lease keeps in the memory of the user's results."""

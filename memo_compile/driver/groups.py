@@ -108,6 +108,7 @@ class GroupedSteps:
             member = self._member(watch, number)
             if member is None and number and self.planned is not None:
                 shim.free_stopped_backward()
+                leases.end_refused()
                 if not self._any_live():
                     watch, number = self._enter(leaves)
                     member = self._member(watch, number)

@@ -354,6 +354,7 @@ class _Pieces:
             joint, member = piece.joint, self._member(watch, number)
             if joint is not None and member is None:
                 shim.free_stopped_backward()
+                leases.end_refused()
                 if not self._any_live():
                     watch, number = self._enter(piece, leaves, stages)
                     joint, member = piece.joint, self._member(watch, number)

@@ -130,6 +130,7 @@ class BackwardRun:
         """Give the frame back, or put it as it was."""
         lease, self._done, self._seen = self.lease, -1, []
         self.running.env.clear()
+        lease.running = False
         if self.snapshot is not None:
             lease.settle()  # before a reload in flight can overwrite what is restored
             lease.restore(self.snapshot)

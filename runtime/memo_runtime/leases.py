@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,11 +67,15 @@ class Lease:
     results, which lie in ordinary memory."""
     checked: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """The step's inputs and results behind ``saved``, and their versions when its forward ended."""
+    read_later: list[tuple["weakref.ref[torch.Tensor]", int]] = field(default_factory=list)
+    """The inputs that autograd keeps for the backward, and their versions at the forward."""
     group: Any = None
     """The GroupStep whose frame this is a member's hold on; None for a step by itself."""
     owner: Any = None
     """What runs its backward, where autograd does not keep that alive."""
     active: bool = True
+    running: bool = False
+    """Its backward has begun, and what it has read may be written."""
     ran: bool = False
     """Its backward has run, and may run again (retain_graph)."""
     tickets: dict[int, Ticket] = field(default_factory=dict)
@@ -99,6 +104,24 @@ class Lease:
         if self.active and self.group is None:
             self.at_end.callback(self.slab.drop_tail, 0)
         self.release()
+
+    def note_read_later(self, inputs: Iterable[Any]) -> None:
+        """Remember the versions of ``inputs``, which are the backward's too."""
+        tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+        self.read_later = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
+
+    @property
+    def is_refused(self) -> bool:
+        """True where its backward can run no more: something that it reads was written in place.
+
+        Either autograd refuses that, or memo does. What autograd keeps is dropped with the graph
+        only, which a loop that skips a bad batch holds by the name ``loss``.
+        """
+        if self.running:
+            return False
+        kept = ((reference(), version) for reference, version in self.read_later)
+        known = ((tensor, version) for tensor, version in kept if tensor is not None)
+        return any(tensor._version != version for tensor, version in (*known, *self.checked))
 
     def issue(self, number: int, lane: Lane, frame: torch.Tensor, host: torch.Tensor) -> None:
         """Begin copy ``number`` of the step between bytes of its frame and of its host frame."""
@@ -150,6 +173,7 @@ class Lease:
             self.active = False
             self.saved = []
             self.checked = []
+            self.read_later = []
             self.shown = {}
             if (
                 self.tickets or self.flights
@@ -234,6 +258,14 @@ class LeaseTable:
         """How many steps of this process have their backward still to come."""
         with self._lock:
             return sum(lease.active for lease in list(self._live.values()))
+
+    def end_refused(self) -> None:
+        """Give back the frames of steps whose backward can run no more."""
+        with self._lock:
+            live = [lease for lease in list(self._live.values()) if lease.active]
+        for lease in live:
+            if lease.is_refused:
+                lease.release()
 
     def find(self, handle: torch.Tensor) -> Lease | None:
         """The live lease behind ``handle``; None when its step has ended."""

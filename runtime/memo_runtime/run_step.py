@@ -33,6 +33,8 @@ class RunHalf:
     """FORWARD: registers to keep in the lease; BACKWARD: registers to fill from it."""
     checked: tuple[int, ...] = ()
     """FORWARD: registers of inputs behind what is leased, since the user may write into them."""
+    read_later: tuple[int, ...] = ()
+    """FORWARD: registers of inputs that autograd keeps, since the backward is given them too."""
     visible: tuple[int, ...] = ()
     """FORWARD: those of ``leased`` in the memory of results, which the user may write into too."""
     planned_bytes: int = 0
@@ -121,6 +123,8 @@ class StepPlan:
             self.throttle_bytes_per_s,
             self.measure_stall,
         )
+        if self.live >= self.max_inflight:
+            leases.end_refused()
         with self.lock:
             planned = self.live < self.max_inflight
             self.live += planned
@@ -189,6 +193,7 @@ def run_forward(plan: StepPlan, args: list[Any], member: Lease | None = None) ->
             plan.heap.begin(lease.slab.occupy(plan.arena_bytes))
         env = _environment(plan.forward, args)
         checked = [env[register] for register in plan.forward.checked]
+        lease.note_read_later(env[register] for register in plan.forward.read_later)
         lease.counted = _execute(plan, plan.forward, lease, env)
         env[plan.forward.handle] = lease.handle()
         results = [
@@ -294,6 +299,7 @@ def begin_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> Back
         plan.heap.begin_backward(half.planned_bytes)
     for register, value in zip(half.leased, lease.saved, strict=True):
         env[register] = value
+    lease.running = True
     if not keep_graph:
         lease.saved = []  # so that the last call that reads a tensor frees it
     return BackwardRun(
