@@ -48,7 +48,7 @@ def refused_step(model: nn.Module) -> torch.Tensor:
     for name, buffer in model.named_buffers():
         if "scale" in name:
             buffer.mul_(0.9)
-    with pytest.raises(RuntimeError, match="in-?place"):
+    with pytest.raises(RuntimeError, match=r"in-?place"):
         loss.backward()
     return loss
 
