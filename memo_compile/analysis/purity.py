@@ -72,8 +72,12 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def must_be_saved(node: fx.Node) -> bool:
-    """True where the model's own checkpoint(), or a pass, forbids to recompute ``node``."""
-    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+    """True where the model's own checkpoint(), or a pass, forbids to recompute ``node``.
+
+    An operator with several results runs once if one of them must be saved.
+    """
+    makers = [node, *node.all_input_nodes] if is_item(node) else [node]
+    return any(made.meta.get("recompute") is CheckpointPolicy.MUST_SAVE for made in makers)
 
 
 def is_repeatable(node: fx.Node) -> bool:

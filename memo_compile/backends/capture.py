@@ -46,6 +46,7 @@ from memo_compile.passes.effect_tokens import num_tokens, without_tokens
 from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut, dropped_sizes
 from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.hoist import HoistInvariants
+from memo_compile.passes.keep_jumps import KeepJumps
 from memo_compile.passes.lease import FetchLeased, LeaseSaved, leased_names
 from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.needless_masks import NeedlessMasks, needless_masks
@@ -343,6 +344,7 @@ class StepCapture:
             MergeCommonSubexpressions(),
             HoistInvariants(),
             *(() if self.config.exact else (GradientOfLoss(),)),
+            KeepJumps(weights=frozenset(static_lifetime_input_indices or ())),
             KeepOverwritten(num_fwd_outputs=num_fwd_outputs),
             *self._own_inputs(joint),
         )

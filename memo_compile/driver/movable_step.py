@@ -9,18 +9,17 @@ else stays, and so does what layers that are alike share.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from memo_compile.analysis.purity import is_write
+from memo_compile.analysis.purity import is_write, must_be_saved
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import attention_rows, row_layout
 from memo_compile.analysis.structure import op_name
-from memo_compile.analysis.views import is_item, results_of, storage_of
+from memo_compile.analysis.views import results_of, storage_of
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.roofline import node_seconds
 from memo_compile.driver.stages import LoweredStep
@@ -219,12 +218,6 @@ class _Builder:
         seconds = self._seconds(call, graph.region)
         ops = layer_ops(graph, lambda node: seconds[node])
         region = graph.region.gm.graph
-        chosen = {node.name for node in _indices(region)}
-        if len(self.calls[call.position]) > 1:
-            chosen.update(node.name for node in region.nodes if _is_choice(node))
-        ops = tuple(
-            replace(op, can_recompute=op.can_recompute and op.name not in chosen) for op in ops
-        )
         nodes = graph.at_slots(region.find_nodes(op="placeholder"), results_of(region))
         dims = graph.row_dims()
         able = _can_recompute(ops)
@@ -309,64 +302,17 @@ def _rows_of(value: torch.Tensor) -> tuple[RowDim, int] | None:
     return None
 
 
-def _is_choice(node: fx.Node) -> bool:
-    """True for what turns numbers into integers or truths: a router's experts, a mask.
-
-    In tiles a product may differ in its last bits from the whole's, and near a tie so would these:
-    they are recomputed only where the same operators run on all tokens. The integers that attention
-    kernels return are their seeds.
-    """
-    if node.op != "call_function" or "attention" in op_name(node):
-        return False
-    made = tree_leaves(node.meta.get("val"))
-    return _reads_numbers(node) and any(
-        isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() for leaf in made
-    )
-
-
-def _indices(graph: fx.Graph) -> Iterator[fx.Node]:
-    """What turns numbers into integers that the forward goes on with: a router's experts.
-
-    The code of a recomputation is fused otherwise than the forward's, so that numbers may differ in
-    their last bits. Where a truth or the place of a maximum differs, a gradient is taken at the
-    other side of a tie. Where a router's choice does, it no longer fits what was saved with it.
-    Truths that are counted or made to integers choose likewise.
-    """
-    truths: set[fx.Node] = set()
-    for node in graph.nodes:
-        if not _is_choice(node) and truths.isdisjoint(node.all_input_nodes):
-            continue
-        results = [own for own in node.users if is_item(own)] or [node]
-        if any(_is_integer(own.meta.get("val")) and _goes_on(own) for own in results):
-            yield node
-        truths.update(own for own in (node, *results) if _is_truth(own.meta.get("val")))
-
-
-def _goes_on(node: fx.Node) -> bool:
-    return any(user.op != "output" for user in node.users)
-
-
 def _made_of_choices(graph: fx.Graph) -> frozenset[int]:
-    """Positions of a region's integers that are made of what an operator of it chooses."""
-    chosen = set(_indices(graph))
+    """Positions of a region's integers that are made of what runs once."""
+    chosen: set[fx.Node] = set()
     for node in graph.nodes:
-        if not chosen.isdisjoint(node.all_input_nodes):
+        if must_be_saved(node) or not chosen.isdisjoint(node.all_input_nodes):
             chosen.add(node)
     return frozenset(
         at
         for at, node in enumerate(results_of(graph))
         if node in chosen and _is_integer(node.meta.get("val"))
     )
-
-
-def _reads_numbers(node: fx.Node) -> bool:
-    """True where an input is of floating point."""
-    read = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
-    return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in read)
-
-
-def _is_truth(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
 def _is_integer(value: object) -> bool:

@@ -1,7 +1,7 @@
 """Merges equal computations and moves what all layers share before the first of them."""
 
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,7 +47,7 @@ class MergeCommonSubexpressions:
         """Merge in place."""
         merged = _merge(gm.graph)
         if merged:
-            _hoist(gm.graph, merged)
+            hoist_behind_inputs(gm.graph, merged)
         return PassResult(gm, bool(merged))
 
 
@@ -111,14 +111,14 @@ def _frozen(value: Any) -> Hashable:
     return (type(value), value, repr(value))  # 0.0 and -0.0 are equal
 
 
-def _hoist(graph: fx.Graph, merged: set[fx.Node]) -> None:
-    """Move each merged node of the forward to right behind the last of its inputs.
+def hoist_behind_inputs(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Move each of ``nodes`` that is the forward's to right behind the last of its inputs.
 
     Constants among its inputs are made anew beside it, so that they do not hold it back. A node's
     rank is its index, a moved node's the rank of its last input; sorting by (rank, index) keeps
     inputs before their readers.
     """
-    moved = {n for n in merged if n.meta.get("partitioner_tag") == "is_forward"}
+    moved = {n for n in nodes if n.meta.get("partitioner_tag") == "is_forward"}
     private = {}
     for node in graph.nodes:
         if node in moved:

@@ -132,8 +132,9 @@ class SufficientCut:
         x1 = add(x0, b0)                  ->    x1 = add(x0, b0)  # saved
         backward of layer 1 reads x1            backward of layer 1 reads x1
 
-    Not to be made twice are random numbers, collectives, custom operators, and what reads an input
-    that the step overwrites. Such an input, or a view of it, is never saved.
+    Not to be made twice are random numbers, collectives, custom operators, what jumps
+    (``keep_jumps``), and what reads an input that the step overwrites. Such an input, or a view of
+    it, is never saved.
 
     Nor is what a layer makes of frozen weights alone (``analysis.frozen``), which its backward
     makes again; nor what the program's own backward computes, be it a custom operator.
@@ -271,7 +272,7 @@ class _Cut:
             return False
         unit = self.unit_of.get(reader)
         crosses = unit is not None and self.unit_of.get(base, unit) != unit
-        if crosses or not (is_pure(base) or base in self.remade):
+        if crosses or must_be_saved(base) or not (is_pure(base) or base in self.remade):
             self.saved.add(base)
             return True
         return False

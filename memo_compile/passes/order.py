@@ -10,6 +10,7 @@ from memo_compile.passes.effect_tokens import TokensApart
 from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut
 from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.hoist import HoistInvariants
+from memo_compile.passes.keep_jumps import KeepJumps
 from memo_compile.passes.lease import FetchLeased, LeaseSaved
 from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.needless_masks import NeedlessMasks
@@ -31,6 +32,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     MergeCommonSubexpressions,  # joint graph
     HoistInvariants,  # joint graph
     GradientOfLoss,  # joint graph
+    KeepJumps,  # joint graph
     KeepOverwritten,  # joint graph
     OwnInputs,  # joint graph
     SaveMinCut,  # joint graph

@@ -109,10 +109,13 @@ def _is_given(node: fx.Node, row_seeds: Mapping[fx.Node, RowDim]) -> bool:
 
 def _why_not_recomputed(node: fx.Node, changed: Collection[fx.Node]) -> str | None:
     """What forbids to run ``node`` a second time, in the backward; None when it may run."""
+    if must_be_saved(node):
+        return (
+            "it is tagged MUST_SAVE: by the model's own checkpoint(), as the loss's gradient, or "
+            "because it jumps where a last digit differs"
+        )
     if is_item(node):
         node = node.all_input_nodes[0]
-    if must_be_saved(node):
-        return "it is tagged MUST_SAVE, by the model's own checkpoint() or as the loss's gradient"
     if runs_once(node):
         return "it reads an input that the step overwrites"
     for read in (node, *node.all_input_nodes):
