@@ -167,7 +167,7 @@ def _passed_on(
 
 
 def is_entrywise(node: fx.Node) -> bool:
-    """True for an operator that makes each entry of one of each input, or puts entries elsewhere."""
+    """True for an operator that makes an entry of one of each input, or puts entries elsewhere."""
     if has_tag(node, torch.Tag.pointwise) or is_view(node) or is_item(node):
         return True
     return op_name(node) in _COPIES or op_name(node) in _PICKS

@@ -1,4 +1,4 @@
-"""Where what reads a value for equality, order or an index sees it made of other rows, by one alone.
+"""What reads a value for equality, order or an index, where a part of it is made again.
 
 A product of 100 rows takes another kernel than that of 200, and sums 1024 terms in another order:
 most entries differ in their last digits.
