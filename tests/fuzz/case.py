@@ -79,6 +79,10 @@ MLPS = ("mlp", "gated", "fused_gate")
 LAYERED = 0.25
 """How many models are stacks of equal layers of attention and an MLP; others rarely repeat."""
 
+READING = 0.06
+"""How many models read a product of 1024 terms for equality, order or an index, where another
+number of rows (of 200, or a single one) is summed in another order."""
+
 MOVABLE = 256
 """Entries of a hidden state that may move in every dtype: less than 512 B stays where it is."""
 
@@ -236,9 +240,31 @@ def draw_case(seed: int, lowering: str) -> Case:
         budgets=source.choice(BUDGETS),
     )
     lengths = source.choice(LENGTHS)  # last, so that other seeds keep their models
+    apart = random.Random(f"reading-{lowering}-{seed}")
+    if apart.random() < READING:
+        return _reading(apart, case)
     several = {"lengths": lengths, "steps": 3, "accumulate": 2} if lengths else {}
     varied = dataclasses.replace(case, run={**case.run, **several})
     return varied if is_allowed(varied) else case
+
+
+def _reading(source: random.Random, case: Case) -> Case:
+    """``case`` with other layers, of sizes at which a part of the rows is made otherwise."""
+    tokens = source.choice((2, 2, 200))
+    sizes = Sizes(batch=1, tokens=tokens, heads=1, head=256, vocabulary=case.sizes.vocabulary)
+    dtype = source.choice(("float32", "float32", "bfloat16"))
+    reads = _piece(source, sizes, dtype, {"read": KINDS["read"]})
+    pieces = [dataclasses.replace(reads, before="layer", after="normed")]
+    if source.random() < 0.4:
+        pieces.append(_piece(source, sizes, dtype, {"mlp": KINDS["mlp"]}))
+    policy = source.choice(("memo", "memo", "full-recompute", "auto"))
+    options = {**case.options, "policy": policy, "alpha": 0.5 if policy == "memo" else None}
+    options |= {"exact": False, "token_granule": 1, "host_budget": None}
+    run = {**case.run, "checkpoint": False, "steps": min(2, case.run["steps"])}
+    groups = (Group(pieces=tuple(pieces), repeats=5),)
+    return dataclasses.replace(
+        case, sizes=sizes, dtype=dtype, groups=groups, options=options, run=run
+    )
 
 
 def _group(

@@ -24,7 +24,48 @@ _ADD_AT = {
     "from_ids": "(ids % T).unsqueeze(-1).expand(B, T, W)",
 }
 
+_READ = {
+    "amax": "v - v.amax($dim, keepdim=True)",
+    "amin": "v * v.amin($dim, keepdim=True).tanh()",
+    "aminmax": "v / (torch.sub(*torch.aminmax(v, dim=$dim, keepdim=True)) - 1)",
+    "largest": "v / (v.max() - v.min() + 1)",
+    "norm": "v / (1 + torch.linalg.vector_norm(v, float('inf'), $dim, keepdim=True))",
+    "by_hand": "v - ((v - v.amax($dim, keepdim=True)).exp().sum($dim, keepdim=True).log()"
+    " + v.amax($dim, keepdim=True))",
+    "from_largest": "(v - v.amax($dim, keepdim=True)).abs()",
+    "clamped": "v.clamp(max=0.5 * v.amax().detach())",
+    "max": "v - v.max($dim, keepdim=True).values",
+    "median": "v - v.median($dim, keepdim=True).values",
+    "kthvalue": "v - v.kthvalue(1, $dim, keepdim=True).values",
+    "sorted": "v.sort($dim).values + v",
+    "ranked": "v * v.argsort($dim).to(v.dtype) / T",
+    "cummax": "v.cummax($dim).values",
+    "equal": "(v == v.amax($dim, keepdim=True)).to(v.dtype) * v + h",
+    "topk": "torch.where(v >= v.topk(1, $dim).values, v, 0.1 * v)",
+    "one_hot": "F.one_hot(v.argmax(-1), W).to(v.dtype) * v + h",
+    "scattered": "v + v.new_zeros(B, 1, W)"
+    '.scatter_reduce(1, torch.zeros(B, T, W, dtype=torch.int64), v, "amax")',
+    "reduced": "v + v.new_zeros(B, 1, W)"
+    '.index_reduce(1, torch.zeros(T, dtype=torch.int64), v, "amax")',
+    "maximum": "torch.maximum(v, v.roll(1, $dim))",
+    "above_mean": "torch.where(v > v.mean($dim, keepdim=True), v, 0.5 * v)",
+    "rounded": "v * (v + ((v * 8).round() / 8 - v).detach())",
+    "floored": "v * torch.div(v, 0.25, rounding_mode='floor')",
+    "gated": "v * (v > 0.3).to(v.dtype)",
+    "bucketed": "v * torch.bucketize(v.detach(), torch.arange(-2.0, 2.0).to(v.dtype))",
+}
+"""What reads ``v`` for equality, order or an index, or rounds it: a last digit decides."""
+
 KINDS = {
+    "read": Kind(
+        init="""
+self.${p}_up = nn.Linear(W, 1024, bias=False)
+self.${p}_down = nn.Linear(1024, W, bias=False)
+""",
+        body="v = self.${p}_down(F.gelu(self.${p}_up(h)))\ny = $form",
+        options={"form": _READ, "dim": _DIM},
+        allowed=lambda sizes: sizes.width >= 256,
+    ),
     "conv": Kind(
         init="self.${p} = nn.Conv1d(W, W, $kernel, groups=$groups, padding=$kernel - 1)",
         body="y = self.${p}(h.transpose(1, 2))[..., :T].transpose(1, 2)",
