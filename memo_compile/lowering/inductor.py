@@ -24,7 +24,7 @@ from memo_compile.lowering import aten
 from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.region_cache import RegionCache, say_broken, tag_of
 from memo_compile.lowering.workspace import Convolution, convolution_of
-from memo_compile.step.problem import Storage
+from memo_compile.step.problem import Layouts, Storage
 
 
 @dataclasses.dataclass
@@ -34,6 +34,8 @@ class _Recorder:
     region: RegionGraph
     poison: bool
     convolutions: tuple[Convolution, ...]
+    layouts: Layouts = ()
+    """How the region's results lie, as it was traced: Inductor rewrites its graph."""
     number: Callable[[Any], int] | None = None
     """Evaluates sizes, where the graph's first input is a size."""
     scan: LineScan | None = None
@@ -134,7 +136,8 @@ def lower(
     next region was traced with them too. Raises UnsupportedGraph: one does not.
     """
     found = tuple(filter(None, map(convolution_of, region.gm.graph.nodes)))
-    recorder = _Recorder(region=region, poison=poison, convolutions=found)
+    layouts = region.output_layouts()
+    recorder = _Recorder(region=region, poison=poison, convolutions=found, layouts=layouts)
     failed: Exception | None = None
     if cache is not None:
         try:
@@ -223,7 +226,7 @@ def _made(recorder: _Recorder, compiled: Any) -> LoweredRegion:
     scan = recorder.scan
     if scan is None:  # a region without kernels: Inductor returns its forward as it is
         return aten.lower(recorder.region)
-    scan.require_traced_strides()
+    scan.require_traced_strides(recorder.layouts)
     return LoweredRegion(
         profile=scan.profile(),
         views=tuple(scan.views),

@@ -26,6 +26,7 @@ from memo_compile.lowering.workspace import (
     is_convolution,
 )
 from memo_compile.step.problem import (
+    Layouts,
     OutsideBuffer,
     RegionBuffer,
     RegionOutput,
@@ -258,12 +259,11 @@ class LineScan:
             stride=tuple(map(self.number, node.get_stride())),
         )
 
-    def require_traced_strides(self) -> None:
-        """Raise UnsupportedGraph: a result does not lie as the region was traced.
+    def require_traced_strides(self, layouts: Layouts) -> None:
+        """Raise UnsupportedGraph: a result does not lie as in ``layouts``, which were traced.
 
         The next region's code was made for the traced strides.
         """
-        layouts = self._region.output_layouts()
         for at, (layout, strides) in enumerate(zip(layouts, self._strides, strict=True)):
             if layout is None or strides is None or 0 in layout.size:
                 continue

@@ -358,6 +358,7 @@ class VaryingRegions:
         scan, compiled = found
         if not symbol.admits(n) or not symbol.was_used_by(scan.graph):
             raise UnsupportedGraph("torch has taken the length for a constant")
+        scan.require_traced_strides(region.output_layouts())
         return _Code(
             symbol=symbol,
             position=changed,
