@@ -565,6 +565,11 @@ def traced_whole(
             del scope[name]
 
 
+def ends_at_graph_break(gm: fx.GraphModule) -> bool:
+    """True for a graph of Dynamo's behind which other code of its function runs (2.11, 2.13)."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
 def graph_break(error: BaseException) -> str | None:
     """What Dynamo could not trace, in one line with the user's line; None for another error."""
     refused = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from memo_runtime.leases import leases
 from memo_runtime.pages import occupy_free_places
 from torch import fx
 
@@ -42,6 +43,7 @@ from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import (
     ConfigError,
+    Infeasible,
     MemoError,
     RanksDisagree,
     RuntimeMisuse,
@@ -63,6 +65,11 @@ log = logging.getLogger("memo")
 NO_COMPILER = (
     "{}. Install g++ or name a compiler in the environment variable CXX; "
     "options={{'lowering': 'aten'}} runs the model operator by operator, and needs none"
+)
+OF_PIECE = (
+    "This is the floor of one graph, and the step needs at least that much: graph breaks cut it "
+    "into several. Once all of them have run, they are planned as one step, and a refusal names its "
+    "floor"
 )
 CUDA_GRAPHS = "triton.cudagraphs"
 """Inductor's setting behind ``mode="reduce-overhead"``."""
@@ -93,9 +100,17 @@ def memo(
         # A refusal is the user's to read: where in memo it was made says nothing. No name for the
         # new error: this frame, which it knows, would keep it alive.
         trace = error.__traceback__ if shim.dynamo_is_verbose() else None
-        raise shim.as_backend_failure(error, memo, inspect.currentframe()).with_traceback(
-            trace
-        ) from None
+        raise shim.as_backend_failure(
+            _of_piece(error, gm), memo, inspect.currentframe()
+        ).with_traceback(trace) from None
+
+
+def _of_piece(error: MemoError, gm: fx.GraphModule) -> MemoError:
+    """``error``, which says that its floor is not that of the step, if ``gm`` is a piece of one."""
+    is_piece = shim.ends_at_graph_break(gm) or leases.any_live()
+    if not isinstance(error, Infeasible) or error.floor_bytes is None or not is_piece:
+        return error
+    return Infeasible(f"{error}. {OF_PIECE}", floor_bytes=error.floor_bytes)
 
 
 @seldom_collected()

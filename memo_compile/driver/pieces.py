@@ -72,6 +72,9 @@ _OF_PIECES = (
     "These are {} graphs of one step, planned as one (graph breaks or DistributedDataParallel's "
     "buckets cut it): one whole graph needs less"
 )
+_UNSEEN = (
+    "What runs between their halves is seen in the step behind: the floor is at least this much"
+)
 _OF_PIPELINE = "These are the {} forwards of a pipeline's rank, with their backwards, in its order"
 
 NO_ORDER = (
@@ -185,8 +188,9 @@ class JointSteps:
                 planned = plan_known(known, config, request)
         except Infeasible as error:
             about = _OF_PIPELINE if group.order else _OF_PIECES
+            unseen = f". {_UNSEEN}" if members.is_assumed else ""
             raise Infeasible(
-                f"{error}. {about.format(len(pieces))}", floor_bytes=error.floor_bytes
+                f"{error}. {about.format(len(pieces))}{unseen}", floor_bytes=error.floor_bytes
             ) from None
         steps = [piece.assembly.lowered.cut for piece in pieces]
         bound = bind_group(planned, steps, config)

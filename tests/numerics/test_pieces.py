@@ -172,6 +172,19 @@ def test_one_budget_bounds_their_sum() -> None:
     assert group.offloaded_bytes + group.recomputed_bytes > 0
 
 
+def test_the_floor_of_the_first_graph_is_named_as_one_of_several() -> None:
+    pieces = Pieces(1, token_tiles=1)
+    with pytest.raises(Infeasible, match="the step needs at least that much") as refused:
+        pieces.run(torch.randn(ROWS, HIDDEN))
+    assert refused.value.floor_bytes is not None
+    torch._dynamo.reset()
+    options = {"memory_budget": 1, "lowering": "aten", "costs": "roofline"}
+    whole = torch.compile(Block(HIDDEN), backend="memo", options=options)
+    with pytest.raises(Infeasible) as of_all:
+        whole(torch.randn(ROWS, HIDDEN))
+    assert "at least" not in str(of_all.value)
+
+
 @pytest.mark.full
 def test_a_budget_below_their_floor_is_refused_before_the_step() -> None:
     pieces = Pieces(340_000, token_tiles=1)
