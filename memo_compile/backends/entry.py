@@ -68,8 +68,8 @@ NO_COMPILER = (
 )
 OF_PIECE = (
     "This is the floor of one graph, and the step needs at least that much: graph breaks cut it "
-    "into several. Once all of them have run, they are planned as one step, and a refusal names its "
-    "floor"
+    "into several. Once all of them have run, they are planned as one step, and a refusal names "
+    "its floor"
 )
 CUDA_GRAPHS = "triton.cudagraphs"
 """Inductor's setting behind ``mode="reduce-overhead"``."""
