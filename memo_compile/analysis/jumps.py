@@ -9,7 +9,7 @@ jumps runs once (``passes.keep_jumps``), and everything else may run as often as
 
 import enum
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 
 import torch
 from torch import fx
@@ -147,9 +147,7 @@ def _is_the_users(node: fx.Node) -> bool:
     return name in ("", op_name(node)) or name in _JUMP_AS_A_WHOLE
 
 
-def _passed_on(
-    node: fx.Node, digits: Mapping[fx.Node, Digits], fixed: Collection[fx.Node]
-) -> Digits:
+def _passed_on(node: fx.Node, digits: Mapping[fx.Node, Digits], fixed: Set[fx.Node]) -> Digits:
     """What is known of the results' digits; of those of a tuple, where they are fractions."""
     read = {digits[source] for source in node.all_input_nodes} - {Digits.SAME}
     if is_item(node):

@@ -105,7 +105,7 @@ def memo(
         ).with_traceback(trace) from None
 
 
-def _of_piece(error: MemoError, gm: fx.GraphModule) -> MemoError:
+def _of_piece(error: Exception, gm: fx.GraphModule) -> Exception:
     """``error``, which says that its floor is not that of the step, if ``gm`` is a piece of one."""
     is_piece = shim.ends_at_graph_break(gm) or leases.any_live()
     if not isinstance(error, Infeasible) or error.floor_bytes is None or not is_piece:
