@@ -1,5 +1,6 @@
 """Where a region can run in tiles: its row-wise chains around the values that make its peak."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,9 @@ NUM_ANCHORS = 2
 """Chains are looked for around this many of the peak's widest values: mostly the second reads the
 first, and where it does not, it belongs to another chain."""
 
+GRANULE = 16
+"""Slices of so many rows begin at multiples of ``tiles.ALIGNMENT_BYTES``, whatever a row holds."""
+
 NARROW = 8
 """A value of at most 1/NARROW of the widest's bytes costs next to nothing before the tiles."""
 
@@ -42,7 +46,8 @@ class Chain:
     sums: frozenset[fx.Node]
     dims: Mapping[fx.Node, RowDim | None]
     num_rows: int
-    num_tiles: int
+    tile_rows: int
+    """Rows of every tile but the last, which may have fewer, though never one."""
 
 
 def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
@@ -50,19 +55,38 @@ def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
     seen: set[tuple[frozenset[fx.Node], int]] = set()
     for anchor in _anchors(region.gm):
         for num_rows in _row_counts(region.gm, anchor):
-            num_tiles = next(n for n in range(min(tiles, num_rows), 0, -1) if num_rows % n == 0)
             dim = next(at for at, size in enumerate(shape_of(anchor)) if size > 1)
             row = RowDim(dim=dim, factor=shape_of(anchor)[dim] // num_rows)
             dims = rows_through(region.gm, anchor, row, num_rows)
-            if num_tiles < 2 or anchor not in dims:
+            lengths = _tile_lengths(num_rows, tiles)
+            if not lengths or anchor not in dims:
                 continue
             for nodes, sums in _stages(region, dims):
                 key = (nodes | sums, num_rows)
-                if key not in seen:
-                    seen.add(key)
+                if key in seen:
+                    continue
+                seen.add(key)
+                for length in lengths:
                     yield Chain(
-                        nodes=nodes, sums=sums, dims=dims, num_rows=num_rows, num_tiles=num_tiles
+                        nodes=nodes, sums=sums, dims=dims, num_rows=num_rows, tile_rows=length
                     )
+
+
+def _tile_lengths(num_rows: int, tiles: int) -> list[int]:
+    """How many rows a tile may have: as many in each, or fewer in the last.
+
+    Equal tiles are left out where there would be less than half as many. Cost: each length that is
+    tried splits the graph once, so that there is one for most numbers of rows.
+    """
+    num_equal = next(n for n in range(min(tiles, num_rows), 0, -1) if num_rows % n == 0)
+    equal = num_rows // num_equal
+    if num_equal == tiles and equal % GRANULE == 0:
+        return [equal]
+    length = GRANULE * math.ceil(num_rows / tiles / GRANULE)
+    while num_rows % length == 1:  # operators may treat a size of 1 apart
+        length += GRANULE
+    lengths = [equal] if num_equal > 1 and 2 * num_equal >= min(tiles, num_rows) else []
+    return lengths + [length] * (length < num_rows and length not in lengths)
 
 
 def _anchors(gm: fx.GraphModule) -> list[fx.Node]:

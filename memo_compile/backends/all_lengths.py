@@ -236,7 +236,7 @@ class _Traced:
         self._halves_at_first: tuple[fx.GraphModule, fx.GraphModule] | None = None
         fakes = self._fakes(gm, inputs)
         with self.symbols.tracing(), capture.settings(self._partition):
-            graph = capture.without_masks(gm)
+            graph = capture.prepared(gm)
             self._run = shim.compile_fx(graph, fakes, inner_compile=self._inner)
         del self._capture
         if self._joint is None or self._metadata is None:

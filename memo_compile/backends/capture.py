@@ -56,6 +56,7 @@ from memo_compile.passes.own_inputs import OwnInputs, inputs_of, with_history
 from memo_compile.passes.remembered_cut import Chosen, MinCut
 from memo_compile.passes.retarget import Retarget
 from memo_compile.passes.runner import PassRunner
+from memo_compile.passes.slice_first import SliceFirst
 from memo_compile.reporting import state
 from memo_compile.shim_cache import Half
 from memo_compile.shim_partitioner import (
@@ -188,7 +189,7 @@ class StepCapture:
             raise UntraceableGraph(f"AOTAutograd cannot trace it: {described(error)}") from error
 
     def _traced_by_torch(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        gm = self.without_masks(gm)
+        gm = self.prepared(gm)
         gm.meta.pop(LENGTHS, None)
         memory = None
         if self.is_run:
@@ -203,17 +204,22 @@ class StepCapture:
                 self._resume(memory.recalled)
         return compiled
 
-    def without_masks(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """A copy of a Dynamo graph, at numbers or with symbols, without ``needless_masks``."""
+    def prepared(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """A copy of a Dynamo graph, at numbers or with symbols, as it is traced.
+
+        It has no ``needless_masks``, and wide products are made for what is read of them.
+        """
         gm = shim.copied(gm)
-        if not self.needless_masks:
+        if self.needless_masks:
+            state.add_note(
+                f"{len(self.needless_masks)} calls of attention run without the masks that the "
+                "graph makes for them of positions alone: is_causal says the same"
+            )
+            masks = NeedlessMasks(allowed=self.needless_masks)
+            gm = self.runner.run(gm, [masks], stage="dynamo-masks")
+        if self.config.exact:
             return gm
-        state.add_note(
-            f"{len(self.needless_masks)} calls of attention run without the masks that the graph "
-            "makes for them of positions alone: is_causal says the same"
-        )
-        masks = NeedlessMasks(allowed=self.needless_masks)
-        return self.runner.run(gm, [masks], stage="dynamo-masks")
+        return self.runner.run(gm, [SliceFirst()], stage="dynamo-slices")
 
     def _recall(self, name: str) -> tuple[Half, Half] | None:
         """What will run the halves that are remembered under ``name``, after ``_resume``."""

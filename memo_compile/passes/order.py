@@ -22,6 +22,7 @@ from memo_compile.passes.round_values import RoundValues
 from memo_compile.passes.runner import GraphPass, PassSelection, required
 from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.shorten import ShortenTokens
+from memo_compile.passes.slice_first import SliceFirst
 from memo_compile.passes.spread_seeds import SpreadSeeds
 
 PASSES: tuple[type[GraphPass], ...] = (
@@ -29,6 +30,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     ReadOutside,  # Dynamo's graph
     PutNumbers,  # Dynamo's graph, where it has sizes as symbols
     NeedlessMasks,  # Dynamo's graph
+    SliceFirst,  # Dynamo's graph
     MergeCommonSubexpressions,  # joint graph
     HoistInvariants,  # joint graph
     GradientOfLoss,  # joint graph

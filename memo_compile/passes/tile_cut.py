@@ -17,7 +17,7 @@ from memo_compile.passes.cut import Cut, CutCall, CutInto
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.tiles import TiledRegion, tilings
 from memo_compile.step.problem import CallKind, Layout, Layouts
-from memo_compile.step.tilings import Operand, Ref, Source
+from memo_compile.step.tilings import Operand, Ref, Source, TileRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,21 +135,22 @@ class _PartCalls:
         tiling = self.tiled.tiling
         inputs = [Ref(source=Source.REGION_INPUT, index=at) for at in tiling.before_inputs]
         yield self._call("before", tiling.before, self._whole(inputs), makes=Source.BEFORE)
-        for number in range(tiling.num_tiles):
-            into = tuple(self._rows_into(number))
-            yield self._call(
-                f"tile{number}", tiling.tile, tiling.tile_inputs, number, into, makes=Source.TILE
-            )
-            for at, running_sum in enumerate(tiling.sums):
-                total = Ref(source=Source.BEFORE, index=running_sum.total)
-                operands = [*self._whole([total]), *running_sum.terms]
-                into = (CutInto(output=0, value=self.values[total], offset_bytes=0),)
-                yield self._call(
-                    f"tile{number}.sum{at}", running_sum.region, operands, number, into
-                )
+        tiles = [(run, number) for run in tiling.runs for number in range(run.num_tiles)]
+        for at, (run, number) in enumerate(tiles):
+            yield from self._tile(f"tile{at}", run, number)
         if tiling.after is not None:
             operands = self._whole(tiling.after_inputs)
             yield self._call("after", tiling.after, operands, makes=Source.AFTER)
+
+    def _tile(self, suffix: str, run: TileRun, number: int) -> Iterator[CutCall]:
+        """The calls of tile ``number`` of a run."""
+        into = tuple(self._rows_into(run, number))
+        yield self._call(suffix, run.region, run.inputs, number, into, makes=Source.TILE)
+        for at, running_sum in enumerate(run.sums):
+            total = Ref(source=Source.BEFORE, index=running_sum.total)
+            operands = [*self._whole([total]), *running_sum.terms]
+            into = (CutInto(output=0, value=self.values[total], offset_bytes=0),)
+            yield self._call(f"{suffix}.sum{at}", running_sum.region, operands, number, into)
 
     def _call(
         self,
@@ -161,7 +162,7 @@ class _PartCalls:
         *,
         makes: Source | None = None,
     ) -> CutCall:
-        """A call of ``region``, of tile ``number``; the next calls may read what it ``makes``."""
+        """A call of ``region``, of tile ``number`` of a run; the next may read what it makes."""
         name = f"{self.call.name}.{suffix}"
         layouts = self.tiled.parts[region].output_layouts()
         outputs = tuple(f"{name}:{at}" for at in range(len(layouts)))
@@ -189,9 +190,9 @@ class _PartCalls:
     def _whole(self, refs: Sequence[Ref]) -> list[Operand]:
         return [Operand(value=ref, whole=self.layouts[ref]) for ref in refs]
 
-    def _rows_into(self, number: int) -> Iterator[CutInto]:
-        """Where the outputs of tile ``number`` lie."""
-        for output, rows in enumerate(self.tiled.tiling.rows):
+    def _rows_into(self, run: TileRun, number: int) -> Iterator[CutInto]:
+        """Where the outputs of tile ``number`` of a run lie."""
+        for output, rows in enumerate(run.rows):
             whole = Ref(source=Source.BEFORE, index=rows.whole)
             part = _seen(Operand(value=whole, whole=self.layouts[whole], slice=rows.slice), number)
             assert part is not None, f"{whole} is a tensor"
@@ -203,4 +204,5 @@ def _seen(operand: Operand, number: int) -> Layout | None:
     """What tile ``number`` reads, or writes, of ``operand``."""
     if operand.whole is None or operand.slice is None:
         return operand.whole
-    return operand.whole.part(operand.slice.dim, number, operand.slice.length)
+    part = operand.slice
+    return operand.whole.part(part.dim, part.start + number * part.length, part.length)

@@ -47,9 +47,8 @@ def is_short_product(node: fx.Node) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """How the sums of a chain are added up over ``num_tiles`` tiles on ``device``."""
+    """How the sums of a chain are added up over its tiles on ``device``."""
 
-    num_tiles: int
     device: torch.device
     rounds_products: bool
     """Products of 16-bit numbers are added up in 16 bits, where they take no memory beside."""
@@ -75,9 +74,14 @@ class Totals:
         return _call(graph, _to_dtype, (total, value.dtype), like=value)
 
     def added(
-        self, graph: fx.Graph, node: fx.Node, acc: fx.Node, made: Mapping[fx.Node, fx.Node]
+        self,
+        graph: fx.Graph,
+        node: fx.Node,
+        acc: fx.Node,
+        made: Mapping[fx.Node, fx.Node],
+        share: float,
     ) -> fx.Node:
-        """``acc`` and the sum ``node`` over one tile's rows, whose values ``made`` holds."""
+        """``acc`` and the sum ``node`` over a tile, a ``share`` of all rows, from what it made."""
         operands = [made[source] for source in node.all_input_nodes]
         like = self.like(node)
         if node.target in _ACCUMULATING:
@@ -91,7 +95,7 @@ class Totals:
         if self.is_wide(node):
             partial.update_kwarg("dtype", torch.float32)
             partial.meta["val"] = like
-        alpha = {"alpha": 1 / self.num_tiles} if op_name(node) == "mean" else {}
+        alpha = {"alpha": share} if op_name(node) == "mean" else {}
         return _call(graph, _aten.add.Tensor, (acc, partial), alpha, like=like)
 
     def _in_float32(self, operand: fx.Node) -> fx.Node:
@@ -121,13 +125,12 @@ def _call(
 
 
 def take_sums_out(
-    name: str,
     tile: RegionGraph,
     tile_inputs: Sequence[Operand],
     num_rows: int,
     totals: Sequence[int],
 ) -> list[tuple[RegionGraph, RunningSum]]:
-    """Take the sums of region ``name`` out of ``tile``; its last outputs become what they read.
+    """Take the sums out of ``tile``, as regions; its last outputs become what they read.
 
     ``tile`` returns ``num_rows`` rows and then its sums. It reads ``tile_inputs`` and then the sums
     so far, which are ``totals`` of the part before the tiles. What a sum reads of the rows that the
@@ -151,7 +154,7 @@ def take_sums_out(
             terms.append(Operand(value=made, whole=layout_of(source.meta["val"])))
         region = replace(
             tile,
-            name=f"{name}.sum{len(sums)}",
+            name=f"{tile.name}.sum{len(sums)}",
             gm=shim.graph_module(tile.gm, alone),
             static_inputs=(),
             op_by_op=True,

@@ -17,7 +17,7 @@ Rewrite, x [4096, 64], w [64, 32768], 8 tiles:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -39,7 +39,7 @@ from memo_compile.analysis.views import (
 from memo_compile.passes.extract import Extract, extract
 from memo_compile.passes.slice_rows import slice_rows
 from memo_compile.passes.tile_sums import Totals, is_short_product, take_sums_out
-from memo_compile.step.tilings import Operand, Ref, Rows, Slice, Source, Tiling
+from memo_compile.step.tilings import Operand, Ref, Rows, Slice, Source, TileRun, Tiling
 
 ALIGNMENT_BYTES = 16
 """A tile's slices begin at multiples of this: Inductor's kernels load so many bytes at once."""
@@ -78,8 +78,9 @@ def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
     """``region`` with one of its wide chains in tiles, what needs the fewest bytes first.
 
     Those that save too little are left out, and all of a region with an effect (it writes into
-    its inputs, say), or with an output that is no value of its own. ``tiles`` is lowered to the
-    next number that divides the rows. Cost: a few analyses and slicings of the graph.
+    its inputs, say), or with an output that is no value of its own. Where ``tiles`` does not divide
+    the rows there may be fewer, or the last is shorter. Cost: a few analyses and slicings of the
+    graph.
     """
     graph, made = region.gm.graph, results_of(region.gm.graph)
     is_plain = all(isinstance(node, fx.Node) and node.op != "placeholder" for node in made)
@@ -99,15 +100,22 @@ def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
     return sorted(saving, key=lambda form: form.transient_bytes)
 
 
+class _EqualTiles(NamedTuple):
+    """Tiles of as many rows each, one after the other from row ``start`` on."""
+
+    name: str
+    num_tiles: int
+    length: int
+    start: int
+
+
 class _Splitter:
     """Builds the parts of one chain; ``run`` is None where a result cannot be put in rows."""
 
     def __init__(self, region: RegionGraph, chain: Chain, *, widens: bool = True) -> None:
         self.region = region
         self.chain = chain
-        self.totals = Totals(
-            num_tiles=chain.num_tiles, device=region.device, rounds_products=not widens
-        )
+        self.totals = Totals(device=region.device, rounds_products=not widens)
         self.dims = chain.dims
         self.nodes = list(region.gm.graph.nodes)
         self.placeholders = region.gm.graph.find_nodes(op="placeholder")
@@ -116,7 +124,10 @@ class _Splitter:
         self.external = region.external_storages()
         self.inside = chain.nodes | chain.sums
         self.behind = self._behind()
-        self.rows = chain.num_rows // chain.num_tiles
+        num_equal, rest = divmod(chain.num_rows, chain.tile_rows)
+        self.runs = [_EqualTiles("tile", num_equal, chain.tile_rows, 0)]
+        if rest:
+            self.runs.append(_EqualTiles("last", 1, rest, chain.num_rows - rest))
 
     def run(self) -> TiledRegion | None:
         late = [node for node in self.made if node in self.behind or self._is_rounded(node)]
@@ -148,43 +159,64 @@ class _Splitter:
         places = _refs(Source.REGION_INPUT, self.placeholders)
         places |= _refs(Source.BEFORE, [*early, *sums, *rows])
         results = places | _refs(Source.AFTER, late)
-        inputs = [self._operand(node, part.made[node], places) for node in part.inputs]
-        if not all(map(_is_aligned, inputs)):
+        reads = [self._operand(node, part, places, self.runs[0]) for node in part.inputs]
+        if not all(map(_is_aligned, reads)):
             return None
         part.finish(ends)
         if all(made.op != "call_function" for made in part.made.values()):
             return None  # nothing but sums of what is there before
         self._finish_after(after, late)
         dims = {made: self.dims.get(node) for node, made in part.made.items()}
-        tile_gm = self._tile_graph(part, dims, len(rows), sums)
-        needed = max(transient_bytes(gm) for gm in (before.gm, tile_gm, after.gm))
-        tile = self._tile_region(tile_gm, part)
-        totals = [places[node].index for node in sums]
-        running = take_sums_out(self.region.name, tile, inputs, len(rows), totals)
-        parts = [self._part("before", before, [*early, *sums]), tile]
-        parts += [sum_region for sum_region, _ in running]
+        tiles = [self._tiles(equal, part, dims, rows, sums, places) for equal in self.runs]
+        needed = max(transient_bytes(gm) for gm in (before.gm, after.gm))
+        parts = [self._part("before", before, [*early, *sums])]
+        parts += [tile for _, regions, _ in tiles for tile in regions]
         parts += [self._part("after", after, late)] if late else []
         tiling = Tiling(
-            num_tiles=self.chain.num_tiles,
             before=parts[0].name,
             before_inputs=tuple(places[node].index for node in before.inputs),
-            tile=tile.name,
-            tile_inputs=tuple(inputs),
-            rows=tuple(Rows(whole=places[node].index, slice=self._slice(node)) for node in rows),
-            sums=tuple(running_sum for _, running_sum in running),
+            runs=tuple(run for run, _, _ in tiles),
             after=parts[-1].name if late else None,
             after_inputs=tuple(places[node] for node in after.inputs),
             outputs=tuple(results[result] for result in self.made),
             output_layouts=self.region.output_layouts(),
         )
+        needed = max(needed, *(tile_bytes for _, _, tile_bytes in tiles))
         return TiledRegion(
             parts={made.name: made for made in parts},
             tiling=tiling,
             num_rows=self.chain.num_rows,
             transient_bytes=needed + self._shared_bytes([*early, *rows], sums),
-            chain=self._tile_region(part.gm, part),
+            chain=self._tile_region("tile", part.gm, part),
             chain_dims=dims,
         )
+
+    def _tiles(
+        self,
+        equal: _EqualTiles,
+        part: Extract,
+        dims: Mapping[fx.Node, RowDim | None],
+        rows: list[fx.Node],
+        sums: list[fx.Node],
+        places: Mapping[fx.Node, Ref],
+    ) -> tuple[TileRun, list[RegionGraph], int]:
+        """A run of tiles, the region of a tile and of its sums, and the tile's transient bytes."""
+        gm = self._tile_graph(part, dims, len(rows), sums, equal.length)
+        needed = transient_bytes(gm)
+        tile = self._tile_region(equal.name, gm, part)
+        inputs = [self._operand(node, part, places, equal) for node in part.inputs]
+        totals = [places[node].index for node in sums]
+        added = take_sums_out(tile, inputs, len(rows), totals)
+        run = TileRun(
+            num_tiles=equal.num_tiles,
+            region=tile.name,
+            inputs=tuple(inputs),
+            rows=tuple(
+                Rows(whole=places[node].index, slice=self._slice(node, equal)) for node in rows
+            ),
+            sums=tuple(running_sum for _, running_sum in added),
+        )
+        return run, [tile, *(sum_region for sum_region, _ in added)], needed
 
     def _is_rounded(self, node: fx.Node) -> bool:
         """True for a sum that tiles add up in more digits than it has."""
@@ -263,20 +295,23 @@ class _Splitter:
         row_bytes = None if row is None else row_layout(value, row, self.chain.num_rows)
         if row_bytes is None or not value.is_contiguous():
             return False
-        return row_bytes * self.rows % ALIGNMENT_BYTES == 0
+        return row_bytes * self.chain.tile_rows % ALIGNMENT_BYTES == 0
 
-    def _slice(self, node: fx.Node) -> Slice:
-        """What one tile has of ``node``, which carries rows."""
+    def _slice(self, node: fx.Node, equal: _EqualTiles) -> Slice:
+        """What the tiles of a run have of ``node``, which carries rows."""
         row = self.dims[node]
         assert row is not None, f"{node.name} is in the chain and carries no rows"
-        return Slice(dim=row.dim, length=self.rows * row.factor)
+        length, start = equal.length * row.factor, equal.start * row.factor
+        return Slice(dim=row.dim, length=length, start=start)
 
-    def _operand(self, node: fx.Node, made: fx.Node, places: Mapping[fx.Node, Ref]) -> Operand:
-        """What the tile's input ``made`` is: a slice, or all of what has no rows, or mixed them."""
+    def _operand(
+        self, node: fx.Node, part: Extract, places: Mapping[fx.Node, Ref], equal: _EqualTiles
+    ) -> Operand:
+        """What is read of ``node``: a slice, or all of what has no rows, or mixed them."""
         return Operand(
             value=places[self._value_of(node)],
-            whole=layout_of(made.meta["val"]),
-            slice=None if self.dims.get(node) is None else self._slice(node),
+            whole=layout_of(part.made[node].meta["val"]),
+            slice=None if self.dims.get(node) is None else self._slice(node, equal),
         )
 
     def _finish_before(
@@ -317,10 +352,11 @@ class _Splitter:
         dims: Mapping[fx.Node, RowDim | None],
         num_outputs: int,
         sums: list[fx.Node],
+        tile_rows: int,
     ) -> fx.GraphModule:
         """The chain for the rows of one tile, its sums added to what came before."""
         sources = _inputs_of(sums)
-        gm = slice_rows(part.gm, dims, self.rows, self.chain.num_rows)
+        gm = slice_rows(part.gm, dims, tile_rows, self.chain.num_rows)
         graph = gm.graph
         end, ends = graph.output_node(), results_of(graph)
         graph.erase_node(end)
@@ -334,12 +370,13 @@ class _Splitter:
             last = max(found[source] for source in node.all_input_nodes)
             behind = first if last.op == "placeholder" else last.next
             with graph.inserting_before(behind):  # so that what it sums dies as early as it can
-                totals.append(self.totals.added(graph, node, acc, found))
+                share = tile_rows / self.chain.num_rows
+                totals.append(self.totals.added(graph, node, acc, found, share))
         graph.output((*ends[:num_outputs], *totals))
         gm.recompile()
         return gm
 
-    def _tile_region(self, gm: fx.GraphModule, part: Extract) -> RegionGraph:
+    def _tile_region(self, name: str, gm: fx.GraphModule, part: Extract) -> RegionGraph:
         static = tuple(
             at
             for at, node in enumerate(part.inputs)
@@ -347,7 +384,7 @@ class _Splitter:
         )
         return replace(
             self.region,
-            name=f"{self.region.name}.tile",
+            name=f"{self.region.name}.{name}",
             gm=gm,
             external_outputs=frozenset(),
             static_inputs=static,

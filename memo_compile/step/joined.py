@@ -206,8 +206,14 @@ def _tiling(tiling: Tiling, graph: int) -> Tiling:
     return replace(
         tiling,
         before=name(tiling.before),
-        tile=name(tiling.tile),
-        sums=tuple(replace(total, region=name(total.region)) for total in tiling.sums),
+        runs=tuple(
+            replace(
+                run,
+                region=name(run.region),
+                sums=tuple(replace(total, region=name(total.region)) for total in run.sums),
+            )
+            for run in tiling.runs
+        ),
         after=None if tiling.after is None else name(tiling.after),
     )
 

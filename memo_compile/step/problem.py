@@ -104,12 +104,12 @@ class Layout:
         spans = ((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         return self.offset + sum(spans) + 1
 
-    def part(self, dim: int, number: int, length: int) -> "Layout":
-        """Entries ``[number * length, (number + 1) * length)`` of dimension ``dim``."""
+    def part(self, dim: int, start: int, length: int) -> "Layout":
+        """Entries ``[start, start + length)`` of dimension ``dim``."""
         return replace(
             self,
             size=(*self.size[:dim], length, *self.size[dim + 1 :]),
-            offset=self.offset + number * length * self.stride[dim],
+            offset=self.offset + start * self.stride[dim],
         )
 
     def __str__(self) -> str:

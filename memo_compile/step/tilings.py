@@ -1,8 +1,9 @@
 """What a step in tiles must do, as pure data: the step before any tiles, and what each tile takes.
 
 A tiled region is three parts: ``before`` makes room and what all tiles read, ``tile`` runs once for
-each slice of the rows, ``after`` does the rest. Each tile's terms are added to running sums by
-regions of their own. The checker proves that the calls of a step do just this
+each slice of the rows, ``after`` does the rest. Where the rows do not divide into equal tiles the
+last one is shorter, and a region of its own. Each tile's terms are added to running sums by regions
+of their own. The checker proves that the calls of a step do just this
 (``check_program.py``); that the parts compute what the region computes is tried on numbers
 (``driver/probe.py``).
 """
@@ -36,10 +37,11 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Tile i has entries ``[i * length, (i + 1) * length)`` of dimension ``dim``."""
+    """Tile i of a run has ``length`` entries of dimension ``dim``, from ``start + i * length``."""
 
     dim: int
     length: int
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +71,34 @@ class RunningSum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TileRun:
+    """Tiles of equally many rows, one after the other."""
+
+    num_tiles: int
+    region: str
+    inputs: tuple[Operand, ...]
+    rows: tuple[Rows, ...]
+    """The region's first outputs; only its sums read the later ones."""
+    sums: tuple[RunningSum, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
     """One region in tiles. Parts are names of regions; ``outputs`` are the region's."""
 
-    num_tiles: int
     before: str
     before_inputs: tuple[int, ...]
-    tile: str
-    tile_inputs: tuple[Operand, ...]
-    rows: tuple[Rows, ...]
-    """The tile's first outputs; only its sums read the later ones."""
-    sums: tuple[RunningSum, ...]
+    runs: tuple[TileRun, ...]
+    """One; or two, the second of the last, shorter tile."""
     after: str | None
     after_inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
     output_layouts: Layouts
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of all runs."""
+        return sum(run.num_tiles for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """A region in tiles computes what the region computes, with less memory in between."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from memo_compile.analysis.views import results_of
 from memo_compile.costs.roofline import graph_cost
 from memo_compile.lowering.aten import estimate, interpret
 from memo_compile.passes.tiles import TiledRegion, tilings
-from memo_compile.step.tilings import Operand, Ref, Slice, Source
+from memo_compile.step.tilings import Operand, Ref, Slice, Source, TileRun, Tiling
 from tests import models
 from tests.steps.programs import step_programs
 
@@ -40,7 +40,14 @@ def region(
 
 
 def rows_of(value: torch.Tensor, part: Slice | None, number: int) -> torch.Tensor:
-    return value if part is None else value.narrow(part.dim, number * part.length, part.length)
+    if part is None:
+        return value
+    return value.narrow(part.dim, part.start + number * part.length, part.length)
+
+
+def tiles_of(tiling: Tiling) -> Iterator[tuple[TileRun, int]]:
+    for run in tiling.runs:
+        yield from ((run, number) for number in range(run.num_tiles))
 
 
 def run_part(part: RegionGraph, inputs: list[Any]) -> list[Any]:
@@ -69,11 +76,11 @@ def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
 
     given = [inputs[at] for at in tiling.before_inputs]
     made[Source.BEFORE] = run_part(tiled.parts[tiling.before], given)
-    for number in range(tiling.num_tiles):
-        made[Source.TILE] = run_part(tiled.parts[tiling.tile], slices(tiling.tile_inputs, number))
-        for rows, result in zip(tiling.rows, made[Source.TILE], strict=False):
+    for run, number in tiles_of(tiling):
+        made[Source.TILE] = run_part(tiled.parts[run.region], slices(run.inputs, number))
+        for rows, result in zip(run.rows, made[Source.TILE], strict=False):
             rows_of(made[Source.BEFORE][rows.whole], rows.slice, number).copy_(result)
-        for running_sum in tiling.sums:
+        for running_sum in run.sums:
             total = made[Source.BEFORE][running_sum.total]
             terms = slices(running_sum.terms, number)
             total.copy_(*run_part(tiled.parts[running_sum.region], [total, *terms]))
@@ -86,7 +93,7 @@ def run_tiled(tiled: TiledRegion, inputs: list[torch.Tensor]) -> list[Any]:
 def total_shapes(tiled: TiledRegion) -> list[torch.Size]:
     """Of what the sums are written over."""
     made = results_of(tiled.parts[tiled.tiling.before].gm.graph)
-    return [made[running_sum.total].meta["val"].shape for running_sum in tiled.tiling.sums]
+    return [made[running_sum.total].meta["val"].shape for running_sum in tiled.tiling.runs[0].sums]
 
 
 def tile(region: RegionGraph, tiles: int) -> TiledRegion | None:
@@ -150,7 +157,7 @@ def test_the_loss_head_never_has_all_logits(head_inputs):
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.05 / TILES
     assert transient_bytes(tiled.parts["part.tile"].gm) <= tiled.transient_bytes
     assert total_shapes(tiled) == [(), ()]
-    (rows,) = tiled.tiling.rows
+    (rows,) = tiled.tiling.runs[0].rows
     assert rows.slice == Slice(dim=0, length=TOKENS // TILES)
     whole_rows = tiled.parts["part.before"].output_layouts()[rows.whole]
     assert whole_rows is not None
@@ -164,7 +171,7 @@ def test_the_backward_of_the_loss_head_makes_the_logits_again_in_tiles(head_inpu
     whole = region(head_backward, *inputs, external=(1,))
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.05 / TILES
-    (total,) = tiled.tiling.sums
+    (total,) = tiled.tiling.runs[0].sums
     products = [name for name in targets(tiled.parts[total.region]) if "mm" in name]
     assert products == ["aten.addmm.default"]
     assert total_shapes(tiled) == [(VOCABULARY, WIDTH)]
@@ -188,7 +195,7 @@ def test_an_mlp_in_tiles():
     whole = region(swiglu, *inputs)
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.1 / TILES
-    (rows,) = tiled.tiling.rows
+    (rows,) = tiled.tiling.runs[0].rows
     assert rows.slice == Slice(dim=1, length=TOKENS // TILES)
 
 
@@ -211,7 +218,7 @@ def test_the_backward_of_an_mlp_recomputes_in_tiles():
     whole = region(backward, *inputs, external=(1, 2, 3))
     tiled = check(whole, inputs)
     assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.1 / TILES
-    assert len(tiled.tiling.sums) == 5
+    assert len(tiled.tiling.runs[0].sums) == 5
 
 
 def short_product(num_tokens: int) -> tuple[RegionGraph, list[torch.Tensor]]:
@@ -229,7 +236,7 @@ def short_product(num_tokens: int) -> tuple[RegionGraph, list[torch.Tensor]]:
 
 def total_types(tiled: TiledRegion) -> list[torch.dtype]:
     made = results_of(tiled.parts["part.before"].gm.graph)
-    return [made[running_sum.total].meta["val"].dtype for running_sum in tiled.tiling.sums]
+    return [made[running_sum.total].meta["val"].dtype for running_sum in tiled.tiling.runs[0].sums]
 
 
 def farther(tiled: TiledRegion, whole: RegionGraph, inputs: list[torch.Tensor]) -> float:
@@ -304,7 +311,7 @@ def test_a_sum_of_a_result_that_tiles_cannot_fill():
     turned, *others = (torch.randn(shape) * 0.2 for shape in shapes)
     inputs = [turned.t(), *others]
     tiled = check(region(both, *inputs), inputs)
-    assert len(tiled.tiling.sums) == 2
+    assert len(tiled.tiling.runs[0].sums) == 2
 
 
 def test_a_result_that_tiles_cannot_fill_is_made_before_them():
@@ -333,9 +340,41 @@ def test_several_sequences_split_along_the_flattened_tokens(head_inputs):
     assert tiled.num_rows == TOKENS
 
 
-def test_the_number_of_tiles_divides_the_rows(head_inputs):
+def lengths(tiled: TiledRegion) -> list[int]:
+    """Rows of each tile of a head, by its labels."""
+    labels = [
+        next(
+            operand.slice.length
+            for operand in run.inputs
+            if operand.whole is not None and operand.whole.dtype == "int64" and operand.slice
+        )
+        for run, _ in tiles_of(tiled.tiling)
+    ]
+    return labels
+
+
+def test_the_last_tile_is_shorter_where_tiles_do_not_divide_the_rows(head_inputs):
     tiled = check(region(head, *head_inputs), head_inputs, tiles=7)
-    assert tiled.tiling.num_tiles == 4
+    assert lengths(tiled) == [48, 48, 48, 48, 48, 16]
+
+
+@pytest.mark.parametrize("num_rows", [TOKENS - 1, TOKENS - 2, 241, 131])
+def test_any_number_of_rows_runs_in_tiles(head_inputs, num_rows):
+    """255 and 254 are a shifted loss's, 241 would leave one row to the last tile, 131 is prime."""
+    x, weight, labels = head_inputs
+    inputs = [x[:, :num_rows].clone(), weight, labels[:, :num_rows].clone()]
+    whole = region(head, *inputs, external=(0,))
+    tiled = check(whole, inputs)
+    (length, *others), rest = lengths(tiled)[:-1], lengths(tiled)[-1]
+    assert set(others) <= {length}
+    assert length % 16 == 0
+    assert 1 < rest <= length
+    assert sum(lengths(tiled)) == num_rows
+    assert tiled.transient_bytes <= transient_bytes(whole.gm) * 1.2 * length / num_rows
+    backward = [*inputs, *head(*inputs)[1:], torch.tensor(1.0)]
+    assert check(region(head_backward, *backward, external=(1,)), backward)
+    means = region(lambda x, weight: ((x @ weight.t()).sin().mean(1),), *inputs[:2])
+    assert check(means, inputs[:2]).tiling.runs[0].sums
 
 
 def test_the_head_of_a_real_model_sums_its_weight_gradient_over_tiles():

@@ -120,7 +120,10 @@ def test_two_outputs_that_changed_places():
 def test_tiles_that_leave_rows_out():
     lowered = ready("tiles").lowered
     region, tiling = next(iter(lowered.whole.tilings.items()))
-    fewer = dataclasses.replace(tiling, num_tiles=tiling.num_tiles - 1)
+    (run,) = tiling.runs
+    fewer = dataclasses.replace(
+        tiling, runs=(dataclasses.replace(run, num_tiles=run.num_tiles - 1),)
+    )
     whole = dataclasses.replace(lowered.whole, tilings={**lowered.whole.tilings, region: fewer})
     with pytest.raises(InvalidPlan, match=rf"{region}: 3 tiles of \d+ rows"):
         require_proved(whole, lowered.problem, lowered.problem, {})

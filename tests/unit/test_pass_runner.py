@@ -124,7 +124,7 @@ def test_the_option_names_passes_of_memo():
         ("-hoist-invariant", "unknown pass 'hoist-invariant'; did you mean 'hoist-invariants'"),
         (
             "-?",
-            "known passes: inline-regions, read-outside, put-numbers, needless-masks",
+            "known passes: inline-regions, read-outside, put-numbers, needless-masks, slice-first",
         ),
         ("-lease-saved", "lease-saved is required"),
         ("..x", "expected a number of passes behind '..', got '..x'"),
