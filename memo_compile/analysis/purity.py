@@ -128,6 +128,13 @@ def has_effect(node: fx.Node) -> bool:
     return is_write(node) or has_token(node) or node.is_impure(impure_random=False)
 
 
+def gives_other_memory(node: fx.Node) -> bool:
+    """True for an operator that makes an input show what the graph computes, for good."""
+    if node.op != "call_function" or (namespace(node), op_name(node)) != ("aten", "set_"):
+        return False
+    return any(storage_of(source).op != "placeholder" for source in node.all_input_nodes[1:])
+
+
 def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """The arguments that the writing operator ``node`` writes into."""
     for declared in schema_of(node).arguments:

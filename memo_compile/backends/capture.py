@@ -22,7 +22,7 @@ from memo_compile import shim, shim_cache
 from memo_compile.analysis.joint_units import JointUnits, saved_nodes, tag_saved, tag_units
 from memo_compile.analysis.masks import large_masks
 from memo_compile.analysis.position_masks import Allowed
-from memo_compile.analysis.purity import ties_inputs
+from memo_compile.analysis.purity import gives_other_memory, ties_inputs
 from memo_compile.analysis.views import results_of
 from memo_compile.backends.all_lengths import LENGTHS, AtLength
 from memo_compile.backends.capture_memory import CaptureMemory, Recalled, memory_of
@@ -564,6 +564,11 @@ def _require_known(joint: fx.GraphModule) -> None:
     for node in joint.graph.nodes:
         if why := shim.wrong_fake(node):
             raise UnsupportedGraph(f"{node.name}: {why}")
+        if gives_other_memory(node):
+            raise UnsupportedGraph(
+                f"{node.name} gives an input memory that the step makes (set_, or input.data = ...)"
+                "; write into the input instead, with copy_"
+            )
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise UnsupportedGraph(f"{node.name} is a size that is only known at run time")

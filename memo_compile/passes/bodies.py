@@ -159,7 +159,7 @@ def _read_outside(gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule) -> bo
 def _operands(gm: fx.GraphModule, call: fx.Node) -> list[Any]:
     """What ``call`` is given behind its bodies; empty where some of it is in lists."""
     bodies = [at for at, value in enumerate(call.args) if _is_body(gm, value)]
-    operands: list[Any] = list(call.args[bodies[-1] + 1 :])
+    operands: list[Any] = list(call.args[bodies[-1] + 1 :]) if bodies else []
     return [] if any(isinstance(own, list | tuple) for own in operands) else operands
 
 
