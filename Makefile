@@ -26,7 +26,7 @@ CUDA_INDEX ?= https://pypi.org/simple
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples quick test numerics-full fuzz mutate check lint types layers sizes \
+.PHONY: help setup demo examples quick test numerics-full fuzz opdb mutate check lint types layers sizes \
 	format docs package torch-versions cuda-emulated \
 	mutate-cuda clean
 
@@ -61,6 +61,9 @@ numerics-full: $(STAMP) ## what CI leaves out: every model through Inductor, eve
 fuzz: $(STAMP)   ## random models against eager for SECONDS; what fails is in fuzz-failures/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --lowering $(LOWERING) \
 		--seed $(SEED) $(ARGS)
+
+opdb: $(STAMP)   ## torch's own databases of operators and modules, all of them, against eager
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.opdb --workers $(WORKERS) $(ARGS)
 
 mutate: $(STAMP) ## MUTATIONS random mutations of plans: none that changes a number may pass
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.steps.mutations --mutations $(MUTATIONS) \
