@@ -242,16 +242,13 @@ class _Half:
         end = self.binder.half_starts[next_half]
         is_last = next_half == len(self.problem.halves)
         after = None if is_last or end == len(self.problem.calls) else resident[end]
-        is_group = len(self.problem.halves) > 2
         shown = self._shown()
         return RunHalf(
             num_registers=len(self.registers),
             constants=tuple((self.registers[key], constants[key]) for key in half.constants),
             arguments=self._at(half.arguments),
             calls=(*shown, *(self._instruction(index, call) for index, call in self.calls)),
-            owners=(*(half.member for _ in shown), *(call.member for _, call in self.calls))
-            if is_group
-            else (),
+            owners=(*(half.member for _ in shown), *(call.member for _, call in self.calls)),
             results=tuple(None if v is None else self.registers[v] for v in half.results),
             leased=self._at(self.leased),
             checked=self._checked() if is_forward else (),

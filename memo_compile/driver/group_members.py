@@ -26,6 +26,8 @@ class GroupMembers:
     """Gradients of steps before that are planned for."""
     is_assumed: bool = False
     """Nothing was seen of it yet: it was declared."""
+    num_dropped: int = 0
+    """Of a checkpoint: how many forwards were dropped before the first was run again."""
 
     @classmethod
     def of(
@@ -35,6 +37,7 @@ class GroupMembers:
         group: Group,
         *,
         is_assumed: bool = False,
+        num_dropped: int = 0,
     ) -> "GroupMembers":
         """The members with parameters ``found``."""
         all_of_them = (*found, *parameters_around(found))
@@ -43,6 +46,7 @@ class GroupMembers:
             keys=keys,
             parameters=tuple(weakref.ref(own) for own in all_of_them),
             is_assumed=is_assumed,
+            num_dropped=num_dropped,
         )
 
     def existing_gradient_bytes(self) -> int:

@@ -21,12 +21,13 @@ from memo_runtime.leases import StepCounters, leases
 from memo_runtime.run_step import run_backward
 
 from memo_compile import shim
-from memo_compile.driver.around import has_fsdp_modules
+from memo_compile.driver.around import apart, has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.assumed import assumed_of, fixed_of
 from memo_compile.driver.bind import bind_group
 from memo_compile.driver.declared import declared_around, stages_around
 from memo_compile.driver.early_gradients import own_leaves
+from memo_compile.driver.facts import allocated_bytes, gradient_bytes
 from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
@@ -55,6 +56,11 @@ that comes later is planned without it first."""
 
 PERSISTS = 2
 """So many steps in a row with the same number of further members are planned for."""
+
+
+MAX_UNPLANNABLE = 2
+"""After so many steps in a row of an order that no plan has, nobody looks for the model around the
+forwards, which takes as long as a small step, until an order comes that can be planned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +94,8 @@ class GroupedSteps:
     many steps."""
     _num_alone: int = 0
     """So many times in a row a microbatch of a pipeline ran by itself."""
+    _num_unplannable: int = 0
+    """So many steps in a row several forwards were live together in an order that no plan has."""
     _is_part: bool = False
     """Several graphs of a step, of which this is one, are planned together."""
     _waiting_bytes: int = 0
@@ -167,7 +175,8 @@ class GroupedSteps:
         """
         with self._lock:
             is_first = self.planned is None or self.planned.members.is_assumed
-            if not (is_first and self._is_on_cpu and seen.is_group()) or self._any_live():
+            is_new = is_first and seen.learns and self._is_on_cpu
+            if not (is_new and seen.is_group()) or self._any_live():
                 return
             seen.stop()
             with contextlib.suppress(MemoError, RuntimeError), torch.enable_grad():
@@ -233,6 +242,8 @@ class GroupedSteps:
         if seen is not None:
             seen.stop()
             self._before, self._waiting_bytes = seen, seen.waiting_gradient_bytes()
+            if len(seen.members) > 1:
+                self._num_unplannable = 0 if seen.is_group() else self._num_unplannable + 1
             if not seen.is_learned:
                 self._learn(seen)
         problem, stages = self.assembly.problem, stages_around(args)
@@ -251,8 +262,9 @@ class GroupedSteps:
             num_user_results(*problem.halves),
             dict(problem.tangents),
             is_first,
-            is_new,
+            is_new and self._num_unplannable < MAX_UNPLANNABLE,
         )
+        self._watch.dropped = () if seen is None else seen.dropped_now()
         self._watch.is_pipeline = stages.num_stages > 0
         self._watch.keep(stages.kept())
         expects = self.planned is None and self._num_alone <= MAX_ALONE
@@ -261,7 +273,7 @@ class GroupedSteps:
         self._watch.follows_parameters = is_first and has_fsdp_modules()
         self._members.clear()
         if self.planned is not None:
-            self._count_existing(self.planned)
+            self._count_existing(self.planned, args)
 
     @property
     def _is_on_cpu(self) -> bool:
@@ -281,7 +293,7 @@ class GroupedSteps:
     def _learn(self, seen: StepWatch) -> None:
         planned = self.planned
         if planned is None or planned.members.is_assumed:
-            if seen.is_group():
+            if seen.is_group() and seen.learns:
                 self._plan(seen)
             return
         now = self._other_than_planned(seen, planned)
@@ -302,6 +314,9 @@ class GroupedSteps:
         if not seen.is_group():
             return None
         if not seen.is_pipeline:
+            num_dropped = len(seen.dropped) if seen.is_run_again else 0
+            if num_dropped > planned.members.num_dropped > 0:
+                return seen.num_members, num_dropped
             return seen.num_members if seen.num_members > planned.num_members else None
         order = tuple((member, is_backward) for is_backward, member in seen.calls)
         return order if order != planned.bound.order else None
@@ -311,10 +326,22 @@ class GroupedSteps:
         references = [reference() for reference in seen.parameters()]
         found = [own for own in references if own is not None]
         lowered, config = self.assembly.lowered, self.assembly.config
-        fixed = fixed_of(lowered, config, found, seen.num_members, seen.gathered_bytes)
+        num_dropped = len(seen.dropped) if seen.is_run_again else 0
+        if not num_dropped:
+            fixed = fixed_of(lowered, config, found, seen.num_members, seen.gathered_bytes)
+        else:  # the gradients of all other parts may exist
+            mine = sum(allocated_bytes(own) for own in apart(found) if own.requires_grad)
+            dropped = (reference() for own in seen.dropped for reference in own.parameters)
+            found = [*found, *(own for own in dropped if own is not None)]
+            fixed = fixed_of(lowered, config, found, num_dropped, seen.gathered_bytes)
+            fixed = replace(fixed, new_gradients=mine)
         group = seen.group(fixed)
-        is_assumed = not seen.samples and self._is_on_cpu
-        members = GroupMembers.of(seen.keys, found, group, is_assumed=is_assumed)
+        is_assumed = not (seen.samples or num_dropped) and self._is_on_cpu
+        members = GroupMembers.of(
+            seen.keys, found, group, is_assumed=is_assumed, num_dropped=num_dropped
+        )
+        if num_dropped:
+            existing = seen.existing_gradient_bytes()
         self._plan_group(group, members, existing)
 
     def _plan_group(self, group: Group, members: GroupMembers, existing: int | None = None) -> None:
@@ -482,15 +509,20 @@ class GroupedSteps:
         """Gradients that exist: as ``.grad``, or kept by FSDP2 until it reduces them."""
         return max(members.existing_gradient_bytes(), self._waiting_bytes)
 
-    def _count_existing(self, planned: PlannedGroup) -> None:
+    def _count_existing(self, planned: PlannedGroup, args: Sequence[Any]) -> None:
         """Plan again where gradients of steps before exist that the plan does not count.
 
-        And where the seconds of collectives are other ones than it was made with.
+        And where the seconds of collectives are other ones than it was made with. Of parts that a
+        checkpoint runs again only their own gradients count: the plan has those of all others.
         """
         members, collectives = planned.members, self.assembly.known.collectives
         is_other = collectives.are_measured and collectives.take()
-        if is_other or self._existing_bytes(members) > members.existing_bytes:
-            self._plan_group(members.group, members)
+        if members.num_dropped:
+            existing = planned.num_members * gradient_bytes(args)
+        else:
+            existing = self._existing_bytes(members)
+        if is_other or existing > members.existing_bytes:
+            self._plan_group(members.group, members, existing)
 
     def _count(self, counted: StepCounters) -> None:
         planned = self.planned

@@ -31,7 +31,12 @@ from memo_compile.driver.bind import bind_group
 from memo_compile.driver.declared import Stages, stages_around
 from memo_compile.driver.early_gradients import own_leaves
 from memo_compile.driver.group_members import GroupMembers
-from memo_compile.driver.groups import PERSISTS, PIPELINE_FIRST_STEP, GroupedSteps
+from memo_compile.driver.groups import (
+    MAX_UNPLANNABLE,
+    PERSISTS,
+    PIPELINE_FIRST_STEP,
+    GroupedSteps,
+)
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.piece_knowledge import PieceKnowledge
 from memo_compile.driver.pieces_watch import PiecesWatch
@@ -319,6 +324,8 @@ class _Pieces:
     """Steps that were watched, by their forwards, until a graph of theirs begins the next one."""
     num_looks: int = 0
     """Steps in which memory was looked at since a graph was compiled."""
+    num_unplannable: int = 0
+    """As of ``GroupedSteps``, of steps of several graphs."""
     numbers: dict[int, int] = field(default_factory=dict)
     """Number of a lease -> which forward of the step that is watched."""
     refused: JointSteps | None = None
@@ -332,7 +339,7 @@ class _Pieces:
                 if known.assembly.step.heap is not None:
                     known.assembly.step.heap.pause()
             self.graphs.add(piece)
-            self.num_looks = 0
+            self.num_looks = self.num_unplannable = 0
             if self.watch is not None:
                 self.watch.stop()
                 self.watch.samples, self.watch.learns = False, True
@@ -447,6 +454,8 @@ class _Pieces:
             seen.stop()
             for known in seen.pieces:
                 known.is_known = True
+            if len(seen.pieces) > 1:
+                self.num_unplannable = 0 if seen.is_step() else self.num_unplannable + 1
             if not seen.is_learned:
                 self.seen[tuple(seen.pieces)] = seen
         for pieces in [pieces for pieces in self.seen if piece in pieces]:
@@ -464,6 +473,7 @@ class _Pieces:
         self.num_looks += looks
         alone = seen is not None and set(seen.pieces) == {piece} and piece.own.runs_as_group
         learns = is_new and not is_one and not alone  # then nothing is planned here
+        learns = learns and self.num_unplannable < MAX_UNPLANNABLE
         self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, learns)
         self.watch.is_pipeline, self.watch.is_part = stages.num_stages > 0, stages.num_stages > 1
         self.watch.keep(stages.kept())

@@ -7,6 +7,7 @@ the halves, while the user's own code runs.
 
 import collections
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -78,6 +79,15 @@ class SeenGraph(NamedTuple):
     tangent_bytes: Mapping[str, int]
 
 
+class DroppedForward(NamedTuple):
+    """A forward that autograd let go of without a backward: a checkpoint runs it again."""
+
+    keys: tuple[int | None, ...]
+    parameters: tuple[weakref.ref[Any], ...]
+    inputs: Mapping[int, int]
+    """As of the watch: the checkpoint keeps them."""
+
+
 @dataclass(slots=True, eq=False)
 class StepWatch:
     """What was seen of a graph since no step of it was live."""
@@ -123,6 +133,8 @@ class StepWatch:
     kept: frozenset[int] = frozenset()
     """Storages of the user that stay from step to step: inputs, also where gradients come in."""
     tangents: list[_Tangent] = field(default_factory=list)
+    dropped: tuple[DroppedForward, ...] = ()
+    """Forwards before this step that were dropped, and have not been run again before."""
     _given: frozenset[int] = frozenset()
     """Storages that the half that runs was given."""
 
@@ -228,7 +240,7 @@ class StepWatch:
     def _look_at_parameters(self, index: int, *, is_backward: bool) -> None:
         if is_backward:
             self._look_for_gradients(index)
-        elif len(self.members) == 2:
+        elif len(self.members) == 2 and not self.dropped:
             self._look_around()
         if self.follows_parameters:
             self.most_gathered = max(self.most_gathered, self._parameters_there())
@@ -306,6 +318,22 @@ class StepWatch:
         """Of all members; what two of them share is there twice."""
         return tuple(own for member in self.members for own in member.parameters)
 
+    @property
+    def is_run_again(self) -> bool:
+        """True where a checkpoint runs forwards again, which were dropped among several."""
+        keys = {key for own in self.dropped for key in own.keys}
+        return len(self.dropped) > 1 and keys.issuperset(self.keys)
+
+    def dropped_now(self) -> tuple[DroppedForward, ...]:
+        """Forwards that were dropped and are still to be run again, when this step has ended."""
+        mine = {*self.keys}
+        waiting = tuple(own for own in self.dropped if mine.isdisjoint(own.keys))
+        if None in mine or any(is_backward for is_backward, _ in self.calls):
+            return waiting
+        if len(waiting) < len(self.dropped):  # the same forward again, without a backward between
+            waiting = ()
+        return (*waiting, DroppedForward(self.keys, self.parameters(), self.inputs))
+
     def has_run(self) -> bool:
         """True where every forward had its backward, and no half ran twice."""
         count = len(self.members)
@@ -315,7 +343,9 @@ class StepWatch:
     def is_group(self) -> bool:
         """True for forwards of several modules, and their backwards in the opposite order.
 
-        In a pipeline for several forwards of one module, each with its backward, in any order.
+        One module is enough where a checkpoint has dropped forwards of several and runs them again
+        bit by bit: each bit is a group, which the others are like. In a pipeline for several
+        forwards of one module, each with its backward, in any order.
         """
         count = self.num_members
         if self.is_pipeline:
@@ -324,7 +354,8 @@ class StepWatch:
             return whole and alike and not (self.is_mixed or self.is_part)
         order = [(False, at) for at in range(count)] + [(True, at) for at in range(count)][::-1]
         apart = len({*self.keys}) == len(self.members) and None not in self.keys
-        return count > 1 and self.calls == order and apart and not self.is_mixed
+        is_one_of_several = count > 1 or self.is_run_again
+        return is_one_of_several and self.calls == order and apart and not self.is_mixed
 
     def group(self, fixed: FixedBytes) -> Group:
         """What was seen, for a plan; ``fixed`` is of all members, without their inputs.
@@ -349,7 +380,8 @@ class StepWatch:
         }
         made = self._gradients_made()
         new_gradients = fixed.new_gradients + sum(made.values())
-        inputs = sum(self.inputs.values())
+        kept = itertools.chain(*(own.inputs.items() for own in self.dropped), self.inputs.items())
+        inputs = sum(dict(kept).values())
         return Group(
             num_members=count,
             fixed=replace(fixed, inputs=inputs, new_gradients=new_gradients),

@@ -56,8 +56,8 @@ class Group:
     """Each member's forward, and behind it its backward; empty: ``F0 F1 .. Fn-1 Bn-1 .. B0``."""
 
     def __post_init__(self) -> None:
-        if self.num_members < 2:
-            raise InputError(f"a group has at least 2 members, got {self.num_members}")
+        if self.num_members < 1:
+            raise InputError(f"a group has at least 1 member, got {self.num_members}")
         if self.order and not _runs_each_once(self.order, self.num_members):
             raise InputError(
                 f"order: expected the forward of each of {self.num_members} members and behind it "

@@ -56,7 +56,7 @@ class RunHalf:
     checked_until: tuple[int, ...] = ()
     """BACKWARD: ``read_until`` of the forward's ``checked``."""
     owners: tuple[int, ...] = ()
-    """Per instruction the member of the group that it belongs to; empty for a step by itself."""
+    """Per instruction the member of the group that it belongs to; 0 in a step by itself."""
     handle: int
     """FORWARD: the register to return the handle in; BACKWARD: the register it arrives in."""
 

@@ -42,6 +42,8 @@ class Block(nn.Module):
 class Blocks:
     """Blocks that are compiled one by one, and the same in eager."""
 
+    keeps_gradients = False
+
     def __init__(self, count: int = 4, **options: Any) -> None:
         torch._dynamo.reset()
         state.reset()
@@ -52,17 +54,23 @@ class Blocks:
         for block in self.compiled:
             block.compile(backend="memo", options=given | options)
 
-    def step(self, run: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor], rows: int) -> None:
-        """One step of both, in which ``run`` calls the blocks."""
+    def step(
+        self,
+        run: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor],
+        rows: int,
+        of: int | None = None,
+    ) -> None:
+        """One step of both, in which ``run`` calls the blocks, or the first ``of`` them."""
         x = torch.randn(rows, WIDTH)
         for blocks in (self.eager, self.compiled):
-            blocks.zero_grad()
+            if not self.keeps_gradients:
+                blocks.zero_grad()
             run(blocks, x.clone().requires_grad_()).square().mean().backward()
-        self.compare()
+        self.compare(of)
 
-    def compare(self) -> None:
-        pairs = zip(self.compiled.parameters(), self.eager.parameters(), strict=True)
-        for mine, theirs in pairs:
+    def compare(self, of: int | None = None) -> None:
+        both = (self.compiled[:of].parameters(), self.eager[:of].parameters())
+        for mine, theirs in zip(*both, strict=True):
             assert mine.grad is not None
             assert theirs.grad is not None
             most = theirs.grad.abs().max().item()
@@ -86,12 +94,13 @@ def checkpointed(
     blocks: nn.ModuleList, x: torch.Tensor, inner: int = 1, **options: Any
 ) -> torch.Tensor:
     """``inner`` blocks in each checkpoint."""
+    before = leases.num_live()
     for first in range(0, len(blocks), inner):
         part = blocks[first : first + inner]
         run = functools.partial(one_after_the_other, part)
         options.setdefault("use_reentrant", False)
         x = torch_checkpoint.checkpoint(run, x, **options)
-        assert not leases.any_live()  # what was dropped is free
+        assert leases.num_live() == before  # what was dropped is free
     return x
 
 

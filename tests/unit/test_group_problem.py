@@ -332,6 +332,6 @@ def test_the_report_has_a_lane_for_each_instance(ready: Ready) -> None:
     assert "Instances of the group" not in render_html(*layered())
 
 
-def test_one_step_is_no_group() -> None:
-    with pytest.raises(InputError, match="at least 2 members, got 1"):
-        Group(num_members=1, fixed=FixedBytes())
+def test_no_step_is_no_group() -> None:
+    with pytest.raises(InputError, match="at least 1 member, got 0"):
+        Group(num_members=0, fixed=FixedBytes())

@@ -1,0 +1,149 @@
+"""Blocks in checkpoints of the user's: dropped, run again bit by bit, planned as groups."""
+
+import functools
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from memo_runtime.arena import arena_of
+from memo_runtime.leases import leases
+from torch import nn
+
+import memo_compile
+from memo_compile.driver import around, groups, step_watch
+from memo_compile.driver.groups import MAX_UNPLANNABLE
+from memo_compile.errors import Infeasible
+from tests.numerics.test_saved_tensor_hooks import WIDTH, Blocks, checkpointed
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"  # Dynamo hides it by a filter
+)
+
+COUNT, ROWS = 4, 24
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert not any(slab.leased for slab in arena_of(torch.device("cpu"))._slabs)
+    assert not leases.any_live()
+
+
+def group() -> Any:
+    (found,) = memo_compile.report().groups
+    return found
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+def test_planned_from_the_second_step_on(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = Blocks(count=COUNT)
+    run = functools.partial(checkpointed, inner=inner)
+    blocks.step(run, rows=ROWS)
+    first = memo_compile.report().unplanned_steps
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("the group is planned, and nobody looks around any more")
+
+    for module in (groups.GroupedSteps, step_watch.StepWatch):
+        for name in ("_plan_group", "_look_around"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, never)
+    monkeypatch.setattr(around, "_modules", never)
+    for _ in range(3):
+        blocks.step(run, rows=ROWS)
+    report = memo_compile.report()
+    assert report.active
+    assert report.unplanned_steps == first
+    assert group().num_instances == inner
+
+
+def bytes_of(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+def test_a_budget_counts_the_whole_model_and_what_checkpoints_keep(inner: int) -> None:
+    free = Blocks(count=COUNT)
+    run = functools.partial(checkpointed, inner=inner)
+    free.step(run, rows=ROWS)
+    free.step(run, rows=ROWS)
+    peak = group().peak_bytes
+    kept = COUNT // inner * ROWS * WIDTH * 4
+    assert peak >= 2 * bytes_of(free.compiled) + kept  # parameters and gradients
+    tight = Blocks(count=COUNT, memory_budget=peak - 2000, debug=("poison", "copies-late"))
+    for _ in range(4):
+        tight.step(run, rows=ROWS)
+    assert memo_compile.report().active
+    assert group().peak_bytes <= peak - 2000
+    never = Blocks(count=COUNT, memory_budget=peak - 2 * bytes_of(free.compiled))
+    with pytest.raises(Infeasible, match="budget"):
+        _steps(never, run)
+
+
+def _steps(blocks: Blocks, run: Any) -> None:
+    for _ in range(3):
+        blocks.step(run, rows=ROWS)
+
+
+def test_gradients_that_are_kept_are_planned_for() -> None:
+    blocks = Blocks(count=COUNT)
+    run = functools.partial(checkpointed, inner=1)
+    for _ in range(2):
+        blocks.step(run, rows=ROWS)
+    before = group().peak_bytes
+    blocks.keeps_gradients = True
+    for _ in range(3):
+        blocks.step(run, rows=ROWS)
+    assert group().peak_bytes == before + bytes_of(blocks.compiled[0])
+    assert memo_compile.report().active
+
+
+def test_more_blocks_than_planned_and_blocks_without_a_checkpoint() -> None:
+    blocks = Blocks(count=COUNT)
+    few = functools.partial(checkpointed, inner=1)
+    for _ in range(2):
+        blocks.step(lambda own, x: few(own[:3], x), rows=ROWS, of=3)
+    for run in (few, _plainly, few, _half_of_them):
+        for _ in range(3):
+            blocks.step(run, rows=ROWS)
+
+
+def _plainly(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def _half_of_them(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    return checkpointed(blocks[: COUNT // 2], _plainly(blocks[COUNT // 2 :], x))
+
+
+def test_an_order_that_is_not_planned_is_looked_at_in_two_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Backwards in the order of their forwards: nobody searches the process for models for ever."""
+    looks = []
+    search = around._modules
+    monkeypatch.setattr(around, "_modules", lambda: looks.append(1) or search())
+    blocks = Blocks(count=2).compiled
+    for _ in range(MAX_UNPLANNABLE + 3):
+        x = [torch.randn(ROWS, WIDTH, requires_grad=True) for _ in blocks]
+        outs = [block(own).square().mean() for block, own in zip(blocks, x, strict=True)]
+        for out in outs:
+            out.backward()
+    assert len(looks) <= MAX_UNPLANNABLE
+    for _ in range(3):  # an order that has a plan gets it all the same
+        _plainly(blocks, torch.randn(ROWS, WIDTH, requires_grad=True)).square().mean().backward()
+    assert group().num_instances == 2
+
+
+def test_the_pages_of_a_dropped_forward_go_back() -> None:
+    blocks = Blocks(count=2, debug=())
+    run = functools.partial(checkpointed, inner=1)
+    for _ in range(2):
+        blocks.step(run, rows=ROWS)
+    run(blocks.compiled, torch.randn(ROWS, WIDTH))
+    assert not any(slab.resident_bytes for slab in arena_of(torch.device("cpu"))._slabs)
