@@ -53,7 +53,7 @@ from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 
 def device_codegens() -> dict[str, Any]:
@@ -401,6 +401,18 @@ def convolution_backend(
     with real_tensors(), _disable_current_modes():
         real = (torch.empty((), dtype=like.dtype).expand(like.shape) for like in (source, weight))
         return str(torch._C._select_conv_backend(*real, None, *rest)).rpartition(".")[2]
+
+
+def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that ``value`` is made of, where it is a subclass that says so; else none.
+
+    A DTensor of torch 2.13 names its mesh as well.
+    """
+    if not is_traceable_wrapper_subclass(value):
+        return []
+    names, _ = value.__tensor_flatten__()
+    parts = (getattr(value, name) for name in names)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def storages_of(values: Sequence[Any]) -> list[tuple[Any, int]]:

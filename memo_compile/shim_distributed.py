@@ -1,7 +1,8 @@
 """What memo needs of ``torch.distributed`` that has no public name. Read in 2.11.0 and 2.13.0."""
 
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +48,55 @@ def is_gone(rank: int) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+class ShardedParameter(NamedTuple):
+    """What ``fully_shard()`` holds of a parameter."""
+
+    shard: torch.nn.Parameter
+    gathered: torch.nn.Parameter | None
+    """What the module has while it is gathered; None: it was not gathered yet."""
+    gathered_bytes: int
+    """Of this rank; less than the parameter's where other ranks have parts of it all the time."""
+
+
+def sharded_parameters(module: torch.nn.Module) -> Iterator[ShardedParameter]:
+    """Those that are gathered for ``module``, which ``fully_shard()`` was called with."""
+    own: Any = module
+    state = own._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    for parameter in (each for group in groups for each in group.fsdp_params):
+        dtype = getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
+        yield ShardedParameter(
+            shard=parameter.sharded_param,
+            gathered=getattr(parameter, "_unsharded_param", None),
+            gathered_bytes=parameter._orig_size.numel() * dtype.itemsize,
+        )
+
+
+def is_in_flight(value: Any) -> bool:
+    """True for a tensor that a collective may still write: it waits when it is first used."""
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    return collectives is not None and isinstance(value, collectives.AsyncCollectiveTensor)
+
+
+def arrived(value: torch.Tensor) -> torch.Tensor:
+    """The tensor behind one that is in flight, once it is there; differentiable."""
+    found: torch.Tensor = _Arrived.apply(value)
+    return found
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, value: Any) -> torch.Tensor:
+        found: torch.Tensor = value.wait()
+        return found
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def tell(key: str, text: str) -> None:

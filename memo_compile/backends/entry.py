@@ -37,6 +37,7 @@ from memo_compile.driver.around import has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REPORT, is_bug, refused
+from memo_compile.driver.owners import telling
 from memo_compile.driver.pipeline import assemble
 from memo_compile.driver.probe import TilingProbes
 from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
@@ -256,7 +257,7 @@ def plan_graph(
     )
     agree(step, config.ranks_timeout_s, strict=config.strict)
     state.add_plan(planned.assembly.reported)
-    return Retiled(gm, plan, planned) if retiles else planned.run
+    return telling(Retiled(gm, plan, planned) if retiles else planned.run, example_inputs)
 
 
 def _planned(

@@ -1,8 +1,13 @@
-"""Real inputs that are shown negated (``z.conj().imag``): code that reads memory would miss it.
+"""Inputs that are not what they are shown as: negated ones, and those that other ranks still send.
 
-Torch only notes the sign (``Tensor.is_neg``); Inductor's kernels read the memory as it lies (seen
-in torch 2.13). So the graph gets copies of such inputs, as they are shown. Where a copy is not
-enough, because somebody else sees the input's memory too, the graph runs operator by operator.
+Of a real tensor that is shown negated (``z.conj().imag``) torch only notes the sign
+(``Tensor.is_neg``); Inductor's kernels read the memory as it lies (seen in torch 2.13). So the
+graph gets copies of such inputs, as they are shown. Where a copy is not enough, because somebody
+else sees the input's memory too, the graph runs operator by operator.
+
+A collective's result (AsyncCollectiveTensor) is waited for when it is first used. AOTAutograd loses
+the gradient of one that ``fully_shard()``'s hooks have handed on (seen in torch 2.13, with every
+backend: it is zero). So the graph gets the tensor behind it, once that has arrived.
 """
 
 import functools
@@ -12,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim
+from memo_compile import shim, shim_distributed
 from memo_compile.errors import UnsupportedGraph
 
 Run = Callable[..., Any]
@@ -27,8 +32,18 @@ BY_PLACE = {
 
 
 def shown(values: Sequence[Any]) -> list[Any]:
-    """``values`` with copies of those tensors that are shown negated; differentiable."""
-    return [value.resolve_neg() if _is_negated(value) else value for value in values]
+    """``values`` as they are shown: with copies of negated tensors; differentiable."""
+    return [_shown(value) for value in values]
+
+
+def _shown(value: Any) -> Any:
+    if shim_distributed.is_in_flight(value):
+        value = shim_distributed.arrived(value)
+    return value.resolve_neg() if _is_negated(value) else value
+
+
+def _is_other(value: Any) -> bool:
+    return _is_negated(value) or shim_distributed.is_in_flight(value)
 
 
 def resolving(
@@ -42,18 +57,21 @@ def resolving(
     Dynamo compiles anew where an input comes with another sign. What the graph writes into a copy
     goes to the input as well. ``step_aside`` gives what runs where copies are not enough.
     """
-    if not any(map(_is_negated, example_inputs)):
+    if not any(map(_is_other, example_inputs)):
         return compile_graph(example_inputs)
     # Dynamo's own fake tensors, whose sizes are known to be numbers.
     fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    if reason := _needs_its_memory(gm, fakes):
+    has_negated = any(map(_is_negated, example_inputs))
+    if has_negated and (reason := _needs_its_memory(gm, fakes)):
         return step_aside(UnsupportedGraph(f"an input that is shown negated {reason}"))
     compiled = compile_graph(
         [
-            fake.resolve_neg() if _is_negated(value) else value
+            _shown(fake) if _is_other(value) else value
             for fake, value in zip(fakes, example_inputs, strict=True)
         ]
     )
+    if not has_negated:
+        return lambda *inputs: compiled(*shown(inputs))
     aside = functools.cache(lambda: step_aside(UnsupportedGraph(SHARED)))  # said once
     written = shim.written_now(sum(isinstance(value, torch.Tensor) for value in fakes))
 

@@ -12,6 +12,7 @@ from torch import nn
 from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import OPTIMIZER_TENSORS, allocated_bytes
+from memo_compile.shim_distributed import ShardedParameter, sharded_parameters
 from memo_compile.step.problem import FixedBytes
 
 
@@ -62,8 +63,7 @@ class ShardedBytes:
 def sharded_around(parameters: Sequence[nn.Parameter]) -> ShardedBytes | None:
     """The sharded model that gathers ``parameters``; None: they are of no such model.
 
-    Only some of them need to be gathered now. A parameter that is gathered does not tell the size
-    of its shard; it is taken to be divided like the others.
+    Only some of them need to be gathered now.
     """
     if not has_fsdp_modules():
         return None
@@ -72,27 +72,25 @@ def sharded_around(parameters: Sequence[nn.Parameter]) -> ShardedBytes | None:
     if not found:
         return None
     model, all_of_them = max(found, key=lambda each: len(each[1]))
-    managed = {
-        id(each) for part in model.modules() if _is_sharded(part) for each in part.parameters()
-    }
-    if not managed:
+    parts = [part for part in model.modules() if _is_sharded(part)]
+    sharded: dict[int, ShardedParameter] = {}
+    """A parameter that ``fully_shard()`` manages, its shard or as it is gathered."""
+    for each in itertools.chain.from_iterable(map(sharded_parameters, parts)):
+        sharded |= {id(form): each for form in (each.shard, each.gathered) if form is not None}
+    if sharded.keys().isdisjoint(map(id, all_of_them)):
         return None
-    shards = {id(each): _shard_bytes(each) for each in all_of_them}
-    known = [each for each in all_of_them if shards[id(each)] is not None]
-    whole = sum(map(_whole_bytes, known))
-    divided = sum(shards[id(each)] or 0 for each in known) / whole if whole else 1.0
 
     def held(parameter: nn.Parameter) -> int:
-        size = shards[id(parameter)]
-        if size is not None:
-            return size
-        return int(_whole_bytes(parameter) * (divided if id(parameter) in managed else 1)) + 1
+        known = sharded.get(id(parameter))
+        return allocated_bytes(parameter if known is None else known.shard)
 
-    gathered = sum(_whole_bytes(each) for each in all_of_them if id(each) in managed)
+    def gathered(some: Sequence[nn.Parameter]) -> int:
+        return sum(sharded[id(each)].gathered_bytes for each in some if id(each) in sharded)
+
     return ShardedBytes(
         own=sum(map(held, all_of_them)),
         trained=sum(held(each) for each in all_of_them if each.requires_grad),
-        gathered=max(0, gathered - sum(map(_whole_bytes, parameters))),
+        gathered=max(0, gathered(all_of_them) - gathered(parameters)),
     )
 
 
@@ -112,7 +110,7 @@ def fixed_beside(
     held_bytes = sum(map(allocated_bytes, parameters))
     trained_bytes = sum(map(allocated_bytes, trained))
     if sharded is not None:
-        most = sum(map(_whole_bytes, apart(found)))
+        most = sum(map(allocated_bytes, apart(found)))
         held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
         trained_bytes = sharded.trained
     optimizer = OPTIMIZER_TENSORS * trained_bytes
@@ -165,20 +163,6 @@ def _with_subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
     yield cls
     for derived in cls.__subclasses__():
         yield from _with_subclasses(derived)
-
-
-def _whole_bytes(parameter: nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()
-
-
-def _shard_bytes(parameter: nn.Parameter) -> int | None:
-    """Bytes of this rank's part of a parameter; None: it is whole."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(parameter, DTensor):
-        return None
-    with torch.no_grad():
-        return int(parameter.to_local().nbytes)
 
 
 def apart(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

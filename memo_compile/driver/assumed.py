@@ -7,7 +7,12 @@ from typing import Any
 import torch
 
 from memo_compile.config import MemoConfig
-from memo_compile.driver.around import compiled_alike, fixed_beside, has_fsdp_modules
+from memo_compile.driver.around import (
+    compiled_alike,
+    fixed_beside,
+    has_fsdp_modules,
+    parameters_around,
+)
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlanRequest
@@ -71,13 +76,22 @@ def of_block(
     What FSDP2 gathers at once shows in a step: with it the floor is that of the one block.
     """
     args = lowered.cut.facts.inputs()
-    given = [value for value in args if isinstance(value, torch.nn.Parameter)]
-    alike = [] if has_fsdp_modules() else compiled_alike(given)
+    alike = [] if has_fsdp_modules() else compiled_alike(_parameters(args))
     if error.floor_bytes is None or len(alike) < 2:
         return error
     group = assumed_of(lowered, config, alike, args)
     alone = without_frames(error)
     return BlockInfeasible(alone, lambda: _of_all(alone, group, lowered, config, known))
+
+
+def is_part_of_sharded(lowered: LoweredStep) -> bool:
+    """True for a part of a model that ``fully_shard()`` shards: only a step shows what it needs."""
+    given = _parameters(lowered.cut.facts.inputs())
+    return bool(given) and has_fsdp_modules() and bool(parameters_around(given))
+
+
+def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
+    return [value for value in args if isinstance(value, torch.nn.Parameter)]
 
 
 def _of_all(

@@ -117,18 +117,19 @@ class Between:
         """True between two halves."""
         return self._after is not None
 
-    def end(self, half: int, freed_bytes: int, num_frames: int) -> None:
+    def end(self, half: int, freed_bytes: int, num_frames: int, gathered_bytes: int = 0) -> None:
         """``half`` begins. Of what halves had made ``freed_bytes`` are gone since ``begin``.
 
-        Where a live step's frame went as well nobody knows how much of it was in memory: then no
-        less is there than before.
+        ``gathered_bytes`` more of parameters are there, which the plan counts all the time. Where a
+        live step's frame went as well nobody knows how much of it was in memory: then no less is
+        there than before.
         """
         after, self._after = self._after, None
         if after is None:
             return
-        most = self.sampler.end()
+        most = self.sampler.end() - max(0, gathered_bytes)
         trim_heap()
-        left = self.sampler.read() - after + freed_bytes
+        left = self.sampler.read() - after + freed_bytes - gathered_bytes
         if num_frames != self._num_frames:
             left = max(0, left)
         self.found[half] = TakenBetween(max(0, most - after), left - self._freed_bytes)

@@ -25,7 +25,7 @@ from memo_compile.driver.around import apart, has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.assumed import assumed_of, fixed_of
 from memo_compile.driver.bind import bind_group
-from memo_compile.driver.declared import declared_around, stages_around
+from memo_compile.driver.declared import Stages, declared_around, stages_around
 from memo_compile.driver.early_gradients import own_leaves
 from memo_compile.driver.facts import allocated_bytes, gradient_bytes
 from memo_compile.driver.group_members import GroupMembers
@@ -248,15 +248,15 @@ class GroupedSteps:
                 self._learn(seen)
         problem, stages = self.assembly.problem, stages_around(args)
         self._num_alone = 0 if seen is None or seen.is_group() else self._num_alone + 1
-        if stages.num_stages == 1 and self.planned is None and self._num_alone > MAX_ALONE:
+        if self._runs_alone(seen, stages):
             self.assembly.keep_budget()  # nobody else does
         if self.planned is None and self.assembly.group and self.assembly.members:
             self._take(self.assembly.group, self.assembly.members)
         if self.planned is None and seen is None:
             self._plan_declared(args)
         is_new = self.planned is None or self.planned.members.is_assumed
-        may_be_first = is_new and self._num_alone <= MAX_ALONE
-        is_first = may_be_first and stages.num_stages < 2 and self._is_on_cpu
+        may_be_first = is_new and self._num_alone <= MAX_ALONE and stages.num_stages < 2
+        is_first = may_be_first and self._is_on_cpu
         self._watch = StepWatch(
             problem.halves[1],
             num_user_results(*problem.halves),
@@ -270,10 +270,18 @@ class GroupedSteps:
         expects = self.planned is None and self._num_alone <= MAX_ALONE
         self._watch.num_forwards = stages.num_forwards if expects else 0
         self._watch.is_part = stages.num_stages > 1 or self._is_part
-        self._watch.follows_parameters = is_first and has_fsdp_modules()
+        self._watch.follows_parameters = may_be_first and has_fsdp_modules()
         self._members.clear()
         if self.planned is not None:
             self._count_existing(self.planned, args)
+
+    def _runs_alone(self, seen: StepWatch | None, stages: Stages) -> bool:
+        """True for what was taken to be a part of a step, and is none as far as was seen."""
+        if self.planned is not None or self._is_part or stages.num_stages > 1:
+            return False
+        if stages.num_stages == 1:
+            return self._num_alone > MAX_ALONE
+        return seen is not None and not seen.is_group()
 
     @property
     def _is_on_cpu(self) -> bool:

@@ -13,6 +13,7 @@ Without a budget graphs run by their own plans, but for several stages of a rank
 """
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from memo_runtime.group_steps import GroupPlan, GroupStep
 from memo_runtime.leases import StepCounters, leases
 
 from memo_compile import shim
-from memo_compile.driver.around import fixed_beside
+from memo_compile.driver.around import fixed_beside, has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
 from memo_compile.driver.declared import Stages, stages_around
@@ -333,7 +334,13 @@ class _Pieces:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def add(self, piece: Piece) -> None:
-        """A graph was compiled. What that takes is not the step's."""
+        """A graph was compiled. What that takes is not the step's.
+
+        Nor is a forward that nobody can run backward any more: who catches a refusal tries again.
+        """
+        if self._any_live():
+            shim.free_stopped_backward()
+            gc.collect()
         with self.lock:
             for known in list(self.graphs):
                 if known.assembly.step.heap is not None:
@@ -476,6 +483,7 @@ class _Pieces:
         learns = learns and self.num_unplannable < MAX_UNPLANNABLE
         self.watch = PiecesWatch(problem.halves[1], 0, {}, looks, learns)
         self.watch.is_pipeline, self.watch.is_part = stages.num_stages > 0, stages.num_stages > 1
+        self.watch.follows_parameters = is_new and has_fsdp_modules()
         self.watch.keep(stages.kept())
         self.watch.num_forwards = stages.num_forwards if joint is None else 0
 
@@ -527,6 +535,7 @@ class _Pieces:
             state.warn_once(NO_ORDER)
             for piece in seen.pieces:
                 piece.is_apart = True
+                piece.assembly.keep_budget()
         elif seen.num_members >= seen.num_forwards:
             state.warn_once(NO_ORDER)
             for piece in seen.pieces:

@@ -24,7 +24,7 @@ from memo_compile.analysis.joint_units import backward_positions, forward_positi
 from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.assemble import Assembly
-from memo_compile.driver.assumed import of_block
+from memo_compile.driver.assumed import is_part_of_sharded, of_block
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.declared import stages_around
 from memo_compile.driver.donation import with_donations, wrongly_taken
@@ -78,17 +78,24 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     if request.group is not None:  # the group obeys the budget; by itself runs what is beyond it
         own = replace(config.at_any_speed(), memory_budget=None)
         known = known.gathering_again() or known
-    is_stage = stages_around(lowered.cut.facts.inputs()).num_stages > 0
-    first = _stage_at_first if is_stage else _planned_at_first
+    is_part = stages_around(lowered.cut.facts.inputs()).num_stages > 0
+    first = _part_at_first if is_part else _planned_at_first
     try:
         known, (planned, alone) = fastest(
             known, lambda some: first(some.lowered, own, alone, some, gradients)
         )
     except Infeasible as error:
-        raise of_block(error, lowered, own, known) if request == PlanRequest() else error from None
+        if request != PlanRequest():
+            raise error from None
+        if not is_part_of_sharded(lowered):
+            raise of_block(error, lowered, own, known) from None
+        is_part = True
+        known, (planned, alone) = fastest(
+            known, lambda some: _part_at_first(some.lowered, own, alone, some, gradients)
+        )
     lowered = known.lowered
     group = None if request.group is None else plan_step(lowered, config, request, known)
-    if group is None and not is_stage:
+    if group is None and not is_part:
         require_fast(planned.plan, config, known)
     assembly = Assembly(
         lowered=lowered,
@@ -153,17 +160,18 @@ def _leaving_at_first(known: StepKnowledge, gradients: GradientWatch) -> tuple[i
     return gradients.leaving(inputs, expected=known.config.gradients)
 
 
-def _stage_at_first(
+def _part_at_first(
     lowered: LoweredStep,
     config: MemoConfig,
     request: PlanRequest,
     known: StepKnowledge,
     gradients: GradientWatch,
 ) -> tuple[PlannedStep, PlanRequest]:
-    """As ``_planned_at_first``, for one microbatch of a pipeline's stage; refuses nothing.
+    """As ``_planned_at_first``, for a part of a step that is planned whole later; refuses nothing.
 
-    It runs by this plan while the first step is watched. The plan of all microbatches keeps the
-    budget, and a floor is named when that is made: no floor of one alone would hold.
+    That is one microbatch of a pipeline's stage, or a block of a sharded model. It runs by this
+    plan while the first step is watched. The plan of all parts keeps the budget, and a floor is
+    named when that is made: no floor of one alone would hold.
     """
     bounds: list[float | str | None] = [config.memory_budget]
     for bound in bounds:

@@ -21,6 +21,7 @@ from memo_compile import shim
 from memo_compile.driver.around import parameters_around
 from memo_compile.driver.between import Between
 from memo_compile.driver.declared import stages_around
+from memo_compile.driver.owners import owned
 from memo_compile.step.group import Group
 from memo_compile.step.problem import FixedBytes, Half
 
@@ -137,6 +138,8 @@ class StepWatch:
     """Forwards before this step that were dropped, and have not been run again before."""
     _given: frozenset[int] = frozenset()
     """Storages that the half that runs was given."""
+    _gathered: int = 0
+    """Bytes of members' parameters that were there when the user's code began."""
 
     def keep(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """``storages`` are there before the step and behind it. Called before the first half."""
@@ -146,7 +149,8 @@ class StepWatch:
     def begin(self, half: HalfCall, args: Sequence[Any]) -> None:
         """A half is about to run on ``args``."""
         is_backward, _ = half
-        self.end_interlude()
+        args = args if is_backward else owned(args)
+        self.end_interlude(() if is_backward else _parameters(args))
         if len(self.calls) >= MAX_CALLS:
             self.is_mixed, self.samples = True, False
             return
@@ -215,19 +219,24 @@ class StepWatch:
         if self.samples and not self.is_group():  # all halves of a group have run: it is over
             freed = (own.num_bytes for own in self.tangents if own.is_freed_in(index))
             self.between.begin(leases.num_live(), sum(freed))
+            self._gathered = self._parameters_there()
 
     def stop(self) -> None:
         """Nothing more is looked at."""
         self.between.stop()
 
-    def end_interlude(self) -> None:
-        """The user's code has ended: what is taken from now on is not its."""
+    def end_interlude(self, arriving: Sequence[torch.nn.Parameter] = ()) -> None:
+        """The user's code has ended: what is taken from now on is not its.
+
+        ``arriving`` are parameters of the member that begins. What FSDP2 has gathered is no user's.
+        """
         if not self.between.is_open:
             return
         index = len(self.calls)
         gone = (own for own in self.results if not (own.is_gone or own.is_given))
         freed_bytes = sum(own.num_bytes for own in gone if own.storage.expired())
-        self.between.end(index, freed_bytes, leases.num_live())
+        gathered = self._parameters_there(arriving) - self._gathered
+        self.between.end(index, freed_bytes, leases.num_live(), gathered)
         self._note_what_stays(index)
 
     def _note_what_stays(self, index: int) -> None:
@@ -242,8 +251,7 @@ class StepWatch:
             self._look_for_gradients(index)
         elif len(self.members) == 2 and not self.dropped:
             self._look_around()
-        if self.follows_parameters:
-            self.most_gathered = max(self.most_gathered, self._parameters_there())
+        self.most_gathered = max(self.most_gathered, self._parameters_there())
 
     def _look_around(self) -> None:
         """Remember which parameters of the model around the first two members have no gradient."""
@@ -302,12 +310,18 @@ class StepWatch:
             if result.half[0] and not result.storage.expired()
         )
 
-    def _parameters_there(self) -> int:
-        """FSDP2 keeps a parameter and frees its memory."""
-        alive = (reference() for reference in self.parameters())
-        storages = {
-            own.untyped_storage()._cdata: own.untyped_storage() for own in alive if own is not None
-        }
+    def _parameters_there(self, arriving: Sequence[torch.nn.Parameter] = ()) -> int:
+        """Bytes of members' parameters, and of ``arriving``, where FSDP2 gathers them; else none.
+
+        It keeps a parameter and frees its memory.
+        """
+        if not self.follows_parameters:
+            return 0
+        alive = (*(reference() for reference in self.parameters()), *arriving)
+        found = (
+            part for own in alive if own is not None for part in shim.inner_tensors(own) or [own]
+        )
+        storages = {part.untyped_storage()._cdata: part.untyped_storage() for part in found}
         return sum(storage.nbytes() for storage in storages.values())
 
     def graph_of(self, number: int) -> SeenGraph:

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -20,6 +21,18 @@ from memo_compile.reporting import state
 from tests.numerics.small import Block
 
 HIDDEN, ROWS, STEPS = 64, 256, 3
+
+TENSOR = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+SEQUENCE = {
+    "norm": SequenceParallel(sequence_dim=0),
+    "up": ColwiseParallel(input_layouts=Shard(0)),
+    "down": RowwiseParallel(output_layouts=Shard(0)),
+}
+AROUND = {
+    "entry": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+    "head": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+}
+"""Of a model whose blocks are ``SEQUENCE`` parallel."""
 
 
 class Blocks(nn.Module):
@@ -51,12 +64,15 @@ def trained(
     num_tensor: int = 1,
     num_steps: int = STEPS,
     mixed: bool = False,
+    sequence: bool = False,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Some steps of both, with an optimizer; the errors after each.
 
     Blocks are tensor parallel over ``num_tensor`` neighbouring ranks; the others shard them. With
-    ``mixed`` they compute in bfloat16, and eager does all that without memo.
+    ``sequence`` the rows between them are split among those ranks, so that the first block is given
+    what a collective brings. With ``mixed`` they compute in bfloat16, and eager does all that
+    without memo.
     """
     torch._dynamo.reset()
     state.reset()
@@ -69,10 +85,11 @@ def trained(
     chosen = {"lowering": "aten", "strict": True, "costs": "roofline", **(options or {})}
     for layer in ours.layers:
         if num_tensor > 1:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(layer, both["tensor"], plan)
+            parallelize_module(layer, both["tensor"], SEQUENCE if sequence else TENSOR)
         if by_block:
             layer.compile(backend="memo", options=chosen)
+    if sequence:
+        parallelize_module(ours, both["tensor"], AROUND)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     sharding = {"mesh": mesh, "reshard_after_forward": reshard}
     for model in (ours, eager) if mixed else (ours,):

@@ -67,6 +67,24 @@ def test_blocks_that_are_tensor_parallel_too(tmp_path, subtests):
     assert_right(tmp_path, subtests, settings, num_ranks=4)
 
 
+def test_blocks_that_are_sequence_parallel_too(tmp_path, subtests):
+    """All their parameters are of parts of tensors, and the first block's input is still to come.
+
+    Its graph is another one than that of the blocks behind it, which are a group.
+    """
+    sizes = {"num_layers": 3, "num_tensor": 2, "num_steps": 4, "sequence": True}
+    settings = [{**sizes, "options": {"policy": "full-offload"}}]
+    for rank in run_ranks("tests.distributed.sharded", tmp_path, {"settings": settings}):
+        (found,) = rank.found
+        assert found["active"]
+        assert found["unplanned"][-2] == found["unplanned"][-1] < sizes["num_layers"]
+        for errors in found["errors"]:
+            assert not {n: e for n, e in errors.items() if math.isnan(e) or e > TOLERANCE}
+        (group,) = found["groups"]
+        assert group["num_instances"] == 2
+        assert group["offloaded_bytes"] > 0
+
+
 def assert_right(folder, subtests, settings, num_ranks=2):
     for rank in run_ranks("tests.distributed.sharded", folder, {"settings": settings}, num_ranks):
         for setting, found in zip(settings, rank.found, strict=True):

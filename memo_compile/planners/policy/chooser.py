@@ -216,11 +216,15 @@ class Chooser:
     ) -> tuple[int, Problem] | None:
         """The smallest budget that can surely be kept, and the step that keeps it.
 
-        In another process too, where interludes are measured anew.
+        In another process too, where interludes are measured anew. But no more is named than the
+        plan needs that is taken without a budget.
         """
         found = self._floor_here(step, candidates)
-        again = MEASURED_BYTES if step.problem.interludes else 0
-        return None if found is None else (found[0] + again, found[1])
+        if found is None or not step.problem.interludes:
+            return found
+        floor_bytes, problem = found
+        enough_bytes = min(candidates, key=preference).live_bytes
+        return max(floor_bytes, min(floor_bytes + MEASURED_BYTES, enough_bytes)), problem
 
     def _floor_here(
         self, step: MovableStep, candidates: Sequence[Candidate]
