@@ -245,7 +245,7 @@ def plan_graph(
     retiles = has_tiles and config.memory_budget is not None
     key = rank_refusals.graph_key(gm, example_inputs)
     rank_refusals.begin(key)
-    planned = plan(gm, example_inputs, PlanRequest())
+    planned = plan(gm, example_inputs, PlanRequest(may_be_part=True))
     if planned.assembly is None:
         return planned.run
     lowered = planned.assembly.lowered

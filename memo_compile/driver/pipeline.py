@@ -74,7 +74,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     """The last two stages of ``assemble``; raises what that raises."""
     known = StepKnowledge(lowered=lowered, config=config)
     gradients = GradientWatch(known.trained())
-    alone, own = replace(request, group=None), config
+    alone, own = replace(request, group=None, may_be_part=False), config
     if request.group is not None:  # the group obeys the budget; by itself runs what is beyond it
         own = replace(config.at_any_speed(), memory_budget=None)
         known = known.gathering_again() or known
@@ -85,9 +85,9 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
             known, lambda some: first(some.lowered, own, alone, some, gradients)
         )
     except Infeasible as error:
-        if request != PlanRequest():
+        if alone != PlanRequest() or request.group is not None:
             raise error from None
-        if not is_part_of_sharded(lowered):
+        if not (request.may_be_part and is_part_of_sharded(lowered)):
             raise of_block(error, lowered, own, known) from None
         is_part = True
         known, (planned, alone) = fastest(

@@ -109,6 +109,8 @@ class PlanRequest:
     """Per member the share of its saved bytes that goes to the host; empty: the plan's affair."""
     granted_host_bytes: int | None = None
     """Bytes of host memory that a step may take, after more was refused; None: none was."""
+    may_be_part: bool = False
+    """The step has not run, and may turn out to be a part of one that is planned whole."""
 
     @property
     def num_members(self) -> int:
