@@ -82,7 +82,7 @@ def sharded_around(parameters: Sequence[nn.Parameter]) -> ShardedBytes | None:
 
     def held(parameter: nn.Parameter) -> int:
         known = sharded.get(id(parameter))
-        return allocated_bytes(parameter if known is None else known.shard)
+        return local_bytes(parameter if known is None else known.shard)
 
     def gathered(some: Sequence[nn.Parameter]) -> int:
         return sum(sharded[id(each)].gathered_bytes for each in some if id(each) in sharded)
@@ -103,14 +103,14 @@ def fixed_beside(
     group does not see when they are made. Of a sharded model ``gathered`` bytes of ``found`` were
     there at once; None: all of them may be. Inputs, buffers and libraries are not among them.
     """
-    own_bytes = sum(allocated_bytes(own) for own in apart(found) if own.requires_grad)
+    own_bytes = sum(local_bytes(own) for own in apart(found) if own.requires_grad)
     sharded = sharded_around(found)
     parameters = apart([*found, *parameters_around(found)])
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    held_bytes = sum(map(allocated_bytes, parameters))
-    trained_bytes = sum(map(allocated_bytes, trained))
+    held_bytes = sum(map(local_bytes, parameters))
+    trained_bytes = sum(map(local_bytes, trained))
     if sharded is not None:
-        most = sum(map(allocated_bytes, apart(found)))
+        most = sum(map(local_bytes, apart(found)))
         held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
         trained_bytes = sharded.trained
     optimizer = OPTIMIZER_TENSORS * trained_bytes
@@ -163,6 +163,11 @@ def _with_subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
     yield cls
     for derived in cls.__subclasses__():
         yield from _with_subclasses(derived)
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    """What a tensor takes of this rank's device: its part of a DTensor."""
+    return sum(map(allocated_bytes, shim.inner_tensors(tensor) or [tensor]))
 
 
 def apart(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

@@ -35,7 +35,6 @@ from memo_compile.driver.library_buffers import (
     products_of,
 )
 from memo_compile.driver.out_of_memory import OutOfMemory
-from memo_compile.driver.owners import owned
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.step_messages import NO_FLOOR, NO_SMALLER, no_room, not_gone, taken_beyond
@@ -453,7 +452,7 @@ class Assembly:
         At compile time there are none yet, and nobody knows whether the user will keep them. A step
         that no longer fits its budget is planned again; Infeasible is raised if no plan fits.
         """
-        existing, alone = gradient_bytes(owned(leaves)), self.step.live == 0
+        existing, alone = gradient_bytes(leaves), self.step.live == 0
         leaving = self.gradients.leaving(leaves) if is_early else ()
         if alone and not existing and set(leaving) - set(self.request.leaving):
             self._use_what_leaves(leaving)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.analysis.views import is_tensor
 from memo_compile.costs.host import host_memory
@@ -53,7 +52,7 @@ class GraphFacts:
         self.device = _main_device(tensors) if gpu is None else torch.device("cuda", 0)
         self._parameter_bytes = sum(map(self._allocated_bytes, parameters))
         self._trained_bytes = sum(map(self._allocated_bytes, trained))
-        self._num_trained = sum(map(num_elements, trained))
+        self._num_trained = sum(parameter.numel() for parameter in trained)
         self.static_names: frozenset[str] = frozenset()
         self.ties_inputs = False
         self._untraced_bytes = sum(map(self._allocated_bytes, untraced))
@@ -184,21 +183,9 @@ def flushed_bytes(device: torch.device) -> int:
 
 
 def allocated_bytes(tensor: torch.Tensor) -> int:
-    """What a tensor takes of its device. CUDA's allocator rounds up, as the arena does.
-
-    A tensor that is made of others takes what they take: this rank's part of a DTensor, packed
-    numbers and their scales.
-    """
-    if inner := shim.inner_tensors(tensor):
-        return sum(map(allocated_bytes, inner))
+    """What a tensor takes of its device. CUDA's allocator rounds up, as the arena does."""
     size_bytes = tensor.numel() * tensor.element_size()
     return align(size_bytes) if tensor.device.type == "cuda" else size_bytes
-
-
-def num_elements(tensor: torch.Tensor) -> int:
-    """Numbers in a tensor, of a DTensor those of this rank."""
-    inner = shim.inner_tensors(tensor)
-    return sum(map(num_elements, inner)) if inner else tensor.numel()
 
 
 def _main_device(tensors: Sequence[torch.Tensor]) -> torch.device:

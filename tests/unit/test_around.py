@@ -13,8 +13,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memo_compile.driver.around import ShardedBytes, parameters_around, sharded_around
-from memo_compile.driver.facts import allocated_bytes, num_elements
+from memo_compile.driver.around import (
+    ShardedBytes,
+    local_bytes,
+    parameters_around,
+    sharded_around,
+)
 from memo_compile.driver.owners import owned, telling
 
 
@@ -75,9 +79,8 @@ def test_a_gathered_parameter_counts_as_a_shard_and_as_gathered(ranks, is_gather
 def test_a_tensor_that_is_made_of_others_takes_what_they_take(ranks):
     mesh = init_device_mesh("cpu", (4,))
     whole = distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0)])
-    assert allocated_bytes(whole) == 2 * 6 * 4
-    assert num_elements(whole) == 2 * 6
-    assert allocated_bytes(torch.zeros(8, 6)) == 8 * 6 * 4
+    assert local_bytes(whole) == 2 * 6 * 4
+    assert local_bytes(torch.zeros(8, 6)) == 8 * 6 * 4
 
 
 def test_what_is_inside_a_parameter_is_known_while_it_is_called_with(ranks):
