@@ -10,9 +10,9 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from memo_compile.analysis.purity import is_collective, is_known, is_random, is_write
+from memo_compile.analysis.purity import is_collective, is_known, is_random, is_write, runs_once
 from memo_compile.analysis.structure import is_matmul, op_name
-from memo_compile.analysis.views import is_item, results_of
+from memo_compile.analysis.views import bytes_of, is_item, results_of
 
 _DEAR = frozenset("convolution cholesky cholesky_solve triangular_solve inverse svd qr".split())
 """Operators that cost more than to read their inputs, besides matrix products and linalg."""
@@ -31,23 +31,39 @@ def frozen_inputs(
     return {inputs[at] for at in static_inputs if at < len(gradients) and gradients[at] is None}
 
 
-def made_of_frozen(graph: fx.Graph, frozen: Collection[fx.Node]) -> set[fx.Node]:
+def made_of_frozen(
+    graph: fx.Graph, frozen: Collection[fx.Node], changing: Collection[fx.Node] = ()
+) -> set[fx.Node]:
     """Operators that compute from ``frozen`` inputs and constants alone, and cheaply.
 
         packed -> bitwise_and -> mul(scale) -> view -> mm(x, view)      all before the mm
 
     Custom operators are among them: one that only reads frozen weights gives the same each time.
-    Matrix products and decompositions are not: they may take longer than what reads them.
+    Matrix products and decompositions are not: they may take longer than what reads them. Nor is
+    what is no larger than the ``changing`` inputs behind it, which the program may write between
+    the halves: to keep it costs little, and eager code would.
     """
+    behind: dict[fx.Node, frozenset[fx.Node]] = {
+        node: frozenset({node} & set(changing)) for node in frozen
+    }
     made: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "call_function" and all(
-            source in made or source in frozen or source.op == "get_attr"
-            for source in node.all_input_nodes
-        ):
-            if _is_cheap(node) and is_functional(node):
-                made.add(node)
+        sources = node.all_input_nodes
+        is_copy = runs_once(node) and is_copied_input(node) and sources[0] in behind
+        if is_copy or node.op == "get_attr":
+            behind[node] = frozenset()
+        elif node.op == "call_function" and all(source in behind for source in sources):
+            if _is_cheap(node) and is_functional(node) and not runs_once(node):
+                behind[node] = frozenset().union(*(behind[source] for source in sources))
+                if not behind[node] or bytes_of(node) > sum(map(bytes_of, behind[node])):
+                    made.add(node)
     return made
+
+
+def is_copied_input(node: fx.Node) -> bool:
+    """True for a copy of an input."""
+    is_clone = node.target is torch.ops.aten.clone.default
+    return is_clone and node.all_input_nodes[0].op == "placeholder"
 
 
 def is_functional(node: fx.Node) -> bool:

@@ -52,7 +52,7 @@ from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.needless_masks import NeedlessMasks, needless_masks
 from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
-from memo_compile.passes.own_inputs import OwnInputs, inputs_of, with_history
+from memo_compile.passes.own_inputs import OwnInputs, inputs_of, with_history, written_between
 from memo_compile.passes.remembered_cut import Chosen, MinCut
 from memo_compile.passes.retarget import Retarget
 from memo_compile.passes.runner import PassRunner
@@ -124,6 +124,8 @@ class StepCapture:
     """The forward's results that are no tensors, by position: sizes."""
     _made_outside: tuple[int, ...] = ()
     """Positions of inputs that other differentiable code made."""
+    _written_between: tuple[int, ...] = ()
+    """Positions of inputs that the program may write between the halves."""
     _num_examples: int = 0
     _ties_inputs: bool = False
     """As of ``purity.ties_inputs``."""
@@ -149,6 +151,7 @@ class StepCapture:
         Raises UnsupportedGraph: a step that trains was not captured whole.
         """
         self._made_outside, self._num_examples = with_history(examples), len(examples)
+        self._written_between = written_between(examples)
         if not (self.config.exact or self.runner.skips(NeedlessMasks.name)):
             self.needless_masks = needless_masks(gm)
         lengths: AtLength | None = gm.meta.get(LENGTHS)
@@ -295,6 +298,7 @@ class StepCapture:
             joint_inputs = values[:num_primals], values[num_primals:]
         other = StepCapture(config, self.facts, next_graph_name(), self.finish, is_run=False)
         other._made_outside, other._num_examples = self._made_outside, self._num_examples
+        other._written_between = self._written_between
         with other.settings(other.partition):
             graph = shim.copied(traced if joint is None else joint)
             forward, backward = other.partition(graph, joint_inputs, **settings)
@@ -371,6 +375,7 @@ class StepCapture:
                 units=units,
                 num_fwd_outputs=num_fwd_outputs,
                 static_inputs=tuple(static_lifetime_input_indices or ()),
+                changing_inputs=self._changing(joint),
             ),
             *(() if self.config.drops_above() is None else (GatherOnce(),)),
         )
@@ -401,12 +406,19 @@ class StepCapture:
     def _own_inputs(self, joint: fx.GraphModule) -> tuple[OwnInputs, ...]:
         """Under a budget, and where a policy moves: an input that was made is a value to be moved.
 
+        And one that may be written between the halves is read once.
+
         Where AOTAutograd has other inputs than Dynamo (several that share memory), none is copied.
         """
         moves = self.config.memory_budget is not None or self.config.policy not in ("auto", "save")
         if not moves or len(inputs_of(joint.graph)) != self._num_examples:
             return ()
-        return (OwnInputs(positions=self._made_outside),) if self._made_outside else ()
+        return (OwnInputs(positions=self._made_outside, changing=self._changing(joint)),)
+
+    def _changing(self, joint: fx.GraphModule) -> tuple[int, ...]:
+        """Positions of the inputs that the program may write between the halves."""
+        is_known = len(inputs_of(joint.graph)) == self._num_examples
+        return self._written_between if is_known else ()
 
     def _leased(
         self, forward: fx.GraphModule, backward: fx.GraphModule

@@ -44,7 +44,7 @@ from memo_compile.analysis.views import (
     makers_of,
     storage_of,
 )
-from memo_compile.passes.own_inputs import is_copied
+from memo_compile.passes.own_inputs import inputs_of, is_copied
 from memo_compile.passes.remembered_cut import MinCut
 
 TILE_FACTOR = 2
@@ -144,6 +144,8 @@ class SufficientCut:
     num_fwd_outputs: int
     static_inputs: tuple[int, ...] = ()
     """Positions of the inputs that are parameters and buffers."""
+    changing_inputs: tuple[int, ...] = ()
+    """Positions of the inputs that the program may write between the halves."""
     name: ClassVar[str] = "sufficient-cut"
     is_required: ClassVar[bool] = True
 
@@ -151,7 +153,9 @@ class SufficientCut:
         """Tag in place."""
         written = overwritten(gm.graph)
         frozen = frozen_inputs(gm.graph, self.static_inputs, self.num_fwd_outputs) - written
-        remade = made_of_frozen(gm.graph, frozen)
+        inputs = inputs_of(gm.graph)
+        changing = {inputs[at] for at in self.changing_inputs}
+        remade = made_of_frozen(gm.graph, frozen, changing)
         saved = {
             node
             for node in saved_nodes(gm)

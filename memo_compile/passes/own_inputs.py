@@ -1,7 +1,10 @@
-"""A graph that is a piece of a larger one keeps a copy of its input in the frame, not the input.
+"""Where a plan may recompute, some inputs are read through a copy that the frame keeps.
 
 What autograd hands to a block was made by the block before, in ordinary memory. If the backward
 reads it, autograd keeps it there, one for each block, where no plan can move it.
+
+And a buffer may be written between the halves (a running average, a schedule). Eager code that only
+keeps what it computed of the buffer trains then; so must a backward that computes it again.
 """
 
 from dataclasses import dataclass
@@ -11,8 +14,12 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from memo_compile.analysis.joint_units import is_tangent, tangent_dependents
+from memo_compile.analysis.joint_units import forward_part, is_tangent, tangent_dependents
 from memo_compile.analysis.purity import READS_OVERWRITTEN, is_token, overwritten
+from memo_compile.analysis.views import bytes_of, is_view
+
+SMALL_SHARE = 8
+"""A buffer is small if the forward makes a tensor that is this many times larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +39,10 @@ class OwnInputs:
 
     positions: tuple[int, ...]
     """Which inputs, among ``inputs_of`` the graph."""
+    changing: tuple[int, ...] = ()
+    """Which inputs the program may write between the halves. One that the program's own backward
+    reads needs no copy: autograd refuses that it is written. Nor has a large one a copy, such as a
+    table or a mask: that it stays is assumed, and a backward that finds it written is refused."""
     name: ClassVar[str] = "own-inputs"
     is_required: ClassVar[bool] = False
 
@@ -41,8 +52,9 @@ class OwnInputs:
         written, backward = overwritten(gm.graph), tangent_dependents(gm.graph)
         modified = False
         first = next(node for node in gm.graph.nodes if node.op != "placeholder")
-        for position in self.positions:
-            source = inputs[position]
+        changing = [inputs[at] for at in self.changing if _may_change(inputs[at], gm.graph)]
+        sources = dict.fromkeys([*(inputs[at] for at in self.positions), *changing])
+        for source in sources:
             readers = [user for user in source.users if user.op != "output"]
             if source in written or source.meta["val"].is_conj() or not _reaches(readers, backward):
                 continue
@@ -65,6 +77,22 @@ def inputs_of(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in inputs if not is_tangent(node) and not is_token(node)]
 
 
+def written_between(examples: Any) -> tuple[int, ...]:
+    """Positions of the inputs that a program may write between forward and backward.
+
+    These are its floating-point tensors that are not trained: buffers. Packed weights are integers,
+    and parameters, frozen ones too, belong to an optimizer, which runs after the backward.
+    """
+    return tuple(
+        position
+        for position, value in enumerate(examples)
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and not value.requires_grad
+        and not isinstance(value, torch.nn.Parameter)
+    )
+
+
 def with_history(examples: Any) -> tuple[int, ...]:
     """Positions of the inputs that other differentiable code made."""
     return tuple(
@@ -81,6 +109,21 @@ def is_copied(node: fx.Node) -> bool:
         or (READS_OVERWRITTEN in user.meta and user.target is torch.ops.aten.clone.default)
         for user in node.users
     )
+
+
+def _may_change(source: fx.Node, graph: fx.Graph) -> bool:
+    """True for a small input that the forward alone reads, be it through views."""
+    forward = forward_part(graph)
+    largest = max((bytes_of(node) for node in forward if node.op == "call_function"), default=0)
+    if SMALL_SHARE * bytes_of(source) > largest:
+        return False
+    stack = list(source.users)
+    while stack:
+        reader = stack.pop()
+        if reader not in forward:
+            return False
+        stack.extend(reader.users if is_view(reader) else ())
+    return True
 
 
 def _reaches(readers: list[fx.Node], backward: set[fx.Node]) -> bool:
