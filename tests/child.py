@@ -59,8 +59,8 @@ class Child:
         self._stop()
         self._folder.cleanup()
 
-    def ask(self, question: Any) -> Any:
-        """The answer, or ``Lost``."""
+    def ask(self, question: Any, patience: float = 1.0) -> Any:
+        """The answer, or ``Lost`` after so many times the time limit."""
         if self._num_questions >= self._questions_per_process:
             self._stop()
         process = self._process if self._process is not None else self._start()
@@ -70,7 +70,7 @@ class Child:
         try:
             process.stdin.write(json.dumps(question).encode() + b"\n")
             process.stdin.flush()
-            line = self._line(process, began + self._timeout_s * _crowd())
+            line = self._line(process, began + patience * self._timeout_s * _crowd())
         except OSError:
             line = None
         if line is not None:

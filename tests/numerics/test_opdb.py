@@ -7,7 +7,7 @@ import pytest
 from torch._inductor import config as inductor_config
 
 from tests.opdb.runs import Arms, usable_call
-from tests.opdb.samples import FORMS, Case, Sample, databases, usual_dtype
+from tests.opdb.samples import FORMS, Sample, databases, usual_dtype
 
 NUM_MODELS = 8
 
@@ -39,12 +39,11 @@ def test_a_tenth_of_torchs_databases_is_right_in_repeated_blocks(model):
     mode = ("recompute", "offload")[model % 2]
     tried = []
     for name, form in tenth()[model::NUM_MODELS]:
-        sample = Sample(dtype=usual_dtype(name), form=form, at=0.0)
-        case = Case(entry=name, lowering="aten", modes=(mode,), samples=(sample,))
-        call, lean, refusal = usable_call(case, sample)
+        sample = Sample(entry=name, dtype=usual_dtype(name), form=form)
+        call, lean, refusal = usable_call(sample)
         assert call is not None, f"{name}: {refusal}"
         tried.append((sample, call, lean))
     samples, calls, leans = zip(*tried, strict=True)
     with inductor_config.patch(fallback_random=True):
-        outcome = Arms(case, samples, calls, min(leans)).judged(mode)
+        outcome = Arms(samples, calls, min(leans)).judged(mode)
     assert outcome.verdict == "right", f"{outcome.reason}\n{outcome.detail}"

@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -25,126 +25,165 @@ from tests.opdb.samples import databases
 
 COMMAND = (sys.executable, "-m", "tests.opdb.worker")
 
-TIMEOUT_S = 90.0
-"""Of one entry where it has a core for itself."""
+ENTRIES_PER_MODEL = 6
+"""What a compilation takes does not grow as fast as what is in it."""
 
-ENTRIES_PER_PROCESS = 60
+TIMEOUT_S = 90.0
+"""Of an entry where it has a core for itself; the entries of one model together have it thrice."""
+
+MODELS_PER_PROCESS = 12
 """Then a fresh one, so that what torch caches does not add up."""
 
-SHOWN = ("entry", "samples", "lowering", "mode", "reason", "peers")
+BAD = ("crashed", "wrong", "raised", "out of time", "inherited", "stepped aside")
+"""Verdicts that tell of an entry more than others, the worst first."""
+
+Group = Mapping[str, int]
+"""Entries that run in one model, each with its number."""
+
+Answer = Mapping[str, Any]
+"""What a worker says of a group."""
 
 
 def main() -> int:
     """Run, print the table, write the result."""
     options = _options()
-    names = list(databases())
-    wanted = [
-        (number, name)
-        for number, name in enumerate(names)
-        if _is_taken(number, options.share) and all(word in name for word in options.only)
-    ]
+    numbered = {
+        name: number
+        for number, name in enumerate(databases())
+        if number * options.share % 1 < options.share
+        and (not options.only or any(word in name for word in options.only))
+    }
+    entries = list(numbered.items())
+    starts = range(0, len(entries), options.group)
     began = time.monotonic()
-    answers = _answers(wanted, options)
-    payload = _payload(answers, time.monotonic() - began)
+    answers = _answers([dict(entries[at : at + options.group]) for at in starts], options)
+    payload = _payload(numbered, answers, time.monotonic() - began)
     _print_table(payload)
     if options.out is not None:
         options.out.write_text(json.dumps(payload, indent=1) + "\n")
-    return harness.conclude("opdb", payload, save=options.out is None and not options.no_save)
+    name = "opdb" if options.lowering == "both" else f"opdb-{options.lowering}"
+    return harness.conclude(name, payload, save=options.out is None and not options.no_save)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--share", type=Fraction, default=Fraction(1), help="e.g. 1/10")
     parser.add_argument("--only", nargs="*", default=[], help="entries whose name has these words")
+    parser.add_argument("--group", type=int, default=ENTRIES_PER_MODEL, help="entries in a model")
     parser.add_argument("--workers", type=int, default=1, help="processes, of a thread each")
     parser.add_argument("--lowering", choices=("aten", "inductor", "both"), default="both")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds of an entry")
+    parser.add_argument(
+        "--answers", type=Path, help="keeps a line for each entry; what it holds is not run again"
+    )
     parser.add_argument("--out", type=Path, help="where the result goes instead")
     parser.add_argument("--no-save", action="store_true", help="write no result")
     return parser.parse_args()
 
 
-def _is_taken(number: int, share: Fraction) -> bool:
-    return (number * share.numerator) % share.denominator < share.numerator
-
-
-def _answers(
-    wanted: Sequence[tuple[int, str]], options: argparse.Namespace
-) -> Mapping[str, Mapping[str, Any]]:
-    """Entry -> its outcomes and seconds."""
-    waiting: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    for each in wanted:
-        waiting.put(each)
-    lowerings = ["aten", "inductor"] if options.lowering == "both" else [options.lowering]
-    answers: dict[str, Mapping[str, Any]] = {}
+def _answers(groups: Sequence[Group], options: argparse.Namespace) -> list[Answer]:
+    """What each group's worker says."""
+    answers = _kept(options.answers)
+    done = {name for answer in answers for name in answer["entries"]}
+    waiting: queue.SimpleQueue[Group] = queue.SimpleQueue()
+    for group in groups:
+        if not done >= group.keys():
+            waiting.put(group)
     console = Console(stderr=True, highlight=False)
+    began = time.monotonic()
 
     def work() -> None:
-        more = {"timeout_s": options.timeout, "questions_per_process": ENTRIES_PER_PROCESS}
-        with Child(COMMAND, **more) as child:
+        more = {"questions_per_process": MODELS_PER_PROCESS}
+        with Child(COMMAND, timeout_s=options.timeout, **more) as child:
             while not waiting.empty():
                 try:
-                    number, name = waiting.get_nowait()
+                    group = waiting.get_nowait()
                 except queue.Empty:
                     return
-                question = {"entry": name, "number": number, "lowerings": lowerings}
-                answer = child.ask(question)
-                answers[name] = _lost(name, answer) if isinstance(answer, Lost) else answer
-                console.print(f"{len(answers)}/{len(wanted)} {_line(name, answers[name])}")
+                for answer in _asked(child, group, options):
+                    answers.append(answer)
+                    _keep(options.answers, answer)
+                    left = f"{waiting.qsize()} models left, {time.monotonic() - began:.0f} s"
+                    console.print(f"{_line(answer)}; {left}")
 
     threads = [threading.Thread(target=work) for _ in range(options.workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return dict(sorted(answers.items()))
+    return answers
 
 
-def _lost(name: str, lost: Lost) -> Mapping[str, Any]:
-    verdict = "out of time" if lost.is_stuck else "crashed"
-    reason = f"{lost.seconds:.0f} s" if lost.is_stuck else f"exit code {lost.exit_code}"
-    outcome = {"entry": name, "verdict": verdict, "reason": reason, "detail": lost.log}
-    return {"outcomes": [outcome], "processor_s": 0.0}
+def _asked(child: Child, group: Group, options: argparse.Namespace) -> list[Answer]:
+    """The answer to a group; where it is lost, to each of its entries alone."""
+    lowerings = ["aten", "inductor"] if options.lowering == "both" else [options.lowering]
+    question = {"entries": group, "lowerings": lowerings}
+    answer = child.ask(question, patience=3.0 if len(group) > 1 else 1.0)
+    if not isinstance(answer, Lost):
+        return [{"entries": list(group), **answer}]
+    if len(group) > 1:
+        alone = [{name: number} for name, number in group.items()]
+        return [answer for part in alone for answer in _asked(child, part, options)]
+    verdict = "out of time" if answer.is_stuck else "crashed"
+    outcome = {
+        "samples": [{"entry": name} for name in group],
+        "verdict": verdict,
+        "reason": f"{answer.seconds:.0f} s, exit code {answer.exit_code}",
+        "detail": answer.log,
+    }
+    return [{"entries": list(group), "outcomes": [outcome], "processor_s": answer.seconds}]
 
 
-def _line(name: str, answer: Mapping[str, Any]) -> str:
+def _kept(path: Path | None) -> list[Answer]:
+    if path is None or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _keep(path: Path | None, answer: Answer) -> None:
+    if path is not None:
+        with path.open("a") as stream:
+            stream.write(json.dumps(answer) + "\n")
+
+
+def _line(answer: Answer) -> str:
     counts = collections.Counter(outcome["verdict"] for outcome in answer["outcomes"])
     shown = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    return f"{name}: {shown}; {answer['processor_s']} s"
+    return f"{', '.join(answer['entries'])}: {shown}; {answer['processor_s']} s"
 
 
-def _payload(answers: Mapping[str, Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    outcomes = [outcome for answer in answers.values() for outcome in answer["outcomes"]]
+def _payload(numbered: Group, answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+    outcomes = [outcome for answer in answers for outcome in answer["outcomes"]]
+    verdicts: dict[str, set[str]] = {name: set() for name in numbered}
+    for outcome in outcomes:
+        for sample in outcome["samples"]:
+            verdicts.setdefault(sample["entry"], set()).add(outcome["verdict"])
+    runs: collections.Counter[str] = collections.Counter()
     listed = collections.defaultdict(list)
     for outcome in outcomes:
+        runs[outcome["verdict"]] += len(outcome["samples"])
         if outcome["verdict"] not in GOOD:
-            listed[outcome["verdict"]].append(
-                {name: outcome[name] for name in (*SHOWN, "detail") if name in outcome}
-            )
+            names = [" ".join(map(str, sample.values())) for sample in outcome["samples"]]
+            listed[outcome["verdict"]].append({**outcome, "samples": names})
     return {
         "hardware": harness.hardware(),
         "code": harness.code(),
         "seconds": round(seconds),
-        "processor_seconds": round(sum(answer["processor_s"] for answer in answers.values())),
-        "entries": len(answers),
-        "runs": len(outcomes),
-        "entries_by_verdict": dict(collections.Counter(map(_worst, answers.values()))),
-        "runs_by_verdict": dict(collections.Counter(outcome["verdict"] for outcome in outcomes)),
+        "processor_seconds": round(sum(answer["processor_s"] for answer in answers)),
+        "entries": len(verdicts),
+        "entries_by_verdict": dict(collections.Counter(map(_worst, verdicts.values()))),
+        "runs_by_verdict": dict(runs),
         "listed": listed,
         "failures": [
-            f"{outcome['entry']}: {outcome['verdict']}: {outcome['reason']}"
-            for outcome in outcomes
-            if outcome["verdict"] in (*FAILURES, "crashed")
+            f"{', '.join(outcome['samples'])}: {verdict}: {outcome['reason']}"
+            for verdict in (*FAILURES, "crashed")
+            for outcome in listed[verdict]
         ],
     }
 
 
-BAD = ("crashed", "wrong", "raised", "out of time", "inherited", "stepped aside")
-
-
-def _worst(answer: Mapping[str, Any]) -> str:
+def _worst(seen: Set[str]) -> str:
     """What is said of an entry: what is bad in any run, else the best of its runs."""
-    seen = {outcome["verdict"] for outcome in answer["outcomes"]}
     order = (*BAD, "right", "nothing to move", "data-dependent", "graph break", "not tried")
     return next((verdict for verdict in order if verdict in seen), "not tried")
 

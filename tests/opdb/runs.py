@@ -4,7 +4,6 @@ import collections
 import copy
 import dataclasses
 import functools
-import itertools
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import Unsupported, UserError
 from torch._inductor import config as inductor_config
 
@@ -62,10 +62,9 @@ DATA_DEPENDENT = ("dynamic shape", "data dependent", "data-dependent", ".item()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of samples of an entry in one mode."""
+    """What became of samples that ran in one model, in one mode."""
 
-    entry: str
-    samples: tuple[str, ...]
+    samples: Sequence[Sample]
     lowering: str
     mode: str
     verdict: str
@@ -80,7 +79,11 @@ class Outcome:
 
 def outcomes_of(case: Case) -> list[Outcome]:
     """Outcomes for each mode. Raises nothing that memo or the operator raises."""
-    with warnings.catch_warnings(), inductor_config.patch(fallback_random=True):
+    with (
+        warnings.catch_warnings(),
+        inductor_config.patch(fallback_random=True),
+        dynamo_config.patch(allow_rnn=True),
+    ):
         warnings.simplefilter("ignore")  # torch's own, about the odd things that samples do
         try:
             return _outcomes(case)
@@ -90,66 +93,59 @@ def outcomes_of(case: Case) -> list[Outcome]:
 
 
 def _outcomes(case: Case) -> list[Outcome]:
-    found = [(sample, *usable_call(case, sample)) for sample in case.samples]
+    found = [(sample, *usable_call(sample)) for sample in case.samples]
     outcomes = [
-        _outcome(case, (sample,), "", "not tried", refusal)
+        Outcome(
+            samples=[sample], lowering=case.lowering, mode="", verdict="not tried", reason=refusal
+        )
         for sample, call, _, refusal in found
         if call is None
     ]
     tried = [(sample, call, lean) for sample, call, lean, _ in found if call is not None]
-    if tried:
-        together = _together(case, tried)
-        outcomes += itertools.chain(*(_in_mode(case, tried, together, mode) for mode in case.modes))
-    return outcomes
+    return outcomes + (_apart(case, tried) if tried else [])
+
+
+def _apart(case: Case, tried: "Sequence[Tried]", modes: Sequence[str] = ()) -> list[Outcome]:
+    """One outcome in each mode for all samples, or where that is not good one for each half."""
+    arms = _together(case, tried)
+    outcomes: list[Outcome] = []
+    again = []
+    for mode in modes or case.modes:
+        outcome = arms.judged(mode) if arms is not None else None
+        if outcome is not None and (outcome.verdict in GOOD or len(tried) == 1):
+            outcomes.append(outcome)
+            continue
+        again.append(mode)
+        if outcome is not None:
+            outcomes.append(outcome)
+    if not again:
+        return outcomes
+    half = len(tried) // 2
+    parts = [part for half in (tried[:half], tried[half:]) for part in _apart(case, half, again)]
+    told = {part.mode for part in parts if part.verdict not in GOOD}
+    return [each for each in outcomes if each.verdict in GOOD or each.mode not in told] + parts
 
 
 def _together(case: Case, tried: "Sequence[Tried]") -> "Arms | None":
     """All calls in one model; None where eager torch gives them no finite gradients so."""
     samples, calls, leans = zip(*tried, strict=True)
     try:
-        arms = Arms(case, samples, calls, min(leans))
+        arms = Arms(samples, calls, min(leans), case.lowering)
     except Exception:
         return None
-    return arms if arms.is_finite() else None
+    return arms if arms.is_finite() or len(tried) == 1 else None
 
 
-def _in_mode(
-    case: Case, tried: "Sequence[Tried]", together: "Arms | None", mode: str
-) -> list[Outcome]:
-    """One outcome for all calls, or where that is not good one for each."""
-    outcome = together.judged(mode) if together is not None else None
-    if outcome is not None and (outcome.verdict in GOOD or len(tried) == 1):
-        return [outcome]
-    alone = [Arms(case, (sample,), [call], lean).judged(mode) for sample, call, lean in tried]
-    if outcome is not None and all(each.verdict in GOOD for each in alone):
-        alone.append(outcome)
-    return alone
-
-
-def _outcome(
-    case: Case, samples: Sequence[Sample], mode: str, verdict: str, reason: str = "", **more: Any
-) -> Outcome:
-    return Outcome(
-        entry=case.entry,
-        samples=tuple(map(str, samples)),
-        lowering=case.lowering,
-        mode=mode,
-        verdict=verdict,
-        reason=reason[:300],
-        **more,
-    )
-
-
-def usable_call(case: Case, sample: Sample) -> tuple[Call | None, float, str]:
+def usable_call(sample: Sample) -> tuple[Call | None, float, str]:
     """The first call that eager torch runs in blocks with finite gradients, and how it scales.
 
     Without one: why not.
     """
     refusals: collections.Counter[str] = collections.Counter()
-    for call in candidates(case.entry, sample):
+    for call in candidates(sample):
         for lean in (LEAN, -LEAN):
             try:
-                arms = Arms(case, (sample,), [call], lean)
+                arms = Arms([sample], [call], lean)
             except Exception as error:
                 refusals[f"eager: {type(error).__name__}: {error}"] += 1
                 continue
@@ -168,9 +164,9 @@ class Arms:
     """Some calls in three blocks: eager's run, and those that are compared with it."""
 
     def __init__(
-        self, case: Case, samples: Sequence[Sample], calls: Sequence[Call], lean: float
+        self, samples: Sequence[Sample], calls: Sequence[Call], lean: float, lowering: str = "aten"
     ) -> None:
-        self.case, self.samples = case, samples
+        self.samples, self.lowering = samples, lowering
         small = all(sample.dtype in ("bfloat16", "float32") for sample in samples)
         wide = torch.float32 if small else torch.float64
         self._model = Blocks(calls, lean, wide)
@@ -214,7 +210,7 @@ class Arms:
 
     def judged(self, mode: str) -> Outcome:
         """A run under memo and what it is worth."""
-        outcome = functools.partial(_outcome, self.case, self.samples, mode)
+        outcome = functools.partial(self._outcome, mode)
         try:
             record = self._run_in_mode(mode)
         except Exception as error:
@@ -228,10 +224,20 @@ class Arms:
             return outcome("stepped aside", "; ".join(report.notes))
         return outcome("right" if _has_moved(mode, report) else "nothing to move")
 
+    def _outcome(self, mode: str, verdict: str, reason: str = "", **more: Any) -> Outcome:
+        return Outcome(
+            samples=self.samples,
+            lowering=self.lowering,
+            mode=mode,
+            verdict=verdict,
+            reason=reason[:300],
+            **more,
+        )
+
     def _run_in_mode(self, mode: str) -> Record:
         schedule = {"offload": ("copies-late",), "floor": ("copies-early",)}.get(mode, ())
         options = {
-            "lowering": self.case.lowering,
+            "lowering": self.lowering,
             "debug": ("poison", *schedule),
             "strict": True,
             "cache": True,  # what is traced for one mode is not traced again for the next
@@ -251,7 +257,7 @@ class Arms:
                 budget = floor
 
     def _of_error(self, mode: str, error: BaseException) -> Outcome:
-        outcome = functools.partial(_outcome, self.case, self.samples, mode)
+        outcome = functools.partial(self._outcome, mode)
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, Unsupported | UserError):
             depends = any(word in text.lower() for word in DATA_DEPENDENT)
@@ -265,7 +271,7 @@ class Arms:
 
     def peers(self) -> dict[str, str]:
         """What is wrong with each of torch's own backends; empty texts where nothing is."""
-        for backend in PEERS[self.case.lowering]:
+        for backend in PEERS[self.lowering]:
             if backend not in self._peer_faults:
                 self._peer_faults[backend] = self._peer_fault(backend)
         return self._peer_faults

@@ -38,26 +38,26 @@ FEW_NUMBERS = 8
 class Sample:
     """One call of an entry, and how its tensors lie in memory."""
 
+    entry: str
+    """``op NAME`` or ``module NAME``."""
     dtype: str
-    form: str
+    form: str = "plain"
     """See ``Call.form``."""
-    at: float
+    at: float = 0.0
     """Where among the entry's calls it is: 0 the first, 1 the last."""
 
     def __str__(self) -> str:
-        return f"{self.dtype} {self.form}"
+        return f"{self.entry} {self.dtype} {self.form}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What runs as one model: an entry's calls, side by side in each block."""
+    """What runs as one model: calls side by side in each block."""
 
-    entry: str
-    """``op NAME`` or ``module NAME``."""
-    lowering: str
+    samples: Sequence[Sample]
     modes: Sequence[str]
     """See ``MODES``."""
-    samples: Sequence[Sample]
+    lowering: str = "aten"
 
 
 @functools.cache
@@ -66,42 +66,60 @@ def databases() -> Mapping[str, Any]:
     # On import torch's tests forbid flags of backends to be set, and load a profile of hypothesis.
     profile = hypothesis.settings.get_current_profile_name()
     with mock.patch.object(torch.backends, "disable_global_flags"):
-        from torch.testing._internal.common_methods_invocations import op_db
+        from torch.testing._internal import common_methods_invocations
         from torch.testing._internal.common_modules import module_db
     hypothesis.settings.load_profile(profile)
+    # Operators that draw seed their generator in each call, which Dynamo does not trace. Here
+    # every step is seeded instead.
+    common_methods_invocations.wrapper_set_seed = _called
+    op_db = common_methods_invocations.op_db
     entries = {f"op {_operator_name(entry)}": entry for entry in op_db if entry.supports_autograd}
     entries |= {f"module {entry.name}": entry for entry in module_db}
     return dict(sorted(entries.items()))
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def _operator_name(entry: Any) -> str:
     return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else entry.name
 
 
-def cases_of(name: str, number: int) -> list[Case]:
-    """What is tried of the entry ``name``, which is the ``number``-th.
+def cases_of(numbered: Mapping[str, int]) -> list[Case]:
+    """What is tried of some entries, each of them with its number.
 
     Every entry in float64, op by op: its first call as it is, one from the middle with gaps in
     memory, one from the end with a dimension repeated; under the least budget one of the three. Of
     three entries in turn one has complex numbers and bfloat16 besides, and one goes through
     Inductor, in one mode.
     """
-    dtypes, usual = _dtypes(databases()[name]), usual_dtype(name)
-    if usual is None:
-        return []
-    turn, kind = divmod(number, 3)
-    samples = [Sample(dtype=usual, form=form, at=at / 2) for at, form in enumerate(FORMS)]
-    case = functools.partial(Case, entry=name, lowering="aten")
-    cases = [case(samples=[samples[turn % 3]], modes=["floor"])]
-    if kind == 0 and "complex128" in dtypes:
-        samples.append(Sample(dtype="complex128", form="plain", at=0.25))
-    cases.append(case(samples=samples, modes=["recompute", "offload"]))
-    if kind == 0 and "bfloat16" in dtypes:
-        small = Sample(dtype="bfloat16", form="plain", at=0.25)
-        cases.append(case(samples=[small], modes=[MODES[turn % 2]]))
-    if kind == 1:
-        cases.append(case(samples=samples[:1], modes=[MODES[turn % 3]], lowering="inductor"))
-    return cases
+    samples: list[Sample] = []
+    cornered, small, compiled = [], [], []
+    for name, number in numbered.items():
+        dtypes, usual = _dtypes(databases()[name]), usual_dtype(name)
+        if usual is None:
+            continue
+        turn, kind = divmod(number, 3)
+        forms = [
+            Sample(entry=name, dtype=usual, form=form, at=at / 2) for at, form in enumerate(FORMS)
+        ]
+        samples += forms
+        cornered.append(forms[turn % 3])
+        if kind == 0 and "complex128" in dtypes:
+            samples.append(Sample(entry=name, dtype="complex128", at=0.25))
+        if kind == 0 and "bfloat16" in dtypes:
+            small.append(Sample(entry=name, dtype="bfloat16", at=0.25))
+        if kind == 1:
+            compiled.append(forms[0])
+    turn = min(numbered.values()) // len(numbered)
+    cases = [
+        Case(samples=samples, modes=["recompute", "offload"]),
+        Case(samples=cornered, modes=["floor"]),
+        Case(samples=small, modes=[MODES[turn % 2]]),
+        Case(samples=compiled, modes=[MODES[turn % 3]], lowering="inductor"),
+    ]
+    return [case for case in cases if case.samples]
 
 
 def usual_dtype(name: str) -> str | None:
@@ -118,11 +136,11 @@ def _dtypes(entry: Any) -> set[str]:
     return {str(dtype).removeprefix("torch.") for dtype in dtypes}
 
 
-def candidates(name: str, sample: Sample) -> Iterator[Call]:
-    """Calls of the entry ``name``: the one that the sample says, then its neighbours."""
-    entry = databases()[name]
-    torch.manual_seed(zlib.crc32(f"{name} {sample}".encode()))
-    made = _of_module if name.startswith("module ") else _of_operator
+def candidates(sample: Sample) -> Iterator[Call]:
+    """Calls of the sample's entry: the one that it says, then its neighbours."""
+    entry = databases()[sample.entry]
+    torch.manual_seed(zlib.crc32(str(sample).encode()))
+    made = _of_module if sample.entry.startswith("module ") else _of_operator
     calls = made(entry, getattr(torch, sample.dtype), sample.form)
     small = list(filter(_is_small, itertools.islice(calls, MOST_CALLS)))
     taken = [call for call in small if _num_numbers(call) >= FEW_NUMBERS] or small
