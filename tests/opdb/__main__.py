@@ -62,6 +62,7 @@ def main() -> int:
     if options.out is not None:
         options.out.write_text(json.dumps(payload, indent=1) + "\n")
     name = "opdb" if options.lowering == "both" else f"opdb-{options.lowering}"
+    name = "opdb-quick" if options.quick else name
     return harness.conclude(name, payload, save=options.out is None and not options.no_save)
 
 
@@ -69,6 +70,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--share", type=Fraction, default=Fraction(1), help="e.g. 1/10")
     parser.add_argument("--only", nargs="*", default=[], help="entries whose name has these words")
+    parser.add_argument("--quick", action="store_true", help="one call of each, in one mode")
     parser.add_argument("--group", type=int, default=ENTRIES_PER_MODEL, help="entries in a model")
     parser.add_argument("--workers", type=int, default=1, help="processes, of a thread each")
     parser.add_argument("--lowering", choices=("aten", "inductor", "both"), default="both")
@@ -117,7 +119,7 @@ def _answers(groups: Sequence[Group], options: argparse.Namespace) -> list[Answe
 def _asked(child: Child, group: Group, options: argparse.Namespace) -> list[Answer]:
     """The answer to a group; where it is lost, to each of its entries alone."""
     lowerings = ["aten", "inductor"] if options.lowering == "both" else [options.lowering]
-    question = {"entries": group, "lowerings": lowerings}
+    question = {"entries": group, "lowerings": lowerings, "quick": options.quick}
     answer = child.ask(question, patience=3.0 if len(group) > 1 else 1.0)
     if not isinstance(answer, Lost):
         return [{"entries": list(group), **answer}]

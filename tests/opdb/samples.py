@@ -86,6 +86,17 @@ def _operator_name(entry: Any) -> str:
     return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else entry.name
 
 
+def quick_cases_of(numbered: Mapping[str, int]) -> list[Case]:
+    """One call of each entry, op by op, in one mode."""
+    samples = [
+        Sample(entry=name, dtype=usual, form=FORMS[number % 3], at=number % 5 / 4)
+        for name, number in numbered.items()
+        if (usual := usual_dtype(name)) is not None
+    ]
+    turn = min(numbered.values()) // len(numbered)
+    return [Case(samples=samples, modes=[MODES[turn % 2]])] if samples else []
+
+
 def cases_of(numbered: Mapping[str, int]) -> list[Case]:
     """What is tried of some entries, each of them with its number.
 
