@@ -129,10 +129,10 @@ class BackwardRun:
     def _end(self) -> None:
         """Give the frame back, or put it as it was."""
         lease, self._done, self._seen = self.lease, -1, []
-        self.running.env.clear()
-        lease.running = False
         if self.snapshot is not None:
             lease.settle()  # before a reload in flight can overwrite what is restored
             lease.restore(self.snapshot)
         elif not self.keeps_graph:
             lease.release()
+        lease.running = False
+        self.running.env.clear()  # and the lease, if a checkpoint has given its handle away

@@ -137,9 +137,14 @@ def number_of(handle: torch.Tensor) -> int:
     return sum(1 << at for at, bit in enumerate(reversed(numbers)) if bit > 0.5)
 
 
+def hooks_pack() -> bool:
+    """True where hooks pack what autograd saves now: it may keep copies, or nothing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def under_hooks(run: Callable[..., Any], *args: Any) -> Any:
     """The results of ``run``, which AOTAutograd has made; its handles live as hooks want it."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if not hooks_pack():
         return run(*args)
     before, _watched.lives = _watched.lives, []
     try:

@@ -24,7 +24,7 @@ from memo_runtime.collectives import (
     CollectiveTimes,
 )
 from memo_runtime.copies import CopyEngine, Lane, Ticket, on_worker
-from memo_runtime.handle import make_handle, number_of
+from memo_runtime.handle import hooks_pack, make_handle, number_of
 from memo_runtime.host_store import HostStore
 from memo_runtime.operator_modes import hidden_from_modes
 
@@ -106,7 +106,12 @@ class Lease:
         self.release()
 
     def note_read_later(self, inputs: Iterable[Any]) -> None:
-        """Remember the versions of ``inputs``, which are the backward's too."""
+        """Remember the versions of ``inputs``, which are the backward's too.
+
+        Under saved-tensor hooks it may read copies of them, which nobody writes.
+        """
+        if hooks_pack():
+            return
         tensors = (value for value in inputs if isinstance(value, torch.Tensor))
         self.read_later = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
 

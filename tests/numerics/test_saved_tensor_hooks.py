@@ -111,6 +111,39 @@ def test_a_dropped_forward_frees_its_frame() -> None:
     assert not [note for note in memo_compile.report().notes if "max_inflight" in note]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_backward_through_checkpoints_may_run_twice(count: int) -> None:
+    """A checkpoint gives the handle away; the frame is put back for the second run all the same."""
+    blocks = Blocks(count)
+    for _ in range(3):
+        x = torch.randn(8, WIDTH)
+        for some in (blocks.eager, blocks.compiled):
+            some.zero_grad()
+            loss = checkpointed(some, x.clone().requires_grad_()).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        blocks.compare()
+
+
+@pytest.mark.parametrize("debug", ["copies-early", "copies-late"])
+def test_a_copy_on_the_host_outlives_a_write_to_what_was_copied(debug: str) -> None:
+    """``save_on_cpu`` copies the weights: they may be written, and another forward may come."""
+    blocks = Blocks(2, debug=("poison", debug))
+    for _ in range(3):
+        x = torch.randn(8, WIDTH)
+        for some in (blocks.eager, blocks.compiled):
+            some.zero_grad()
+            with save_on_cpu():
+                loss = one_after_the_other(some, x.clone().requires_grad_()).square().mean()
+            with torch.no_grad():
+                for parameter in some.parameters():
+                    parameter.mul_(0.9)
+            with save_on_cpu():
+                other = one_after_the_other(some, x.clone().requires_grad_()).square().mean()
+            (loss + other).backward()
+        blocks.compare()
+
+
 def to_float8(value: torch.Tensor) -> Any:
     packs = value.is_floating_point() and not isinstance(value, nn.Parameter)
     return value.to(torch.float8_e4m3fn) if packs else value
