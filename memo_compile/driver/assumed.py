@@ -10,8 +10,8 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.around import (
     compiled_alike,
     fixed_beside,
-    has_fsdp_modules,
     parameters_around,
+    sharded_around,
 )
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.plan_step import plan_step
@@ -76,8 +76,9 @@ def of_block(
     What FSDP2 gathers at once shows in a step: with it the floor is that of the one block.
     """
     args = lowered.cut.facts.inputs()
-    alike = [] if has_fsdp_modules() else compiled_alike(_parameters(args))
-    if error.floor_bytes is None or len(alike) < 2:
+    given = _parameters(args)
+    alike = compiled_alike(given)
+    if error.floor_bytes is None or len(alike) < 2 or sharded_around(given) is not None:
         return error
     group = assumed_of(lowered, config, alike, args)
     alone = without_frames(error)
@@ -87,7 +88,7 @@ def of_block(
 def is_part_of_sharded(lowered: LoweredStep) -> bool:
     """True for a part of a model that ``fully_shard()`` shards: only a step shows what it needs."""
     given = _parameters(lowered.cut.facts.inputs())
-    return bool(given) and has_fsdp_modules() and bool(parameters_around(given))
+    return bool(given) and sharded_around(given) is not None and bool(parameters_around(given))
 
 
 def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:

@@ -85,3 +85,17 @@ def test_a_block_that_stays_alone_keeps_the_budget_from_its_second_step_on():
     model(rows(0, 8, HIDDEN)).backward()
     with pytest.raises(Infeasible):
         model(rows(1, 8, HIDDEN))
+
+
+def test_a_model_that_is_not_sharded_is_refused_beside_one_that_is():
+    """The process uses ``fully_shard()``, for another model."""
+    fully_shard(nn.Sequential(nn.Linear(HIDDEN, HIDDEN)), mesh=init_device_mesh("cpu", (1,)))
+    model = Stack(HIDDEN, LAYERS)
+    run = torch.compile(model, backend="memo", options={"lowering": "aten", "memory_budget": 1})
+    with pytest.raises(Infeasible):
+        run(rows(0, 8, HIDDEN))
+    for layer in model.layers:
+        layer.compile(backend="memo", options={"lowering": "aten", "memory_budget": 1})
+    torch._dynamo.reset()
+    with pytest.raises(Infeasible, match=f"the floor of {LAYERS} blocks"):
+        model(rows(0, 8, HIDDEN))

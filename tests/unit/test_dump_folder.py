@@ -85,5 +85,4 @@ def test_the_passes_run_in_the_order_of_the_tuple(tmp_path):
     files = " ".join(path.name for path in sorted(folder.glob("*.before.txt")))
     found = [graph_pass.name for graph_pass in PASSES if graph_pass.name in files]
     assert sorted(found, key=files.index) == found
-    assert found[0] == "merge-common-subexpressions"
-    assert found[-1] == "accumulate-in-place"
+    assert {"merge-common-subexpressions", "accumulate-in-place"} <= set(found)
