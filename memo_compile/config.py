@@ -350,7 +350,8 @@ def _checked(options: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _hint(name: str, value: object) -> str:
     """What may have been meant by an option ``name`` that memo lacks."""
     # Imported where the program is wrong anyway: options are read without torch.
-    if name in importlib.import_module("memo_compile.shim").inductor_settings():
+    inductor = importlib.import_module("memo_compile.torch_private.inductor_api")
+    if name in inductor.inductor_settings():
         return f"; it is a setting of Inductor: inductor_options={{{name!r}: {value!r}}}"
     return nearest(name, _FIELDS, otherwise=f"; known options: {', '.join(sorted(_FIELDS))}")
 

@@ -100,11 +100,11 @@ def _backends() -> Any:
 
 def _leave_warnings_out() -> None:
     """Transformers' warnings inside a model are left out of graphs, which they would break."""
-    from memo_compile import shim
+    from memo_compile.torch_private import dynamo
 
     for name in ("warning_once", "info_once"):  # transformers adds both to Python's loggers
         if method := getattr(logging.Logger, name, None):
-            shim.ignore_logging(method)
+            dynamo.ignore_logging(method)
 
 
 def _add_member(backends: Any) -> None:

@@ -24,7 +24,6 @@ from memo_runtime import ops
 from memo_runtime.leases import leases
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.analysis.views import is_tensor, results_of
 from memo_compile.backends.made_inputs import not_a_leaf
@@ -38,7 +37,8 @@ from memo_compile.passes.cut_again import CutTemplate, OtherSizes, is_same
 from memo_compile.passes.lease import HANDLE
 from memo_compile.passes.remembered_cut import Chosen
 from memo_compile.reporting import state
-from memo_compile.shim_symbols import (
+from memo_compile.torch_private import autograd, fx_graphs, inductor_api
+from memo_compile.torch_private.symbols import (
     SizeSymbols,
     expression_of,
     known_metadata,
@@ -237,7 +237,7 @@ class _Traced:
         fakes = self._fakes(gm, inputs)
         with self.symbols.tracing(), capture.settings(self._partition):
             graph = capture.prepared(gm)
-            self._run = shim.compile_fx(graph, fakes, inner_compile=self._inner)
+            self._run = inductor_api.compile_fx(graph, fakes, inner_compile=self._inner)
         del self._capture
         if self._joint is None or self._metadata is None:
             raise UnsupportedGraph("it was not captured whole")
@@ -413,7 +413,7 @@ class _Traced:
             positions = [self._position(at) for at in known if at not in self._positions]
             self._settings["static_lifetime_input_indices"] = positions
         self._joint = SymbolicJoint(
-            gm=shim.copied(joint), symbols=self.symbols, num_fwd_outputs=num_fwd_outputs
+            gm=fx_graphs.copied(joint), symbols=self.symbols, num_fwd_outputs=num_fwd_outputs
         )
         inputs = self._joint.gm.graph.find_nodes(op="placeholder")
         sizes = [at for at, node in enumerate(inputs) if node in self._joint.sizes]
@@ -431,7 +431,7 @@ class _Traced:
         if self._joint is None or kwargs.get("is_inference"):
             raise UnsupportedGraph("it is inference")
         if kwargs.get("is_backward"):
-            shim.allow_second_backward()
+            autograd.allow_second_backward()
             return _boxed(self._backward)
         static = kwargs.get("static_input_idxs", ())
         self._static = tuple(at for at in static if at not in self._positions)
@@ -553,7 +553,7 @@ def _between(
             made[node] = graph.call_function(_hollow_value, ())
             made[node].meta = dict(node.meta)
     graph.output(tuple(made[n] if isinstance(n, fx.Node) else None for n in results))
-    return shim.graph_module(owner, graph)
+    return fx_graphs.graph_module(owner, graph)
 
 
 def _hollow_value() -> Any:
@@ -570,7 +570,7 @@ def shared_memory(inputs: Sequence[Any], written: Collection[int]) -> tuple[str,
         return ()
     return tuple(
         f"{at} {_place(inputs[at])}"
-        for group in shim.sharing_storage(inputs)
+        for group in autograd.sharing_storage(inputs)
         if not set(written).isdisjoint(group)
         for at in group
     )

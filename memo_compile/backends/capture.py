@@ -18,7 +18,6 @@ from memo_runtime.handle import NUM_BITS, plain_handle, under_hooks, watch_handl
 from memo_runtime.operator_modes import hidden_from_modes
 from torch import fx
 
-from memo_compile import shim, shim_cache
 from memo_compile.analysis.joint_units import JointUnits, saved_nodes, tag_saved, tag_units
 from memo_compile.analysis.masks import large_masks
 from memo_compile.analysis.position_masks import Allowed
@@ -58,8 +57,9 @@ from memo_compile.passes.retarget import Retarget
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.slice_first import SliceFirst
 from memo_compile.reporting import state
-from memo_compile.shim_cache import Half
-from memo_compile.shim_partitioner import (
+from memo_compile.torch_private import autograd, compile_caches, dynamo, fx_graphs, inductor_api
+from memo_compile.torch_private.compile_caches import Half
+from memo_compile.torch_private.partitioner import (
     Partitioner,
     extract_halves,
     reordering_to_mimic_autograd_engine,
@@ -184,7 +184,7 @@ class StepCapture:
         """
         try:
             return self._traced_by_torch(gm, examples)
-        except shim.RestartAnalysis:
+        except dynamo.RestartAnalysis:
             raise
         except Exception as error:
             if self._is_asked or isinstance(error, MemoError):
@@ -200,9 +200,9 @@ class StepCapture:
         self._memory = memory
         if memory is None:
             with self.settings(self.partition):
-                return shim.compile_fx(gm, examples, inner_compile=self.inner)
-        with self.settings(self.partition, memory.tag), shim_cache.autograd_cache(self._recall):
-            compiled = shim.compile_fx(gm, examples, inner_compile=self.inner)
+                return inductor_api.compile_fx(gm, examples, inner_compile=self.inner)
+        with self.settings(self.partition, memory.tag), compile_caches.autograd_cache(self._recall):
+            compiled = inductor_api.compile_fx(gm, examples, inner_compile=self.inner)
             if self._units is None and memory.recalled is not None:
                 self._resume(memory.recalled)
         return compiled
@@ -212,7 +212,7 @@ class StepCapture:
 
         It has no ``needless_masks``, and wide products are made for what is read of them.
         """
-        gm = shim.copied(gm)
+        gm = fx_graphs.copied(gm)
         if self.needless_masks:
             state.add_note(
                 f"{len(self.needless_masks)} calls of attention run without the masks that the "
@@ -262,16 +262,16 @@ class StepCapture:
         """
         partitioner = Partitioner(partition, uuid)
         with (
-            shim.functorch_patch(
+            autograd.functorch_patch(
                 force_non_lazy_backward_lowering=True,
                 enable_autograd_cache=False,
                 enable_remote_autograd_cache=False,
             ),
-            shim.inductor_patch(
+            inductor_api.inductor_patch(
                 {
                     **self.config.inductor_options,  # which torch's passes over the graph read too
                     "custom_partitioner_fn": partitioner,
-                    **shim.NO_GRAPH_CACHE,
+                    **inductor_api.NO_GRAPH_CACHE,
                 }
             ),
         ):
@@ -300,15 +300,15 @@ class StepCapture:
         other._made_outside, other._num_examples = self._made_outside, self._num_examples
         other._written_between = self._written_between
         with other.settings(other.partition):
-            graph = shim.copied(traced if joint is None else joint)
+            graph = fx_graphs.copied(traced if joint is None else joint)
             forward, backward = other.partition(graph, joint_inputs, **settings)
         other.runner.write_times()
         assert other._units is not None, "the partitioner has run"
         made = replace(
             step,
             name=other.name,
-            forward=without_tokens(shim.copied(forward)),
-            backward=without_tokens(shim.copied(backward)),
+            forward=without_tokens(fx_graphs.copied(forward)),
+            backward=without_tokens(fx_graphs.copied(backward)),
             units=other._units,
             droppable=other._droppable,
             runner=other.runner,
@@ -342,7 +342,7 @@ class StepCapture:
                 "static_lifetime_input_indices": static_lifetime_input_indices,
                 **others,
             }
-            self._joint = shim.copied(joint), joint_inputs, settings
+            self._joint = fx_graphs.copied(joint), joint_inputs, settings
         if self.facts.gpu is not None:
             retarget = Retarget(device=self.facts.device)
             joint = self.runner.run(joint, (retarget,), stage="joint")
@@ -424,7 +424,7 @@ class StepCapture:
         self, forward: fx.GraphModule, backward: fx.GraphModule
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The halves when a handle travels between them instead of the saved activations."""
-        mode = shim.detect_fake_mode([node.meta.get("val") for node in forward.graph.nodes])
+        mode = fx_graphs.detect_fake_mode([node.meta.get("val") for node in forward.graph.nodes])
         if mode is None:
             raise UnsupportedGraph("the joint graph carries no fake tensors")
         with mode:
@@ -438,7 +438,7 @@ class StepCapture:
 
     def refuse_compiled_autograd(self, backward: fx.GraphModule) -> None:
         """RuntimeMisuse where compiled autograd copies ``backward``."""
-        shim.refuse_compiled_autograd(backward, lambda: RuntimeMisuse(COMPILED_AUTOGRAD))
+        dynamo.refuse_compiled_autograd(backward, lambda: RuntimeMisuse(COMPILED_AUTOGRAD))
 
     def inner(
         self, gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any
@@ -463,14 +463,14 @@ class StepCapture:
         placeholders = gm.graph.find_nodes(op="placeholder")
         static = frozenset(placeholders[i].name for i in kwargs.get("static_input_idxs", ()))
         self.facts.read_forward(placeholders, static, ties_inputs=self._ties_inputs)
-        self._own_results = shim.results_of_their_own()
+        self._own_results = autograd.results_of_their_own()
         results = enumerate(results_of(gm.graph)[: self._num_results])
         self.numbers = {
             at: value
             for at, value in results
             if value is not None and not isinstance(value, fx.Node)
         }
-        self._forward = shim.copied(gm)
+        self._forward = fx_graphs.copied(gm)
 
         return self._run_forward()
 
@@ -488,7 +488,7 @@ class StepCapture:
         def forward(args: list[Any]) -> Any:
             if self.steps is None:
                 raise UnsupportedGraph("the backward of this graph was never compiled")
-            if shim.compiles_autograd():
+            if dynamo.compiles_autograd():
                 raise RuntimeMisuse(COMPILED_AUTOGRAD)
             with hidden_from_modes():
                 results = self.steps.forward(args)
@@ -503,11 +503,11 @@ class StepCapture:
     def _backward(self, gm: fx.GraphModule) -> Callable[..., Any]:
         assert self._forward is not None, "the backward is compiled after its forward"
         assert self._units is not None, "the partitioner runs before the inner compiler"
-        shim.allow_second_backward()
+        autograd.allow_second_backward()
         captured = CapturedStep(
             name=self.name,
             forward=self._forward,
-            backward=shim.copied(gm),
+            backward=fx_graphs.copied(gm),
             units=self._units,
             facts=self.facts,
             num_results=self._num_results,
@@ -531,7 +531,7 @@ class StepCapture:
     def _run_backward(self) -> Callable[..., Any]:
         def backward(args: list[Any]) -> Any:
             assert self.steps is not None, "its forward ran"
-            if any(map(shim.is_batched, args)):
+            if any(map(autograd.is_batched, args)):
                 raise RuntimeMisuse(BATCHED)
             args[:] = map(plain_handle, args)
             with hidden_from_modes():
@@ -574,7 +574,7 @@ def _note_masks(joint: fx.GraphModule) -> None:
 
 def _require_known(joint: fx.GraphModule) -> None:
     for node in joint.graph.nodes:
-        if why := shim.wrong_fake(node):
+        if why := fx_graphs.wrong_fake(node):
             raise UnsupportedGraph(f"{node.name}: {why}")
         if gives_other_memory(node):
             raise UnsupportedGraph(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim_cache, shim_distributed, shim_partitioner
 from memo_compile.analysis.joint_units import source_line
 from memo_compile.analysis.module_paths import module_path
 from memo_compile.config import MemoConfig
@@ -32,9 +31,10 @@ from memo_compile.driver.stages import CutStep
 from memo_compile.errors import InputError, UnsupportedGraph
 from memo_compile.file_store import FileStore, code_digest, digest_of
 from memo_compile.passes.runner import PassRunner
-from memo_compile.shim_cache import Half, RememberedHalf
-from memo_compile.shim_symbols import StaticFakes
 from memo_compile.step.serialise import plain
+from memo_compile.torch_private import compile_caches, distributed, partitioner
+from memo_compile.torch_private.compile_caches import Half, RememberedHalf
+from memo_compile.torch_private.symbols import StaticFakes
 
 log = logging.getLogger("memo")
 
@@ -132,9 +132,9 @@ def memory_of(
     """What may be remembered of ``gm``; None: nothing, it is traced."""
     store = config.store()
     is_plain = config.dump is None and not config.passes and facts.gpu is None
-    if store is None or not is_plain or not shim_cache.remembers_autograd():
+    if store is None or not is_plain or not compile_caches.remembers_autograd():
         return None
-    is_alone = shim_distributed.num_ranks() < 2 and not shim_partitioner.ranks_cut_together()
+    is_alone = distributed.num_ranks() < 2 and not partitioner.ranks_cut_together()
     if not is_alone or not all(map(_is_known_input, examples)):
         return None
     if not all(map(_is_known, _nodes(gm))):

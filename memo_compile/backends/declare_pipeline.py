@@ -12,10 +12,10 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from memo_compile import shim_pipelining
 from memo_compile.config import resolve
 from memo_compile.driver.declared import declare_stages
 from memo_compile.errors import ConfigError
+from memo_compile.torch_private import pipelining
 
 SUPPORTED = (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS)
 
@@ -58,25 +58,25 @@ def pipeline(
     if memory_budget is not None:
         options["memory_budget"] = memory_budget
     resolve(options, None)  # which refuses before anything is compiled
-    stages = shim_pipelining.pipeline_stages(schedule)
+    stages = pipelining.pipeline_stages(schedule)
     shares = _shares(schedule, offload)
-    count = shim_pipelining.num_microbatches(schedule)
+    count = pipelining.num_microbatches(schedule)
     if not _runs_one_by_one(schedule):
         alive = weakref.WeakSet(stages)
         declare_stages(
             *(stage.submod for stage in stages),
             num_microbatches=count,
             shares=shares,
-            kept=lambda: shim_pipelining.receive_buffers(list(alive)),
+            kept=lambda: pipelining.receive_buffers(list(alive)),
         )
     elif count > 1:
         options.setdefault("gradients", "accumulated")
         options.setdefault("microbatches", count)  # torch's schedule holds on to what they had
     if len(stages) > 1:  # other tiles of one stage would change the floor of all of them
         options.setdefault("token_tiles", 1)
-    room = shim_pipelining.room_for_graphs(len(stages))
+    room = pipelining.room_for_graphs(len(stages))
     for stage in stages:
-        shim_pipelining.call_plainly(stage.submod)
+        pipelining.call_plainly(stage.submod)
         stage.submod = torch.compile(
             stage.submod,
             backend="memo",
@@ -93,7 +93,7 @@ def _shares(schedule: Any, offload: str | float | Sequence[float]) -> tuple[floa
 
     Raises ConfigError: ``offload`` is neither.
     """
-    stages = shim_pipelining.pipeline_stages(schedule)
+    stages = pipelining.pipeline_stages(schedule)
     if offload == "auto":
         return ()
     if isinstance(offload, float | int):
@@ -118,11 +118,11 @@ def _follows_at_once(schedule: Any, stage: Any) -> bool:
 
 def _runs_one_by_one(schedule: Any) -> bool:
     """True where each microbatch's backward follows its forward: each is a step by itself."""
-    stages = shim_pipelining.pipeline_stages(schedule)
+    stages = pipelining.pipeline_stages(schedule)
     if len(stages) > 1:
         return False
     is_last = type(schedule) is Schedule1F1B and stages[0].is_last
-    return is_last or shim_pipelining.num_microbatches(schedule) == 1
+    return is_last or pipelining.num_microbatches(schedule) == 1
 
 
 def _refusal(schedule: Any) -> str:

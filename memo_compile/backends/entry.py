@@ -17,7 +17,6 @@ from memo_runtime.leases import leases
 from memo_runtime.pages import occupy_free_places
 from torch import fx
 
-from memo_compile import shim, shim_cache, shim_distributed
 from memo_compile.backends.all_lengths import LENGTHS
 from memo_compile.backends.capture import (
     COMPILED_AUTOGRAD,
@@ -60,6 +59,7 @@ from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import to_json
+from memo_compile.torch_private import compile_caches, distributed, dynamo, inductor_api
 
 log = logging.getLogger("memo")
 
@@ -100,15 +100,15 @@ def memo(
     except refused(MemoError) as error:
         # A refusal is the user's to read: where in memo it was made says nothing. No name for the
         # new error: this frame, which it knows, would keep it alive.
-        trace = error.__traceback__ if shim.dynamo_is_verbose() else None
-        raise shim.as_backend_failure(
+        trace = error.__traceback__ if dynamo.dynamo_is_verbose() else None
+        raise dynamo.as_backend_failure(
             _of_piece(error, gm), memo, inspect.currentframe()
         ).with_traceback(trace) from None
 
 
 def _of_piece(error: Exception, gm: fx.GraphModule) -> Exception:
     """``error``, which says that its floor is not that of the step, if ``gm`` is a piece of one."""
-    is_piece = shim.ends_at_graph_break(gm) or leases.any_live()
+    is_piece = dynamo.ends_at_graph_break(gm) or leases.any_live()
     if not isinstance(error, Infeasible) or error.floor_bytes is None or not is_piece:
         return error
     return Infeasible(f"{error}. {OF_PIECE}", floor_bytes=error.floor_bytes)
@@ -123,10 +123,10 @@ def _compiled(
 ) -> Callable[..., Any]:
     with _failure_reported():
         config = _with_own_dump(resolve(options, mode))
-        caches = config.cache and shim_cache.caches_graphs()
+        caches = config.cache and compile_caches.caches_graphs()
         config = dataclasses.replace(config, cache=caches)
         _require_usable(config)
-        shim_cache.store_no_unsafe_views()
+        compile_caches.store_no_unsafe_views()
         if asked := _asks_for_cuda_graphs(config):
             state.warn_once(f"{asked}: CUDA graphs are not used together with the arena")
         _note_distributed()
@@ -151,7 +151,7 @@ def _compiled_for(
         return compile_static(gm, example_inputs, config)
     if not _trains(example_inputs):
         _note_inference(config)
-        return shim.compile_fx(gm, example_inputs)
+        return inductor_api.compile_fx(gm, example_inputs)
     # Sizes that come up while the program runs fail where nobody else reports it.
     return Specialised(gm, symbols, config, _failure_reported()(compile_static))
 
@@ -162,12 +162,12 @@ def _failure_reported() -> Iterator[None]:
     before = state.current_notes()
     try:
         yield
-    except shim.RestartAnalysis:
+    except dynamo.RestartAnalysis:
         raise  # Dynamo traces the function again, and comes back
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         note = f"memo is off for a graph: {reason}"
-        if not shim.errors_are_suppressed():
+        if not dynamo.errors_are_suppressed():
             state.mark_refused(note, before)
             raise
         state.mark_failed(note)
@@ -201,7 +201,7 @@ def compile_static(
     """``gm`` for inputs of known shapes, planned or, if that is not possible, plain."""
     try:
         return plan_graph(gm, example_inputs, config)
-    except shim.RestartAnalysis:
+    except dynamo.RestartAnalysis:
         raise
     except (ConfigError, RanksDisagree) as error:
         _refuse(gm, example_inputs, error)
@@ -211,7 +211,7 @@ def compile_static(
         _raise_of_inductor(gm, example_inputs)
         return _step_aside(gm, example_inputs, config, error)
     except Exception as error:
-        if shim_cache.lacks_compiler(error):
+        if compile_caches.lacks_compiler(error):
             refusal = ConfigError(NO_COMPILER.format(error))
             _refuse(gm, example_inputs, refusal)
             raise refusal from error
@@ -222,7 +222,7 @@ def compile_static(
 def _raise_of_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Raise what plain Inductor says of a graph that it cannot trace either."""
     try:
-        shim.compile_fx(gm, example_inputs)
+        inductor_api.compile_fx(gm, example_inputs)
     except Exception as error:
         raise error from None
 
@@ -316,7 +316,7 @@ def _compiled_step(
 
 def trace_plan(name: str, plan: Callable[[], str]) -> None:
     """What ``plan`` makes is the artifact ``memo_<name>_plan`` of TORCH_TRACE, for tlparse."""
-    shim.trace_structured(
+    dynamo.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"memo_{name}_plan", "encoding": "json"},
         payload_fn=plan,
@@ -341,7 +341,7 @@ def _step_aside(
         log.error("memo: planning failed, plain Inductor runs this graph: %s", reason)
     else:
         log.error("memo: planning failed, plain Inductor runs this graph", exc_info=error)
-    return shim.compile_fx(gm, example_inputs)
+    return inductor_api.compile_fx(gm, example_inputs)
 
 
 def _by_operator(
@@ -379,9 +379,9 @@ def _named(error: Exception) -> Exception:
 
 def _note_distributed() -> None:
     """Name what memo does not do yet when several ranks train together."""
-    if not shim_distributed.num_ranks():
+    if not distributed.num_ranks():
         return
-    if shim_distributed.num_ranks() > 1:
+    if distributed.num_ranks() > 1:
         state.warn_once(
             "each rank plans its own graph. That all begin the same collectives inside a graph is "
             "checked; where there are any, ranks take the costs that one of them has measured, and "
@@ -392,7 +392,7 @@ def _note_distributed() -> None:
             "FSDP2 gathers parameters outside the compiled blocks: blocks that share a graph are "
             "planned as one group, with what was seen gathered; a block alone is planned without it"
         )
-    if shim.ddp_splits_graphs():
+    if dynamo.ddp_splits_graphs():
         state.warn_once(
             "DistributedDataParallel cuts the graph at its gradient buckets. Under memory_budget "
             "the pieces are planned as one step from the second step on; one whole graph needs "
@@ -404,7 +404,7 @@ def _asks_for_cuda_graphs(config: MemoConfig) -> str:
     """The option that asks for CUDA graphs; "" where none does."""
     if config.mode == "reduce-overhead":
         return "mode='reduce-overhead'"
-    default = shim.inductor_uses_cuda_graphs()
+    default = inductor_api.inductor_uses_cuda_graphs()
     return CUDA_GRAPHS if config.inductor_options.get(CUDA_GRAPHS, default) else ""
 
 
@@ -421,9 +421,9 @@ def _require_usable(config: MemoConfig) -> None:
             "and the host waits for them; and a planned step is not captured afterwards either. "
             "Take it out of torch.cuda.graph and make_graphed_callables"
         )
-    if shim.compiles_autograd():
+    if dynamo.compiles_autograd():
         raise ConfigError(COMPILED_AUTOGRAD)
-    settings = shim.inductor_settings()
+    settings = inductor_api.inductor_settings()
     for name in config.inductor_options:
         if name not in settings:
             hint = nearest(name, settings)
@@ -437,7 +437,7 @@ def _with_own_dump(config: MemoConfig) -> MemoConfig:
     if config.dump is None:
         return config
     folder = Path(config.dump)
-    if shim_distributed.num_ranks() > 1:
+    if distributed.num_ranks() > 1:
         folder /= f"rank{torch.distributed.get_rank()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -474,15 +474,15 @@ class DynamoWatch:
     Since ``begin``; torch's own counters are of the whole process.
     """
 
-    before: shim.DynamoCounts = dataclasses.field(default_factory=lambda: shim.dynamo_counts())
+    before: dynamo.DynamoCounts = dataclasses.field(default_factory=lambda: dynamo.dynamo_counts())
 
     def begin(self) -> None:
         """Count from here."""
-        self.before = shim.dynamo_counts()
+        self.before = dynamo.dynamo_counts()
 
     def left_out(self) -> state.LeftOut:
         """Notes for the report, and whether Dynamo runs a function eagerly for good."""
-        now = shim.dynamo_counts()
+        now = dynamo.dynamo_counts()
         skipped = collections.Counter(now.skipped) - collections.Counter(self.before.skipped)
         breaks = collections.Counter(now.breaks) - collections.Counter(self.before.breaks)
         breaks = collections.Counter({why: n for why, n in breaks.items() if why not in skipped})

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim, shim_distributed
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.torch_private import autograd, distributed
 
 Run = Callable[..., Any]
 
@@ -37,13 +37,13 @@ def shown(values: Sequence[Any]) -> list[Any]:
 
 
 def _shown(value: Any) -> Any:
-    if shim_distributed.is_in_flight(value):
-        value = shim_distributed.arrived(value)
+    if distributed.is_in_flight(value):
+        value = distributed.arrived(value)
     return value.resolve_neg() if _is_negated(value) else value
 
 
 def _is_other(value: Any) -> bool:
-    return _is_negated(value) or shim_distributed.is_in_flight(value)
+    return _is_negated(value) or distributed.is_in_flight(value)
 
 
 def resolving(
@@ -73,7 +73,7 @@ def resolving(
     if not has_negated:
         return lambda *inputs: compiled(*shown(inputs))
     aside = functools.cache(lambda: step_aside(UnsupportedGraph(SHARED)))  # said once
-    written = shim.written_now(sum(isinstance(value, torch.Tensor) for value in fakes))
+    written = autograd.written_now(sum(isinstance(value, torch.Tensor) for value in fakes))
 
     def call(*inputs: Any) -> Any:
         if _shares_what_is_written(inputs, written):
@@ -110,7 +110,7 @@ def _shares_what_is_written(inputs: Sequence[Any], written: Collection[int]) -> 
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     return any(
         not set(written).isdisjoint(group) and any(tensors[at].is_neg() for at in group)
-        for group in shim.sharing_storage(tensors)
+        for group in autograd.sharing_storage(tensors)
     )
 
 

@@ -16,7 +16,6 @@ import torch
 from memo_runtime.operator_modes import hidden_from_modes
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.backends.all_lengths import shared_memory
 from memo_compile.backends.made_inputs import not_a_leaf
 from memo_compile.driver.assemble import Assembly
@@ -24,6 +23,7 @@ from memo_compile.driver.left_whole import say_dropped
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import Infeasible, without_frames
 from memo_compile.reporting import state
+from memo_compile.torch_private import autograd, dynamo
 
 
 class PlannedGraph(NamedTuple):
@@ -163,7 +163,7 @@ class Retiled:
         # Outside of the block that handles the error, whose frames hold the arguments.
         if request in self._asked:
             raise without_frames(self._asked[request])
-        with shim.nothing_else_compiles():
+        with dynamo.nothing_else_compiles():
             if self._planned is planned:  # and no other thread has compiled meanwhile
                 self._asked[request] = why
                 self._follow(self._compiled(planned.assembly, request, args))
@@ -180,7 +180,7 @@ class Retiled:
         args, gone = self._called.inputs_again()
         self._asked[request] = without_frames(why)
         with (
-            shim.nothing_else_compiles(),
+            dynamo.nothing_else_compiles(),
             self._called.ambient(),
             contextlib.suppress(Infeasible),
         ):
@@ -201,7 +201,7 @@ class Retiled:
         """
         before.release()
         try:
-            with shim.fresh_static_tracing() as context:
+            with autograd.fresh_static_tracing() as context:
                 planned = self._plan(self._gm, args, request)
         except Infeasible as error:
             self._asked[request] = without_frames(error)
@@ -209,7 +209,7 @@ class Retiled:
         except Exception as error:  # what did not fit is what the user is told
             say_dropped("a step that needs more than its tiles allow", error)
             raise without_frames(self._asked[request]) from None
-        written = shim.written_inputs(context, len(args))
+        written = autograd.written_inputs(context, len(args))
         if not written.isdisjoint(gone):
             raise without_frames(self._asked.pop(request))  # the next call has its inputs
         if shared_memory(args, written):

@@ -20,7 +20,6 @@ import torch
 from memo_runtime.operator_modes import hidden_from_modes
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.backends.all_lengths import LENGTHS, AllLengths, AtLength, shared_memory
 from memo_compile.config import MemoConfig
 from memo_compile.errors import Infeasible
@@ -29,7 +28,8 @@ from memo_compile.lowering.varying_sizes import VaryingRegions, varying
 from memo_compile.passes.numbers import PutNumbers, is_wrapped_float
 from memo_compile.passes.runner import PassRunner
 from memo_compile.reporting import state
-from memo_compile.shim_symbols import expression_of
+from memo_compile.torch_private import autograd, dynamo, fx_graphs
+from memo_compile.torch_private.symbols import expression_of
 
 log = logging.getLogger("memo")
 
@@ -109,7 +109,7 @@ class Specialised:
     @seldom_collected()
     @hidden_from_modes()
     def _compile(self, numbers: tuple[float, ...], rest: Sequence[Any]) -> Callable[..., Any]:
-        with shim.nothing_else_compiles(), self._lock:
+        with dynamo.nothing_else_compiles(), self._lock:
             if (made := self._known.get(self._key(numbers, rest))) is not None:
                 return made  # by another thread meanwhile
             limit = self._config.max_plans * MAX_COMPILATIONS_PER_PLAN
@@ -120,21 +120,21 @@ class Specialised:
             if len(self._known) >= self._config.max_plans:
                 self._known.popitem(last=False)
             put = PutNumbers(numbers=dict(zip(self._symbols, numbers, strict=True)))
-            gm = self._runner.run(shim.copied(self._gm), [put], stage="dynamo")
+            gm = self._runner.run(fx_graphs.copied(self._gm), [put], stage="dynamo")
             self._runner.write_times()
             pairs = zip(self._symbols, numbers, strict=True)
             sizes = tuple(int(number) for at, number in pairs if self._varies(at, number))
             lengths = self._lengths_for(numbers)
             if lengths is not None:
                 gm.meta[LENGTHS] = AtLength(lengths, sizes)
-            with varying(self._regions, sizes), shim.fresh_static_tracing() as context:
+            with varying(self._regions, sizes), autograd.fresh_static_tracing() as context:
                 try:
                     run = self._compile_static(gm, rest, self._config)
                 except Infeasible as error:
                     raise _with_what_fits(error, numbers, self._fitted) from None
             self._fitted.add(numbers)
             if self._written is None:
-                self._written = shim.written_inputs(context, len(rest))
+                self._written = autograd.written_inputs(context, len(rest))
             self._known[self._key(numbers, rest)] = run
             if self._regions.counts.reused and self._regions.num_lowered == lowered:
                 self._num_compiled -= 1  # without a compiler's time
@@ -156,7 +156,7 @@ class Specialised:
         said = repr(fixed)
         if self._lengths is None:
             put = PutNumbers(numbers=fixed)
-            gm = shim.copied(self._gm)
+            gm = fx_graphs.copied(self._gm)
             gm = self._runner.run(gm, [put], stage="dynamo-fixed") if fixed else gm
             positions = (at - sum(fixed_at < at for fixed_at in fixed) for at, _ in pairs)
             own = tuple(

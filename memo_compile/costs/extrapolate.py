@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
@@ -23,6 +22,7 @@ from memo_compile.costs.roofline import node_seconds
 from memo_compile.lowering.lower import lower_regions
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.shorten import shorten
+from memo_compile.torch_private import fx_graphs
 
 PARTS = (8, 4)
 """A region is run with one eighth and with one quarter of its tokens."""
@@ -51,7 +51,7 @@ def extrapolated_seconds(
 
     Raises UnsupportedGraph: it cannot be cut to fewer tokens, or these do not fit either.
     """
-    with shim.failing_fakes_unlogged():
+    with fx_graphs.failing_fakes_unlogged():
         shorter = [shorten(region, part, runner) for part in PARTS]
     lowered = lower_regions(shorter, config, runner)
     seconds = [measure(lowered[graph.name], graph, room_bytes=room_bytes) for graph in shorter]

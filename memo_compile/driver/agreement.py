@@ -29,7 +29,6 @@ from typing import NamedTuple, Never, TypeVar
 import torch
 from memo_runtime.collectives import CollectiveKind
 
-from memo_compile import shim_distributed
 from memo_compile.analysis.regions import LoweredRegion
 from memo_compile.driver import rank_refusals
 from memo_compile.driver.rank_refusals import ThisJob
@@ -37,6 +36,7 @@ from memo_compile.errors import MemoError, RanksDisagree
 from memo_compile.file_store import digest_of
 from memo_compile.reporting import state
 from memo_compile.step.problem import CallKind, Problem
+from memo_compile.torch_private import distributed
 from memo_compile.units import format_seconds
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def orders_of(problem: Problem, lowered: Mapping[str, LoweredRegion]) -> tuple[G
         begun = Begun(call=call.name, what=" ".join(words))
         found.setdefault(collective.group_name, []).append(begun)
     orders = (
-        GroupOrder(group_name=name, ranks=shim_distributed.ranks_of_group(name), begun=tuple(begun))
+        GroupOrder(group_name=name, ranks=distributed.ranks_of_group(name), begun=tuple(begun))
         for name, begun in found.items()
     )
     return tuple(order for order in orders if len(order.ranks) > 1)
@@ -196,7 +196,7 @@ class _Agreement:
         self.own = torch.distributed.get_rank()
         self.others = [rank for rank in order.ranks if rank != self.own]
         self.waiting = Waiting(
-            turn=shim_distributed.next_number("memo/waits"), digest=order.digest, begun=order.begun
+            turn=distributed.next_number("memo/waits"), digest=order.digest, begun=order.begun
         )
         self.num_rounds = 0
         """In which this rank has told its order."""
@@ -206,8 +206,8 @@ class _Agreement:
         if number == 0:
             _told.told.add(self._name())
             self._tell(Ended.NOT_YET)
-            shim_distributed.tell(self._program_key(self.own), digest_of(self.step.program))
-        shim_distributed.tell(self._key_of(self.own, number), "begins it")
+            distributed.tell(self._program_key(self.own), digest_of(self.step.program))
+        distributed.tell(self._key_of(self.own, number), "begins it")
         self.num_rounds = number + 1
 
     def reach(self, number: int) -> None:
@@ -251,14 +251,14 @@ class _Agreement:
 
     def _tell(self, ended: Ended) -> None:
         text = json.dumps(dataclasses.asdict(dataclasses.replace(self.waiting, ended=ended)))
-        shim_distributed.tell(f"memo/{self.order.group_name}/{self.own}", text)
+        distributed.tell(f"memo/{self.order.group_name}/{self.own}", text)
 
     def _missing(self, number: int) -> list[int]:
         """The ranks that have not told in round ``number`` that they begin this order."""
         keys = [self._key_of(rank, number) for rank in self.others]
-        if shim_distributed.are_told(keys):
+        if distributed.are_told(keys):
             return []
-        told = [shim_distributed.are_told([key]) for key in keys]
+        told = [distributed.are_told([key]) for key in keys]
         return [rank for rank, is_told in zip(self.others, told, strict=True) if not is_told]
 
     def _require_not_refused(self, rank: int, *, is_late: bool) -> None:
@@ -278,7 +278,7 @@ class _Agreement:
 
         Where ``is_late``, whenever it began, and also where it has given up meanwhile.
         """
-        text = shim_distributed.told(f"memo/{self.order.group_name}/{rank}")
+        text = distributed.told(f"memo/{self.order.group_name}/{rank}")
         if text is None:
             return
         theirs = _waiting(text)
@@ -311,7 +311,7 @@ class _Agreement:
         )
 
     def _require_there(self, ranks: Sequence[int]) -> None:
-        gone = [rank for rank in ranks if shim_distributed.is_gone(rank)]
+        gone = [rank for rank in ranks if distributed.is_gone(rank)]
         if gone:
             self._give_up()
             raise RanksDisagree(
@@ -323,18 +323,18 @@ class _Agreement:
     def _give_up(self) -> None:
         _told.told.discard(self._name())
         for number in range(self.num_rounds):
-            shim_distributed.take_back(self._key_of(self.own, number))
+            distributed.take_back(self._key_of(self.own, number))
         self._tell(Ended.GAVE_UP)
 
     def _compare_programs(self, *, strict: bool) -> None:
         """Note that a rank has planned another program, or raise RanksDisagree where ``strict``."""
         own = digest_of(self.step.program)
-        told = {rank: shim_distributed.told(self._program_key(rank)) for rank in self.others}
+        told = {rank: distributed.told(self._program_key(rank)) for rank in self.others}
         differing = [rank for rank, digest in told.items() if digest not in (own, None)]
         if not differing:
             return
         other = differing[0]
-        shim_distributed.tell(f"memo/program/{own}", json.dumps(self.step.program))
+        distributed.tell(f"memo/program/{own}", json.dumps(self.step.program))
         theirs = self._program(f"memo/program/{told[other]}")
         number = _first_difference(self.step.program, theirs)
         mine, there = _at(self.step.program, number), _at(theirs, number)
@@ -349,7 +349,7 @@ class _Agreement:
 
     def _program(self, key: str) -> Sequence[str]:
         """What another rank tells that has found the same difference; empty where it is late."""
-        while (text := shim_distributed.told(key)) is None:
+        while (text := distributed.told(key)) is None:
             if time.monotonic() > self.deadline_s:
                 return ()
             time.sleep(LOOK_S)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import OPTIMIZER_TENSORS, allocated_bytes
-from memo_compile.shim_distributed import ShardedParameter, sharded_parameters
 from memo_compile.step.problem import FixedBytes
+from memo_compile.torch_private import autograd, dynamo
+from memo_compile.torch_private.distributed import ShardedParameter, sharded_parameters
 
 
 def parameters_around(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -37,13 +37,13 @@ def compiled_alike(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter
     """
     own = {id(parameter) for parameter in parameters}
     around = [found for found in _modules() if own and own <= {id(each) for each in found[1]}]
-    blocks = [found for found in around if shim.is_compiled_alone(found[0])]
+    blocks = [found for found in around if dynamo.is_compiled_alone(found[0])]
     if not blocks:
         return []
     block, of_block = min(blocks, key=lambda found: len(found[1]))
     model, _ = max(around, key=lambda found: len(found[1]))
     alike = (each for each in model.modules() if type(each) is type(block))
-    compiled = [list(each.parameters()) for each in alike if shim.is_compiled_alone(each)]
+    compiled = [list(each.parameters()) for each in alike if dynamo.is_compiled_alone(each)]
     shapes = [parameter.shape for parameter in of_block]
     return [found for found in compiled if [each.shape for each in found] == shapes]
 
@@ -167,7 +167,7 @@ def _with_subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
 
 def local_bytes(tensor: torch.Tensor) -> int:
     """What a tensor takes of this rank's device: its part of a DTensor."""
-    return sum(map(allocated_bytes, shim.inner_tensors(tensor) or [tensor]))
+    return sum(map(allocated_bytes, autograd.inner_tensors(tensor) or [tensor]))
 
 
 def apart(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

@@ -13,7 +13,6 @@ from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters, leases
 from memo_runtime.run_step import StepPlan, begin_backward, ran_before, run_forward
 
-from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.early_gradients import (
@@ -58,6 +57,7 @@ from memo_compile.step.residency import (
     step_constant_bytes,
     waiting_step_bytes,
 )
+from memo_compile.torch_private import autograd, dynamo, fx_graphs
 from memo_compile.units import format_bytes, format_enough
 
 MAX_REFUSALS = 6
@@ -186,7 +186,7 @@ class Assembly:
             earlier_output_bytes=lasting,
         )
         try:
-            with shim.nothing_else_compiles():
+            with dynamo.nothing_else_compiles():
                 planned = plan_step(self.lowered, config, request, self.known)
         except Infeasible:
             self.unplanned_request = request
@@ -226,7 +226,7 @@ class Assembly:
         Unless it ``leaves_early``, no gradient leaves before all are made: that is so while the
         first step of a group is watched, and nothing is refused for it.
         """
-        keep_graph = shim.keep_graph()
+        keep_graph = autograd.keep_graph()
         if self._may_hide_a_loss():
             self._losses.look(args)
         gates = gates_here() if leaves_early and not keep_graph else None
@@ -301,7 +301,7 @@ class Assembly:
         step, budget = self.step, self.plan.budget_bytes
         if budget is None or step.live < step.max_inflight:
             return
-        shim.free_stopped_backward()
+        autograd.free_stopped_backward()
         leases.end_refused()
         gc.collect()  # which ends the steps that nobody holds any more
         if step.live < step.max_inflight:
@@ -367,7 +367,7 @@ class Assembly:
         """
         for attempt in range(MAX_REFUSALS + 1):
             try:
-                with shim.real_tensors():
+                with fx_graphs.real_tensors():
                     self.step.reserve()
                 return
             except (ArenaError, HostStoreError) as error:

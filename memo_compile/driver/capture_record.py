@@ -1,7 +1,7 @@
 """A captured step, cut into regions, as plain data: what a second process need not trace.
 
 What AOTAutograd makes around the two halves is in torch's own cache, with the digest of this record
-(``shim_cache.autograd_cache``): the one is used with exactly the other. The record holds the
+(``cache.autograd_cache``): the one is used with exactly the other. The record holds the
 halves' regions and calls, no code. Where a step holds what is not written (``passes.graph_record``)
 it is traced in each process.
 """
@@ -33,10 +33,10 @@ from memo_compile.passes.graph_record import (
     region_record,
 )
 from memo_compile.passes.runner import PassRunner
-from memo_compile.shim_symbols import StaticFakes
 from memo_compile.step.problem import Phase
 from memo_compile.step.serialise import plain, restore
 from memo_compile.step.tilings import Tiling
+from memo_compile.torch_private.symbols import StaticFakes
 
 Regions = Mapping[str, RegionGraphRecord]
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from memo_runtime.collectives import CollectiveTimes, TimedCollective
 
-from memo_compile import shim_distributed
 from memo_compile.analysis.regions import LoweredRegion
 from memo_compile.config import MemoConfig, cache_folder, local_world_size
 from memo_compile.costs.links import add_seconds, group_fingerprint, label, read_seconds
@@ -29,6 +28,7 @@ from memo_compile.driver.stages import LoweredStep
 from memo_compile.file_store import digest_of
 from memo_compile.step.communication import comm_bytes
 from memo_compile.step.problem import CallKind, Problem
+from memo_compile.torch_private import distributed
 
 NOTABLE = 0.25
 """A step is planned again where measured seconds change its communication by this share."""
@@ -166,12 +166,12 @@ def _collectives(
 
 def _fingerprint(group: str, lowered: LoweredStep, config: MemoConfig) -> dict[str, Any]:
     """What the seconds of a group's collectives hold for: also for groups that lie as it does."""
-    ranks, per_host = shim_distributed.ranks_of_group(group), local_world_size()
+    ranks, per_host = distributed.ranks_of_group(group), local_world_size()
     first = ranks[0]
     return group_fingerprint(
         lowered.cut.facts.device,
-        backend=shim_distributed.backend_of_group(group),
+        backend=distributed.backend_of_group(group),
         places=[[rank // per_host - first // per_host, rank - first] for rank in ranks],
-        num_ranks=shim_distributed.num_ranks(),
+        num_ranks=distributed.num_ranks(),
         link_bytes_per_s=config.comm_bytes_per_s,
     )

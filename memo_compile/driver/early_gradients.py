@@ -26,8 +26,8 @@ from memo_runtime.backward_run import BackwardRun
 from memo_runtime.operator_modes import hidden_from_modes
 from memo_runtime.run_step import RunHalf
 
-from memo_compile import shim
 from memo_compile.driver.gradient_watch import HandedGradients
+from memo_compile.torch_private import autograd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Gates:
             """The engine keeps this until the backward has ended, also by an exception."""
 
         weakref.finalize(at_end, end).atexit = False
-        shim.keep_while_backward_runs(at_end)
+        autograd.keep_while_backward_runs(at_end)
 
 
 class Gate(torch.autograd.Function):
@@ -119,7 +119,7 @@ class Gating:
         needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in args)
         if any(need and type(value) not in _PLAIN for need, value in zip(needs, args, strict=True)):
             return args
-        sharing = shim.sharing_storage(args)
+        sharing = autograd.sharing_storage(args)
         key = (needs, tuple(sharing))
         parts = self._known.get(key)
         if parts is None:
@@ -177,7 +177,7 @@ def gates_here() -> Gates | None:
 
     None where a gate will not, or where the graph of the gradients is recorded too.
     """
-    node = None if torch.is_grad_enabled() else shim.current_node()
+    node = None if torch.is_grad_enabled() else autograd.current_node()
     if node is None:
         return None
     behind = [gate for gate, _ in node.next_functions if hasattr(gate, "gates")]
@@ -187,24 +187,24 @@ def gates_here() -> Gates | None:
     numbers = {gate.number for gate in behind if gate.gates is gates}
     if len(numbers) != len(gates.parts) - 1 or any(gate.gates is not gates for gate in behind):
         return None
-    return gates if all(map(shim.engine_will_run, behind)) else None
+    return gates if all(map(autograd.engine_will_run, behind)) else None
 
 
 def is_captured() -> bool:
     """True where ``torch.autograd.grad`` keeps gradients instead of adding them."""
-    return any(map(shim.captures, _leaves_behind()))
+    return any(map(autograd.captures, _leaves_behind()))
 
 
 def adds_all() -> bool:
     """True where this backward adds every gradient: none is kept, none is dropped unread."""
     return not any(
-        shim.captures(leaf) or not shim.engine_will_run(leaf) for leaf in _leaves_behind()
+        autograd.captures(leaf) or not autograd.engine_will_run(leaf) for leaf in _leaves_behind()
     )
 
 
 def _leaves_behind() -> list[Any]:
     """Where gradients of the graph are added, whose backward autograd executes now."""
-    node = shim.current_node()
+    node = autograd.current_node()
     edges = [edge for edge, _ in node.next_functions if edge is not None]
     for gate in [edge for edge in edges if hasattr(edge, "gates")]:
         edges += (edge for edge, _ in gate.next_functions if edge is not None)

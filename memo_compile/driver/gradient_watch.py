@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memo_compile import shim
+from memo_compile.torch_private import autograd
 
 Positions = tuple[int, ...]
 
@@ -43,7 +43,7 @@ class GradientWatch:
     def may_be_used_up(self, leaves: Sequence[Any]) -> Positions:
         """All that leave, if each has a hook that may use it up; else none."""
         own = [at for at in sorted(self.trained - self._waited) if _is_leaf(leaves[at])]
-        return tuple(own) if all(shim.has_gradient_hook(leaves[at]) for at in own) else ()
+        return tuple(own) if all(autograd.has_gradient_hook(leaves[at]) for at in own) else ()
 
     def follow(self, leaves: Sequence[Any]) -> "HandedGradients":
         """Watches a step whose inputs are ``leaves``. Keeps none of them alive."""
@@ -80,7 +80,7 @@ class HandedGradients:
         """Autograd gets these."""
         for at, gradient in zip(positions, gradients, strict=True):
             if self._follows and at in self.leaves and gradient is not None:
-                (self._handed[at],) = shim.storages_of([gradient])
+                (self._handed[at],) = autograd.storages_of([gradient])
 
     def still_there(self) -> Iterator[tuple[int, int]]:
         """(position, bytes) of what should be gone and is not.

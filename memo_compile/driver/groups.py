@@ -20,7 +20,6 @@ from memo_runtime.group_steps import GroupPlan, GroupStep
 from memo_runtime.leases import StepCounters, leases
 from memo_runtime.run_step import run_backward
 
-from memo_compile import shim
 from memo_compile.driver.around import apart, has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.assumed import assumed_of, fixed_of
@@ -39,6 +38,7 @@ from memo_compile.reporting.write import write_pictures
 from memo_compile.step.group import Group, num_user_results
 from memo_compile.step.interludes import most_between
 from memo_compile.step.plans import Observed, ReportedGroup
+from memo_compile.torch_private import autograd, dynamo, fx_graphs
 from memo_compile.units import format_bytes, format_enough
 
 log = logging.getLogger("memo")
@@ -115,7 +115,7 @@ class GroupedSteps:
             watch, number = self._enter(leaves)
             member = self._member(watch, number)
             if member is None and number and self.planned is not None:
-                shim.free_stopped_backward()
+                autograd.free_stopped_backward()
                 leases.end_refused()
                 if not self._any_live():
                     watch, number = self._enter(leaves)
@@ -155,7 +155,7 @@ class GroupedSteps:
         if not is_member:
             results = self.assembly.backward(args, leaves_early=not self._may_be_group())
         else:
-            results = run_backward(self.assembly.step, args, keep_graph=shim.keep_graph())
+            results = run_backward(self.assembly.step, args, keep_graph=autograd.keep_graph())
         if watch is not None and number is not None:
             watch.end((True, number), results)
             self._learn_at_end(watch)
@@ -368,7 +368,7 @@ class GroupedSteps:
         config = request.applied_to(assembly.config)
         assembly.members = replace(members, group=group, existing_bytes=existing)
         try:
-            with shim.nothing_else_compiles():
+            with dynamo.nothing_else_compiles():
                 planned = plan_step(assembly.lowered, config, request, assembly.known)
         except Infeasible:
             if self._has_fewer_waiting() and self._existing_bytes(members) < existing:
@@ -398,7 +398,7 @@ class GroupedSteps:
         assembly.release()
         if before is not None:
             arena_of(assembly.step.device).forget(before.bound.members[0].key)
-        with shim.real_tensors():
+        with fx_graphs.real_tensors():
             bound.reserve()
         observed = Observed(planning_s=planned.planning_s, lowering_s=assembly.lowered.lowering_s)
         reported = ReportedGroup.of_group(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from memo_runtime.pages import gives_pages_back
 
-from memo_compile import shim, shim_distributed
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.check.check_moves import Recomputation, recomputations_of
 from memo_compile.config import MemoConfig
@@ -40,6 +39,7 @@ from memo_compile.step.hand_over import ready_after
 from memo_compile.step.movable import MEASURED, MovableStep, StepCosts
 from memo_compile.step.problem import CallKind, Problem
 from memo_compile.step.tilings import WholeStep
+from memo_compile.torch_private import distributed, fx_graphs
 
 log = logging.getLogger("memo")
 
@@ -315,7 +315,7 @@ class StepKnowledge:
         kind = replace(self.config, host_store=host_store).host_kind(device.type)
 
         def own(names: Iterable[str] = ()) -> Mapping[str, float]:
-            with shim.real_tensors():
+            with fx_graphs.real_tensors():
                 found = copy_bandwidth(device, kind)
             return {
                 "d2h": found.d2h_bytes_per_s,
@@ -431,7 +431,7 @@ class StepKnowledge:
         """What this rank has measured, or another one before it. Raises as ``measure_all``."""
 
         def own(names: Iterable[str]) -> Mapping[str, float]:
-            with shim.real_tensors():
+            with fx_graphs.real_tensors():
                 seconds = measure_all(
                     {name: lowered[name] for name in names},
                     graphs,
@@ -455,7 +455,7 @@ class StepKnowledge:
 
     def _is_shared(self) -> bool:
         """True where this step waits for other ranks, so that equal plans suit all of them."""
-        return shim_distributed.num_ranks() > 1 and has_collectives(self.lowered.problem)
+        return distributed.num_ranks() > 1 and has_collectives(self.lowered.problem)
 
     def _room_bytes(self) -> int | None:
         """What the budget leaves for a region that runs alone; None: nothing bounds it (CPU)."""

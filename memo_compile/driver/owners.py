@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memo_compile import shim
+from memo_compile.torch_private import autograd
 
 _owners: contextvars.ContextVar[Mapping[int, torch.nn.Parameter]] = contextvars.ContextVar(
     "memo_owners"
@@ -47,4 +47,4 @@ def _told(args: Sequence[Any]) -> Iterator[None]:
 
 
 def _parts(value: Any) -> list[torch.Tensor]:
-    return shim.inner_tensors(value) if isinstance(value, torch.nn.Parameter) else []
+    return autograd.inner_tensors(value) if isinstance(value, torch.nn.Parameter) else []

@@ -25,7 +25,6 @@ from memo_runtime.arena import arena_of
 from memo_runtime.group_steps import GroupPlan, GroupStep
 from memo_runtime.leases import StepCounters, leases
 
-from memo_compile import shim
 from memo_compile.driver.around import fixed_beside, has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.bind import bind_group
@@ -49,6 +48,7 @@ from memo_compile.step.group import Group, HalfOrder
 from memo_compile.step.interludes import most_between
 from memo_compile.step.plans import Observed, ReportedGroup
 from memo_compile.step.problem import FixedBytes
+from memo_compile.torch_private import autograd, dynamo, fx_graphs
 from memo_compile.units import format_bytes, format_enough
 
 MAX_LOOKS = 3
@@ -190,7 +190,7 @@ class JointSteps:
         request = PlanRequest(shares=group.shares, host_store=first.request.host_store)
         config = request.applied_to(first.config)
         try:
-            with shim.nothing_else_compiles():
+            with dynamo.nothing_else_compiles():
                 planned = plan_known(known, config, request)
         except Infeasible as error:
             about = _OF_PIPELINE if group.order else _OF_PIECES
@@ -202,7 +202,7 @@ class JointSteps:
         bound = bind_group(planned, steps, config)
         for piece in graphs:
             piece.assembly.release()
-        with shim.real_tensors():
+        with fx_graphs.real_tensors():
             bound.reserve()
         lowering_s = sum(piece.assembly.lowered.lowering_s for piece in graphs)
         observed = Observed(planning_s=planned.planning_s, lowering_s=lowering_s)
@@ -339,7 +339,7 @@ class _Pieces:
         Nor is a forward that nobody can run backward any more: who catches a refusal tries again.
         """
         if self._any_live():
-            shim.free_stopped_backward()
+            autograd.free_stopped_backward()
             gc.collect()
         with self.lock:
             for known in list(self.graphs):
@@ -371,7 +371,7 @@ class _Pieces:
             watch, number = self._enter(piece, leaves, stages)
             joint, member = piece.joint, self._member(watch, number)
             if joint is not None and member is None:
-                shim.free_stopped_backward()
+                autograd.free_stopped_backward()
                 leases.end_refused()
                 if not self._any_live():
                     watch, number = self._enter(piece, leaves, stages)

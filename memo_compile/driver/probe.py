@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.purity import is_collective
 from memo_compile.analysis.random_states import is_read_on_host
 from memo_compile.analysis.regions import RegionGraph, layout_elements
@@ -38,6 +37,7 @@ from memo_compile.passes.cut import content_of
 from memo_compile.passes.tile_cut import RegionTiling
 from memo_compile.reporting import state
 from memo_compile.step.problem import Layout
+from memo_compile.torch_private import fx_graphs
 
 MAX_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
 """Bytes of inputs, results and temporaries above which nothing is run: a step may need them."""
@@ -217,7 +217,7 @@ def _compare(
     for wide in types:
         try:
             _require_small(region, wide)
-            with shim.real_tensors(), torch_as_before(region.device):
+            with fx_graphs.real_tensors(), torch_as_before(region.device):
                 _compare_once(region, parts(wide), wide, number)
         except _NotRunError as error:
             reason = str(error)

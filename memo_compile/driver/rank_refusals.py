@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim_distributed
 from memo_compile.errors import RanksDisagree, RankSteppedAside
 from memo_compile.file_store import digest_of
+from memo_compile.torch_private import distributed
 
 log = logging.getLogger("memo")
 
@@ -74,7 +74,7 @@ _known = _Known()
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[object]) -> str:
     """Stands for a Dynamo graph and its inputs on all ranks; empty where a rank is alone."""
-    if shim_distributed.num_ranks() < 2:
+    if distributed.num_ranks() < 2:
         return ""
     operators = [
         getattr(node.target, "__name__", str(node.target))
@@ -96,7 +96,7 @@ def begin(key: str) -> None:
     known.attempts[key] = known.attempts.get(key, 0) + 1
     if key in known.refused:
         known.refused.discard(key)
-        shim_distributed.tell(_refused(key, torch.distributed.get_rank()), "")
+        distributed.tell(_refused(key, torch.distributed.get_rank()), "")
 
 
 def refuse(key: str, error: Exception, *, steps_aside: bool, timeout_s: float = 0.0) -> None:
@@ -128,15 +128,15 @@ def _tell_refusal(key: str, why: str, *, steps_aside: bool) -> None:
     known = _known.here()
     refusal = Refusal(attempt=known.attempts.get(key, 0), steps_aside=steps_aside, why=why)
     text = json.dumps(dataclasses.asdict(refusal))
-    shim_distributed.tell(_refused(key, torch.distributed.get_rank()), text)
+    distributed.tell(_refused(key, torch.distributed.get_rank()), text)
     known.refused.add(key)
 
 
 def _who_runs_a_plan(key: str, timeout_s: float) -> int | None:
     """Another rank that does not refuse the graph with this one."""
     own, attempt = torch.distributed.get_rank(), _known.here().attempts.get(key, 0)
-    others = (rank for rank in range(shim_distributed.num_ranks()) if rank != own)
-    planned = [rank for rank in others if shim_distributed.told(_planned(key, rank))]
+    others = (rank for rank in range(distributed.num_ranks()) if rank != own)
+    planned = [rank for rank in others if distributed.told(_planned(key, rank))]
     deadline_s = time.monotonic() + timeout_s
     while planned := [rank for rank in planned if not _refuses_too(key, rank, attempt)]:
         runs = (rank for rank in planned if _planned_at(key, rank) >= attempt)
@@ -152,19 +152,19 @@ def _refuses_too(key: str, rank: int, attempt: int) -> bool:
     """True where ``rank`` has refused the graph in that try, or a later one, or is not there."""
     refusal = _refusal_of(key, rank)
     is_refused = refusal is not None and refusal.attempt >= attempt
-    return is_refused or shim_distributed.is_gone(rank)
+    return is_refused or distributed.is_gone(rank)
 
 
 def _planned_at(key: str, rank: int) -> int:
     """The last try in which ``rank`` had a plan."""
-    return int(shim_distributed.told(_planned(key, rank)) or 0)
+    return int(distributed.told(_planned(key, rank)) or 0)
 
 
 def tell_planned(key: str) -> None:
     """Told before a planned step with collectives, made of the graph ``key``, first runs."""
     if key:
         attempt = _known.here().attempts.get(key, 0)
-        shim_distributed.tell(_planned(key, torch.distributed.get_rank()), str(attempt))
+        distributed.tell(_planned(key, torch.distributed.get_rank()), str(attempt))
 
 
 def require_not_refused(key: str, rank: int, what: str, *, is_late: bool) -> None:
@@ -185,7 +185,7 @@ def require_not_refused(key: str, rank: int, what: str, *, is_late: bool) -> Non
 
 
 def _refusal_of(key: str, rank: int) -> Refusal | None:
-    text = shim_distributed.told(_refused(key, rank)) if key else None
+    text = distributed.told(_refused(key, rank)) if key else None
     return Refusal(**json.loads(text)) if text else None
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import fx
 
-from memo_compile import shim_distributed
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.file_store import digest_of
+from memo_compile.torch_private import distributed
 
 Own = Callable[[Sequence[str]], Mapping[str, float]]
 """Measures the figures of these names."""
@@ -23,8 +23,8 @@ def first_told(
     keys: Mapping[str, str],
     own: Own,
     *,
-    told: Callable[[str], str | None] = shim_distributed.told,
-    tell_first: Callable[[str, str], str] = shim_distributed.tell_first,
+    told: Callable[[str], str | None] = distributed.told,
+    tell_first: Callable[[str, str], str] = distributed.tell_first,
 ) -> dict[str, float]:
     """The figure of each name in ``keys``, equal on all ranks that ask for the same key.
 

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from memo_runtime.leases import leases
 
-from memo_compile import shim
 from memo_compile.driver.around import parameters_around
 from memo_compile.driver.between import Between
 from memo_compile.driver.declared import stages_around
 from memo_compile.driver.owners import owned
 from memo_compile.step.group import Group
 from memo_compile.step.problem import FixedBytes, Half
+from memo_compile.torch_private import autograd
 
 MAX_CALLS = 4096
 """A step of more halves is no group: something keeps it from ever ending."""
@@ -198,7 +198,7 @@ class StepWatch:
             elif not is_backward:
                 self.inputs[storage._cdata] = storage.nbytes()
             elif names[position] in tangent_bytes:
-                for reference, num_bytes in shim.storages_of([value]):
+                for reference, num_bytes in autograd.storages_of([value]):
                     self.tangents.append(_Tangent(index, half, position, reference, num_bytes))
         self._given = frozenset(given)
 
@@ -211,7 +211,7 @@ class StepWatch:
             result.is_gone |= result.storage.expired()
         known = set(self._given)
         for position, value in enumerate(results):
-            for storage, num_bytes in shim.storages_of([value]):
+            for storage, num_bytes in autograd.storages_of([value]):
                 is_given = storage.cdata in known
                 known.add(storage.cdata)
                 self.results.append(_Result(half, position, storage, num_bytes, index, is_given))
@@ -319,7 +319,10 @@ class StepWatch:
             return 0
         alive = (*(reference() for reference in self.parameters()), *arriving)
         found = (
-            part for own in alive if own is not None for part in shim.inner_tensors(own) or [own]
+            part
+            for own in alive
+            if own is not None
+            for part in autograd.inner_tensors(own) or [own]
         )
         storages = {part.untyped_storage()._cdata: part.untyped_storage() for part in found}
         return sum(storage.nbytes() for storage in storages.values())

@@ -12,13 +12,13 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assumed import BlockInfeasible
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import refused
 from memo_compile.driver.tile_order import Sizes, Tiles, first_of, order_of
 from memo_compile.errors import ConfigError
+from memo_compile.torch_private import dynamo
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def ends_planning(error: Exception) -> bool:
     """
     if isinstance(error, refused()):
         return False
-    return isinstance(error, ConfigError | torch.OutOfMemoryError | shim.RestartAnalysis)
+    return isinstance(error, ConfigError | torch.OutOfMemoryError | dynamo.RestartAnalysis)
 
 
 def tile_order(

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.config import MemoConfig
 from memo_compile.step.problem import Phase, Problem, Storage
+from memo_compile.torch_private import autograd
 
 LARGE_RESULT_BYTES = 2**16
 """Results of more bytes are followed; losses and small statistics lie within a plan's slack."""
@@ -193,7 +193,7 @@ class ResultWatch:
 
 
 def _large(values: Sequence[Any]) -> Held:
-    return [storage for storage in shim.storages_of(values) if storage[1] > LARGE_RESULT_BYTES]
+    return [storage for storage in autograd.storages_of(values) if storage[1] > LARGE_RESULT_BYTES]
 
 
 def _alive(held: Held) -> Held:

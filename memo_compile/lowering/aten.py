@@ -16,7 +16,6 @@ from memo_runtime.current import current
 from memo_runtime.pages import MIN_OWN_MAPPING_BYTES, own_mapping, trim_heap
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.purity import in_flight, is_wait, is_write
 from memo_compile.analysis.random_states import is_random_state
 from memo_compile.analysis.regions import (
@@ -48,6 +47,7 @@ from memo_compile.step.problem import (
     Storage,
     align,
 )
+from memo_compile.torch_private import fx_graphs
 
 _WORKSPACES = (
     convolution_workspace,
@@ -227,7 +227,7 @@ class _AtenRegion:
         if _out_overload(node) is None or runnable(node.target) is not node.target:
             return False
         values = [source.meta.get("val") for source in node.all_input_nodes]
-        mode = shim.detect_fake_mode([*values, node.meta["val"]])
+        mode = fx_graphs.detect_fake_mode([*values, node.meta["val"]])
         if mode is None:
             return False
         if node.target in _TAKE_OUT:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from memo_compile import shim, shim_cache, shim_donation, shim_kernels
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.analysis.views import is_view, results_of, storage_of
 from memo_compile.lowering import aten
@@ -25,6 +24,7 @@ from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.region_cache import RegionCache, say_broken, tag_of
 from memo_compile.lowering.workspace import Convolution, convolution_of
 from memo_compile.step.problem import Layouts, Storage
+from memo_compile.torch_private import autograd, fx_graphs, inductor_api, kernels
 
 
 @dataclasses.dataclass
@@ -46,7 +46,7 @@ _recorders: list[_Recorder] = []
 lowering holds torch's compile lock, so that a plain stack is enough."""
 
 
-class ArenaWrapper(shim.PythonWrapperCodegen):
+class ArenaWrapper(inductor_api.PythonWrapperCodegen):
     """Inductor's Python wrapper with its buffers taken from the current call's table of views."""
 
     supports_caching = False
@@ -60,7 +60,7 @@ class ArenaWrapper(shim.PythonWrapperCodegen):
     ) -> Any:
         """The wrapper of a graph; subgraphs of higher-order operators stay unplanned."""
         if is_subgraph:
-            return shim.SubgraphPythonWrapperCodegen(
+            return inductor_api.SubgraphPythonWrapperCodegen(
                 subgraph_name or "", parent_wrapper, partition_signatures
             )
         return ArenaWrapper()
@@ -84,7 +84,7 @@ class CachedArenaWrapper(ArenaWrapper):
 @contextlib.contextmanager
 def _arena_codegen(recorder: _Recorder, wrapper: type[ArenaWrapper]) -> Iterator[None]:
     """Inductor generates code through ``wrapper`` inside this context."""
-    codegens = shim.device_codegens()
+    codegens = inductor_api.device_codegens()
     patched = {
         device: dataclasses.replace(codegen, wrapper_codegen=wrapper)
         for device, codegen in codegens.items()
@@ -103,7 +103,7 @@ def _arena_codegen(recorder: _Recorder, wrapper: type[ArenaWrapper]) -> Iterator
 INDUCTOR_SETTINGS: dict[str, Any] = {
     "allow_buffer_reuse": False,
     "graph_partition": False,
-    **shim.NO_GRAPH_CACHE,
+    **inductor_api.NO_GRAPH_CACHE,
     "cpp_wrapper": False,
     "memory_planning": False,
     "triton.cudagraphs": False,
@@ -119,10 +119,10 @@ def session(settings: Mapping[str, Any]) -> Iterator[None]:
     ``settings`` are the user's for Inductor; memo's own win.
     """
     with (
-        shim.inductor_patch({**settings, **INDUCTOR_SETTINGS}),
-        shim.functorch_patch(bundled_autograd_cache=False),  # with it Inductor caches no graph
-        shim_kernels.quick_strides(),
-        shim_kernels.kernels_in_background(),
+        inductor_api.inductor_patch({**settings, **INDUCTOR_SETTINGS}),
+        autograd.functorch_patch(bundled_autograd_cache=False),  # with it Inductor caches no graph
+        kernels.quick_strides(),
+        kernels.kernels_in_background(),
     ):
         yield
 
@@ -182,11 +182,12 @@ def _with_cache(recorder: _Recorder, cache: RegionCache) -> LoweredRegion | None
     region = recorder.region
     tag = tag_of(region, recorder.convolutions, poison=recorder.poison)
     for _ in range(CACHED_TRIES):
-        copied = replace(region, gm=shim.copied(region.gm))  # Inductor rewrites it, and may fail
+        # Inductor rewrites the graph, and may fail.
+        copied = replace(region, gm=fx_graphs.copied(region.gm))
         mine = replace(recorder, region=copied)
-        with shim_cache.graph_cache(tag):
+        with compile_caches.graph_cache(tag):
             compiled = _compiled(mine, CachedArenaWrapper)
-        if mine.scan is not None or shim_cache.generated_code(compiled) is None:
+        if mine.scan is not None or compile_caches.generated_code(compiled) is None:
             lowered = _made(mine, compiled)
             cache.remember(region, compiled, lowered)
             return lowered
@@ -205,15 +206,16 @@ def _compiled(recorder: _Recorder, wrapper: type[ArenaWrapper]) -> Any:
     ]
     for value in results:
         if isinstance(value, torch.fx.Node) and is_view(value):
-            shim.keep_strides(storage_of(value))  # of a view Inductor keeps the order of strides
-    rounds = any(shim.ROUNDED in node.meta for node in region.gm.graph.nodes)
+            # Of a view Inductor keeps the order of strides only.
+            inductor_api.keep_strides(storage_of(value))
+    rounds = any(inductor_api.ROUNDED in node.meta for node in region.gm.graph.nodes)
     with (
-        shim.own_tracing_context(examples),
+        autograd.own_tracing_context(examples),
         _arena_codegen(recorder, wrapper),
-        shim_donation.donating(region.donated),
-        shim_kernels.rounded_on_load() if rounds else contextlib.nullcontext(),
+        inductor_api.donating(region.donated),
+        kernels.rounded_on_load() if rounds else contextlib.nullcontext(),
     ):
-        return shim.compile_fx_inner(
+        return inductor_api.compile_fx_inner(
             region.gm,
             examples,
             static_input_idxs=region.static_inputs,

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.random_states import is_random_state
 from memo_compile.analysis.regions import AttentionLine, RegionGraph, ViewSpec, counted_once
 from memo_compile.analysis.views import results_of
@@ -34,6 +33,7 @@ from memo_compile.step.problem import (
     Storage,
     align,
 )
+from memo_compile.torch_private import inductor_api
 
 
 class _Groups:
@@ -72,7 +72,7 @@ class LineScan:
         self.number: Callable[[Any], int] = number or int
         self._region = region
         self._convolutions = convolutions
-        self.graph = shim.current_graph()
+        self.graph = inductor_api.current_graph()
         self._lines: list[Any] = list(wrapper.lines)
         self._groups = _Groups()
         self._births: dict[str, tuple[int, Any]] = {}
@@ -105,7 +105,7 @@ class LineScan:
     @property
     def _strides(self) -> list[tuple[int, ...] | None]:
         """The strides that Inductor has chosen for each result."""
-        chosen = shim.chosen_strides(self.graph)
+        chosen = inductor_api.chosen_strides(self.graph)
         return [None if own is None else tuple(map(self.number, own)) for own in chosen]
 
     def _removed(self, name: str) -> bool:
@@ -113,19 +113,19 @@ class LineScan:
 
     def _read_lines(self) -> None:
         for number, line in enumerate(self._lines):
-            if isinstance(line, shim.AllocateLine):
+            if isinstance(line, inductor_api.AllocateLine):
                 self._births.setdefault(line.node.get_name(), (number, line.node))
-            elif isinstance(line, shim.ReuseLine | shim.ReinterpretLine):
+            elif isinstance(line, inductor_api.ReuseLine | inductor_api.ReinterpretLine):
                 self._groups.join(line.reused_as.get_name(), line.node.get_name())
-                if isinstance(line, shim.ReuseLine) and line.delete_old:
+                if isinstance(line, inductor_api.ReuseLine) and line.delete_old:
                     self._handed_over.add(line.node.get_name())
-            elif isinstance(line, shim.FreeIfNotReusedLine | shim.FreeLine):
+            elif isinstance(line, inductor_api.FreeIfNotReusedLine | inductor_api.FreeLine):
                 self._frees[line.node.get_name()] = number
-            elif isinstance(line, shim.ExternKernelAllocLine):
+            elif isinstance(line, inductor_api.ExternKernelAllocLine):
                 self._read_extern(number, line.node)
-            elif isinstance(line, shim.MultiOutputLine):
+            elif isinstance(line, inductor_api.MultiOutputLine):
                 self._read_multi_output(number, line)
-            elif isinstance(getattr(line, "node", None), shim.ScatterFallback):
+            elif isinstance(getattr(line, "node", None), inductor_api.ScatterFallback):
                 self._read_scatter(number, line.node)
 
     def _read_scatter(self, number: int, node: Any) -> None:
@@ -143,17 +143,18 @@ class LineScan:
     def _read_extern(self, number: int, node: Any) -> None:
         name, kind = node.get_name(), _kernel_name(node)
         self._called_at[name] = number
-        if is_attention(operator := shim.called_operator(node)):
+        if is_attention(operator := inductor_api.called_operator(node)):
             self.attention.append(AttentionLine(operator, number))
-        written = [self.graph.get_buffer(buffer) for buffer in shim.written_buffers(node)]
+        written = [self.graph.get_buffer(buffer) for buffer in inductor_api.written_buffers(node)]
         self._read_convolution(number, node, written)
-        if shim.copies_results(node):  # they exist beside the buffers that they are copied to
-            self._copied.append((number, written[shim.writes_first(node) :], kind))
+        # Copied results exist beside the buffers that they are copied to.
+        if inductor_api.copies_results(node):
+            self._copied.append((number, written[inductor_api.writes_first(node) :], kind))
             return
         aliased = node.get_inputs_that_alias_output()
         for source in aliased:
             self._groups.join(name, source)
-        if not aliased and not shim.has_multi_output_layout(node):
+        if not aliased and not inductor_api.has_multi_output_layout(node):
             self._outside[name] = (number, node, kind)
             self._named[name] = number
 
@@ -184,7 +185,7 @@ class LineScan:
     def _read_multi_output(self, number: int, line: Any) -> None:
         node = self.graph.name_to_buffer.get(line.result_name)
         source = self.graph.name_to_buffer.get(line.arg_name)
-        if node is None or source is None or not shim.is_tensor_buffer(node):
+        if node is None or source is None or not inductor_api.is_tensor_buffer(node):
             return
         aliased = source.get_inputs_that_alias_output()
         for name in aliased:
@@ -245,7 +246,7 @@ class LineScan:
 
     def _is_known(self, node: Any) -> bool:
         """True where the node's size and strides are numbers, or depend on the one symbol."""
-        return self._has_symbol or shim.is_static(node)
+        return self._has_symbol or inductor_api.is_static(node)
 
     @property
     def views(self) -> list[ViewSpec]:
@@ -301,21 +302,22 @@ class LineScan:
                 yield f"{name} = memo_current.views[{self._arena[name]}].copy_({name})"
             for name in dying.get(number, ()):
                 yield f"memo_current.poison({self._arena[name]})"
-            if poison and isinstance(line, shim.FreeLine) and line.node.get_name() in inputs:
-                position = inputs.index(line.node.get_name())
+            freed = line.node.get_name() if isinstance(line, inductor_api.FreeLine) else None
+            if poison and freed in inputs:
+                position = inputs.index(freed)
                 yield f"memo_current.input_done({position})"
 
     def _replaced(self, line: Any, results: set[str]) -> Any:
         """``line``, or the statement that stands for it."""
-        plans = isinstance(line, shim.MemoryPlanningLine) and not isinstance(line, shim.NullLine)
-        if not plans:
+        plans = isinstance(line, inductor_api.MemoryPlanningLine)
+        if not plans or isinstance(line, inductor_api.NullLine):
             return line
         name = line.node.get_name()
         if self._removed(name):
-            return shim.NullLine(self._wrapper)
-        if isinstance(line, shim.AllocateLine) and name in self._arena:
+            return inductor_api.NullLine(self._wrapper)
+        if isinstance(line, inductor_api.AllocateLine) and name in self._arena:
             return f"{name} = memo_current.views[{self._arena[name]}]"
-        if isinstance(line, shim.AllocateLine) and name in results:
+        if isinstance(line, inductor_api.AllocateLine) and name in results:
             written = self._wrapper.codegen_python_shape_tuple
             size, stride = (written(get()) for get in (line.node.get_size, line.node.get_stride))
             return f"{name} = memo_own_mapping({size}, {stride}, {line.node.get_dtype()})"
@@ -352,7 +354,9 @@ class LineScan:
 
     def _overwrites(self) -> tuple[int, ...]:
         """Inputs whose memory a kernel's result takes."""
-        taken = (line.node.get_name() for line in self._lines if isinstance(line, shim.ReuseLine))
+        taken = (
+            line.node.get_name() for line in self._lines if isinstance(line, inductor_api.ReuseLine)
+        )
         roots, inputs = set(map(self._groups.root, taken)), self._inputs()
         return tuple(at for at, name in enumerate(inputs) if name in roots)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.config import MemoConfig
 from memo_compile.lowering import (
@@ -27,6 +26,7 @@ from memo_compile.passes.round_values import RoundValues
 from memo_compile.passes.runner import GraphPass, PassRunner
 from memo_compile.passes.spread_seeds import SpreadSeeds
 from memo_compile.step.problem import CallKind
+from memo_compile.torch_private import autograd, fx_graphs, inductor_api
 
 log = logging.getLogger("memo")
 
@@ -106,13 +106,13 @@ def _lowered(
         own.append(RoundValues())
     if region.device.type == "cuda":  # each kernel is launched there, and launches cost time
         own.append(SpreadSeeds(external_outputs=region.external_outputs))
-    copied = shim.copied(region.gm)  # lowering rewrites it, and others still read the first
+    copied = fx_graphs.copied(region.gm)  # lowering rewrites it, and others still read the first
     own_region = replace(region, gm=runner.run(copied, own, stage=region.name))
 
     def alone() -> LoweredRegion:
         mine = own_region
         while True:
-            before = shim.copied(mine.gm) if mine.donated else mine.gm
+            before = fx_graphs.copied(mine.gm) if mine.donated else mine.gm
             found = inductor.lower(mine, poison=poison, cache=cache)
             given = inductor.given_away(found, mine)
             if not given:
@@ -136,8 +136,8 @@ def plain_inner(
     if config.lowering == "aten":
         return aten.interpret(gm)
     with (
-        shim.inductor_patch(shim.NO_GRAPH_CACHE),
-        shim.functorch_patch(bundled_autograd_cache=False),
+        inductor_api.inductor_patch(inductor_api.NO_GRAPH_CACHE),
+        autograd.functorch_patch(bundled_autograd_cache=False),
     ):
-        compiled: Callable[..., Any] = shim.compile_fx_inner(gm, examples, **kwargs)
+        compiled: Callable[..., Any] = inductor_api.compile_fx_inner(gm, examples, **kwargs)
     return compiled

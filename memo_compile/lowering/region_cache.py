@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from memo_runtime import ops
 
-from memo_compile import shim, shim_cache
 from memo_compile.analysis.regions import AttentionLine, LoweredRegion, RegionGraph, ViewSpec
 from memo_compile.analysis.views import results_of
 from memo_compile.errors import InputError, described
@@ -29,6 +28,7 @@ from memo_compile.lowering.workspace import Convolution
 from memo_compile.passes.cut import content_of
 from memo_compile.step.problem import Layout, RegionProfile, Storage, align
 from memo_compile.step.serialise import plain, restore
+from memo_compile.torch_private import compile_caches, inductor_api
 
 log = logging.getLogger("memo")
 
@@ -76,9 +76,9 @@ def tag_of(region: RegionGraph, convolutions: tuple[Convolution, ...], *, poison
         "device": str(region.device),
         "is_backward": region.is_backward,
         "donated": region.donated,
-        "rounded": [shim.ROUNDED in node.meta for node in region.gm.graph.nodes],
+        "rounded": [inductor_api.ROUNDED in node.meta for node in region.gm.graph.nodes],
         "threads": torch.get_num_threads(),
-        "vectors": shim_cache.vector_instructions(region.device.type == "cpu"),
+        "vectors": compile_caches.vector_instructions(region.device.type == "cpu"),
     }
     return f"memo-{digest_of(said)}"
 
@@ -91,7 +91,10 @@ class RegionCache:
 
     def remember(self, region: RegionGraph, compiled: Any, lowered: LoweredRegion) -> None:
         """``lowered``, whose code Inductor has just put into its cache, is found again."""
-        code, key = shim_cache.generated_code(compiled), shim_cache.graph_cache_key(compiled)
+        code, key = (
+            compile_caches.generated_code(compiled),
+            compile_caches.graph_cache_key(compiled),
+        )
         if code is None or key is None:
             counts.uncached += 1
             return
@@ -111,10 +114,13 @@ class RegionCache:
 
     def found(self, region: RegionGraph, compiled: Any) -> LoweredRegion | None:
         """What Inductor had in its cache as a lowered region; None: unusable, and there no more."""
-        code, key = shim_cache.generated_code(compiled), shim_cache.graph_cache_key(compiled)
+        code, key = (
+            compile_caches.generated_code(compiled),
+            compile_caches.graph_cache_key(compiled),
+        )
         assert code is not None, "what comes from the cache has code"
         assert key is not None, "what comes from the cache has a key"
-        damaged = shim_cache.other_code(compiled)
+        damaged = compile_caches.other_code(compiled)
         if damaged is not None:
             say_unused(damaged, "it is damaged")
         for record in self._records(key, region, code) if damaged is None else ():
@@ -126,7 +132,7 @@ class RegionCache:
                 attention=record.attention,
             )
         counts.refused += 1
-        shim_cache.forget(key, damaged)
+        compile_caches.forget(key, damaged)
         return None
 
     def _records(self, key: str, region: RegionGraph, code: str) -> Iterator[CodeRecord]:

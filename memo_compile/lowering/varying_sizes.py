@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.purity import runs_once
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.analysis.structure import op_name
@@ -37,7 +36,8 @@ from memo_compile.lowering.workspace import convolution_of
 from memo_compile.passes.cut import KERNEL_ALIGNMENT_BYTES
 from memo_compile.passes.cut_again import OtherSizes
 from memo_compile.reporting import state
-from memo_compile.shim_symbols import SizeSymbols, plain
+from memo_compile.torch_private import fx_graphs
+from memo_compile.torch_private.symbols import SizeSymbols, plain
 
 log = logging.getLogger("memo")
 
@@ -412,7 +412,7 @@ class _WithSymbol:
             _value(node.meta.get("val"), before)
             value = self._copied(node, [next(remaining) for _ in before])
             _value(value, self.made)
-        self.gm = shim.graph_module(gm, self._graph)
+        self.gm = fx_graphs.graph_module(gm, self._graph)
 
     def _copied(self, node: fx.Node, layout: Sequence[Formula | None]) -> Any:
         """The value of the copy."""

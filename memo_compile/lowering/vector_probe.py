@@ -7,8 +7,8 @@ compiler, that is not asked again.
 
 import functools
 
-from memo_compile import shim_cache
 from memo_compile.file_store import FileStore, code_digest
+from memo_compile.torch_private import compile_caches
 
 
 @functools.cache
@@ -17,10 +17,10 @@ def probe_once(store: FileStore) -> None:
 
     A set that did not work is asked for in every process, as torch does it.
     """
-    depends = shim_cache.vector_probe()
+    depends = compile_caches.vector_probe()
     if depends is None:
         return
     key = {"kind": "vector-probe", "code": code_digest(), "depends": depends}
     known = any(body is True for body in store.read(key))
-    if shim_cache.probe_vectors(known) and not known:
+    if compile_caches.probe_vectors(known) and not known:
         store.write(key, True)

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.analysis.structure import argument, namespace, op_name
 from memo_compile.lowering.eager_ops import PIECE, PIECE_ITEM_BYTES
 from memo_compile.step.problem import OutsideBuffer, align
+from memo_compile.torch_private import inductor_api
 
 FLOAT32_BYTES = 4
 ROW_GRANULE = 128
@@ -85,7 +85,7 @@ class Convolution:
     is_dilated: bool = False
     is_strided: bool = False
     backend: str = "Mkldnn"
-    """Which of torch's implementations runs it (``shim.convolution_backend``)."""
+    """Which of torch's implementations runs it (``inductor_api.convolution_backend``)."""
 
     @property
     def key(self) -> tuple[bool, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -201,7 +201,7 @@ def convolution_of(node: fx.Node) -> Convolution | None:
     )
     if result is None or source is None or weight is None or source.device.type != "cpu":
         return None
-    settings = {name: argument(node, name) for name in shim.CONVOLUTION_SETTINGS}
+    settings = {name: argument(node, name) for name in inductor_api.CONVOLUTION_SETTINGS}
     return Convolution(
         result=tuple(result.shape),
         source=tuple(source.shape),
@@ -212,7 +212,7 @@ def convolution_of(node: fx.Node) -> Convolution | None:
         is_transposed=settings["transposed"],
         is_dilated=max(settings["dilation"]) > 1,
         is_strided=max(settings["stride"]) > 1,
-        backend=shim.convolution_backend(source, weight, settings),
+        backend=inductor_api.convolution_backend(source, weight, settings),
     )
 
 

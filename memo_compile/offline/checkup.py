@@ -156,9 +156,9 @@ def _compiler() -> Iterator[Finding]:
     remedy = "install g++ (with OpenMP) and Python's headers, e.g. apt install g++ python3-dev"
     command: str | None = None
     try:
-        from memo_compile import shim
+        from memo_compile.torch_private import inductor_api
 
-        command = shim.cpp_compiler()
+        command = inductor_api.cpp_compiler()
     except (ImportError, OSError):
         return
     # Inductor raises InvalidCxxCompiler, a RuntimeError, when it finds none.

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from memo_compile.gpus import GpuFacts
 from memo_compile.offline.cuda_attention import HALVES, attention_of
-from memo_compile.shim_gpu import decomposed
+from memo_compile.torch_private.absent_gpu import decomposed
 
 _aten = torch.ops.aten
 

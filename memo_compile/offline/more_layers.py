@@ -17,13 +17,13 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.analysis.layers import LayerStructure
 from memo_compile.driver.stages import CutStep
 from memo_compile.offline.offline_step import NotUniform as NotUniform
 from memo_compile.passes.cut import Cut, CutCall
 from memo_compile.step.problem import Phase
+from memo_compile.torch_private import fx_graphs
 
 Name = TypeVar("Name", str, str | None)
 
@@ -188,7 +188,7 @@ class _Longer:
             made = graph.placeholder(name)
             made.meta = dict(given[self._chains.template.get(name, name)].meta)
         graph.output(())
-        return shim.graph_module(half.half_graph, graph)
+        return fx_graphs.graph_module(half.half_graph, graph)
 
     def _longer_units(self) -> JointUnits:
         structure = self._old.units.structure

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.backends.capture import StepCapture
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
@@ -29,6 +28,7 @@ from memo_compile.lowering.varying_sizes import (
     written,
 )
 from memo_compile.offline.more_layers import MoreLayers
+from memo_compile.torch_private import fx_graphs
 
 log = logging.getLogger("memo")
 
@@ -171,7 +171,7 @@ class _Rebuilt:
         layouts: Sequence[Formula],
     ) -> None:
         self._length, self._arguments = length, iter(arguments)
-        mode = shim.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
+        mode = fx_graphs.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
         if mode is None:
             raise UnsupportedGraph("the joint graph carries no fake tensors")
         self._mode = mode
@@ -181,7 +181,7 @@ class _Rebuilt:
         for node in gm.graph.nodes:
             count = sum(2 * value.dim() for value in _tensors(node.meta.get("val")))
             self._copy(node, [next(remaining) for _ in range(count)])
-        self.gm = shim.graph_module(gm, self._graph)
+        self.gm = fx_graphs.graph_module(gm, self._graph)
         self.gm.meta.update(gm.meta)
 
     def _copy(self, node: fx.Node, layout: Sequence[Formula]) -> None:

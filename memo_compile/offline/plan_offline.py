@@ -15,7 +15,6 @@ from typing import Any, Never
 import torch
 from torch import fx
 
-from memo_compile import shim, shim_kernels
 from memo_compile.analysis.structure import GRADIENT
 from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.config import MemoConfig, resolve
@@ -43,8 +42,9 @@ from memo_compile.offline.offline_step import (
 from memo_compile.offline.other_length import OtherLength, TracedLength
 from memo_compile.passes.bodies import with_plain_bodies
 from memo_compile.reporting import state
-from memo_compile.shim_gpu import lowering_for
 from memo_compile.step.plans import ReportedPlan
+from memo_compile.torch_private import autograd, dynamo, fx_graphs, kernels
+from memo_compile.torch_private.absent_gpu import lowering_for
 
 NOTHING_TRAINS = (
     "nothing in this step needs a gradient: give trainable parameters, or return a loss that "
@@ -131,7 +131,7 @@ def tracing(
     kernels = contextlib.nullcontext() if runs else _without_kernels(hardware)
     with torch.enable_grad(), kernels, lowered_once(), ExitStack() as stack:
         try:
-            traced = stack.enter_context(shim.traced_whole(step, args, kwargs))
+            traced = stack.enter_context(dynamo.traced_whole(step, args, kwargs))
             if traced is None:
                 raise UnsupportedGraph(NOTHING_TRAINS)
         except Exception as error:
@@ -177,7 +177,7 @@ class OfflineModel(ABC):
     def lowered(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> StepKnowledge:
         """The step in the tiles that ``options`` name, lowered."""
         captured = self.captured(options, graph)
-        forward, backward = shim.copied(captured.forward), shim.copied(captured.backward)
+        forward, backward = fx_graphs.copied(captured.forward), fx_graphs.copied(captured.backward)
         captured = replace(captured, forward=forward, backward=backward)
         step = cut_step(captured, options, lambda _: True)  # nothing may be computed to judge tiles
         if self.more is not None:
@@ -290,13 +290,13 @@ class ModelAtLength(OfflineModel):
 def not_tracing(other: OtherLength, *, hardware: HardwareProfile | None) -> Iterator[ModelAtLength]:
     """As ``tracing``, of what needs no trace."""
     kernels = _without_kernels(hardware)
-    with torch.enable_grad(), kernels, lowered_once(), shim.fresh_static_tracing():
+    with torch.enable_grad(), kernels, lowered_once(), autograd.fresh_static_tracing():
         yield ModelAtLength(other=other, hardware=hardware, more=other.first.more)
 
 
 def _without_kernels(hardware: HardwareProfile | None) -> contextlib.AbstractContextManager[None]:
     plain = hardware is not None and hardware.name != "cpu"
-    return shim_kernels.without_kernels(without_vectors=plain)
+    return kernels.without_kernels(without_vectors=plain)
 
 
 def offline_facts(known: StepKnowledge) -> OfflineFacts:
@@ -357,7 +357,7 @@ def raise_bare(error: Exception) -> Never:
         if isinstance(inner, MemoError):
             raise inner from None
         inner = getattr(inner, "inner_exception", None) or inner.__cause__
-    broken = shim.graph_break(error)
+    broken = dynamo.graph_break(error)
     if broken is not None:
         raise UnsupportedGraph(f"the model does not trace into one graph: {broken}") from error
     raise error

@@ -20,11 +20,11 @@ import torch
 from memo_runtime.arena import arena_of
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.backends import entry
 from memo_compile.costs.measure import MemoryWatch, watch_memory
 from memo_compile.offline.script import EnoughError, run_script
 from memo_compile.reporting.state import report
+from memo_compile.torch_private import dynamo, inductor_api
 
 WARM_STEPS = 2
 """Steps before the peak is followed: the first compiles and makes gradients and moments."""
@@ -136,13 +136,13 @@ def install(recorder: Recorder, arm: str) -> None:
         if arm == "memo":
             run = compiled(gm, examples, **settings)
         elif arm == "inductor":
-            run = shim.compile_fx(gm, examples)
+            run = inductor_api.compile_fx(gm, examples)
         else:
             run = gm.forward
         return recorder.wrap(run, examples)
 
     setattr(entry, "memo", memo)  # noqa: B010 - a function is replaced on purpose
-    shim.register_backend("memo", memo)
+    dynamo.register_backend("memo", memo)
     original = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +163,7 @@ def main(argv: list[str]) -> int:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(SEED)
     # Eager's random numbers, where Inductor would draw its own: dropout is then the same.
-    with shim.inductor_patch({"fallback_random": True}):
+    with inductor_api.inductor_patch({"fallback_random": True}):
         code = run_script(Path(script), rest, passes=(EnoughError,))
     Path(out).write_text(json.dumps(recorder.as_dict()))
     sys.stdout.flush()

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.analysis.structure import spec_of
 from memo_compile.analysis.views import is_view, results_of, viewed
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.shim_symbols import SizeSymbols, StaticFakes, layout_of, plain
+from memo_compile.torch_private import fx_graphs
+from memo_compile.torch_private.symbols import SizeSymbols, StaticFakes, layout_of, plain
 
 SIZES = "memo_sizes"
 """Key of ``node.meta``: what the symbols say of the node, a ``Said``."""
@@ -98,7 +98,7 @@ class SymbolicJoint:
         copying = _Copying(self, dict(numbers), self.symbols.at(symbols))
         for node in self.gm.graph.nodes:
             copying.copy(node)
-        return shim.graph_module(self.gm, copying.graph)
+        return fx_graphs.graph_module(self.gm, copying.graph)
 
     def inputs_of(self, gm: fx.GraphModule) -> tuple[list[Any], list[Any]]:
         """Inputs and incoming gradients of a graph that ``at`` made, as AOTAutograd gives them."""
@@ -145,7 +145,7 @@ class _Copying:
             self._finish(node)
             return
         args, kwargs = self._mapped((node.args, node.kwargs))
-        made = shim.like_node(self.graph, node, args, kwargs)
+        made = fx_graphs.like_node(self.graph, node, args, kwargs)
         made.meta.update((key, of) for key, of in node.meta.items() if key not in _NOT_KEPT)
         self.made[node] = made
         if "val" in node.meta:

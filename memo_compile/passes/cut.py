@@ -26,7 +26,6 @@ import torch
 from memo_runtime import ops
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.purity import has_effect, is_constant, runs_once
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.splittable import may_reuse_input, split_collectives
@@ -45,6 +44,7 @@ from memo_compile.passes.extract import copied
 from memo_compile.passes.lease import HANDLE, is_given
 from memo_compile.step.problem import CallKind, Layouts, Phase
 from memo_compile.step.tilings import Tiling
+from memo_compile.torch_private import fx_graphs
 
 KERNEL_ALIGNMENT_BYTES = 16
 
@@ -503,7 +503,7 @@ def _half_graph(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
             for node in cutter.results
         )
     )
-    return shim.graph_module(cutter.request.gm, graph)
+    return fx_graphs.graph_module(cutter.request.gm, graph)
 
 
 def region_call(region: str, *inputs: Any) -> Any:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.structure import spec_of
 from memo_compile.analysis.views import is_view, storage_of, viewed
@@ -25,8 +24,9 @@ from memo_compile.passes.at_numbers import SIZES, Said, is_fixed, words_of
 from memo_compile.passes.cut import Cut, CutCall, content_of
 from memo_compile.passes.lease import HANDLE, is_given
 from memo_compile.passes.separate import overlap
-from memo_compile.shim_symbols import SizeSymbols, StaticFakes
 from memo_compile.step.problem import CallKind, Phase
+from memo_compile.torch_private import fx_graphs
+from memo_compile.torch_private.symbols import SizeSymbols, StaticFakes
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -252,12 +252,12 @@ class _Template:
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
         for kept in self._nodes:
-            new = shim.like_node(graph, kept.node, *_arguments(kept, made, number))
+            new = fx_graphs.like_node(graph, kept.node, *_arguments(kept, made, number))
             new.meta.update(kept.node.meta)
             made[kept.node] = new
             if kept.way is not _Way.STAYS:
                 new.meta["val"] = self._value(kept, new, number)
-        return shim.graph_module(self._gm, graph)
+        return fx_graphs.graph_module(self._gm, graph)
 
     def _value(self, kept: _Kept, new: fx.Node, number: Callable[[Any], int]) -> Any:
         if kept.way is _Way.SAID:

@@ -7,7 +7,7 @@
 Torch's partitioner sees one big graph and may cut two equal layers differently, or recompute a
 layer's input from the layer before. A region is lowered once for all its layers.
 
-The halves are cut out of the joint graph by these tags (``shim_partitioner.extract_halves``).
+The halves are cut out of the joint graph by these tags (``partitioner.extract_halves``).
 """
 
 from collections.abc import Iterable, Mapping

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.views import makers_of
 from memo_compile.passes.at_numbers import SIZES
+from memo_compile.torch_private import fx_graphs
 
 
 def placeholder_like(graph: fx.Graph, name: str, node: fx.Node) -> fx.Node:
@@ -31,7 +31,7 @@ class Extract:
     @property
     def gm(self) -> fx.GraphModule:
         """The graph as a module; it must have its output."""
-        return shim.graph_module(self.owner, self.graph)
+        return fx_graphs.graph_module(self.owner, self.graph)
 
     def finish(self, outputs: Sequence[fx.Node]) -> None:
         """The graph returns the copies of ``outputs``."""

@@ -19,7 +19,6 @@ from memo_runtime import ops
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memo_compile import shim
 from memo_compile.analysis.joint_units import source_line
 from memo_compile.analysis.module_paths import module_path
 from memo_compile.analysis.regions import RegionGraph
@@ -28,8 +27,9 @@ from memo_compile.analysis.views import is_view
 from memo_compile.errors import InputError, UnsupportedGraph
 from memo_compile.passes.cut import region_call, take
 from memo_compile.passes.remembered_cut import NOT_READ
-from memo_compile.shim_symbols import StaticFakes
 from memo_compile.step.problem import CallKind
+from memo_compile.torch_private import fx_graphs
+from memo_compile.torch_private.symbols import StaticFakes
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
@@ -235,7 +235,7 @@ def graph_again(nodes: tuple[NodeRecord, ...], fakes: StaticFakes) -> fx.GraphMo
             node.meta["val"] = _derived(node, fakes)
     if not nodes or nodes[-1].op != "output":
         raise InputError("it does not end in its results")
-    return shim.graph_module(torch.nn.Module(), graph)
+    return fx_graphs.graph_module(torch.nn.Module(), graph)
 
 
 def node_alone(

@@ -10,11 +10,11 @@ from memo_runtime.ops import into
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from memo_compile import shim
 from memo_compile.analysis.purity import is_write
 from memo_compile.analysis.random_states import is_random_state
 from memo_compile.analysis.structure import argument, namespace, schema_of
 from memo_compile.analysis.views import is_tensor, results_of, storage_of
+from memo_compile.torch_private import inductor_api
 
 _aten = torch.ops.aten
 _ALLOCATING = ("convolution", "scaled_dot_product", "flash_attn", "efficient_attention", "cudnn")
@@ -71,8 +71,8 @@ def _allocates(node: fx.Node) -> bool:
         return True
     if _is_custom(node):
         # A custom operator becomes a fallback when it is first lowered: too late for its region.
-        return shim.falls_back(target) or not shim.has_lowering(target)
-    return shim.falls_back(target) and target.overloadpacket not in (_aten.empty_strided,)
+        return inductor_api.falls_back(target) or not inductor_api.has_lowering(target)
+    return inductor_api.falls_back(target) and target.overloadpacket not in (_aten.empty_strided,)
 
 
 def _is_custom(node: fx.Node) -> bool:

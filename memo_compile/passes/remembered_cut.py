@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import fx
 
-from memo_compile import shim_partitioner
 from memo_compile.analysis.joint_units import UNIT
 from memo_compile.analysis.structure import spec_of
 from memo_compile.file_store import FileStore, code_digest, digest_of
 from memo_compile.passes.at_numbers import SIZES
+from memo_compile.torch_private import partitioner
 
 log = logging.getLogger("memo")
 
@@ -52,7 +52,7 @@ class MinCut:
         return self.chosen[nodes]
 
     def _found(self, joint: fx.GraphModule, joint_inputs: Any) -> list[str]:
-        store = None if shim_partitioner.ranks_cut_together() else self.store
+        store = None if partitioner.ranks_cut_together() else self.store
         if store is None:
             return self._made(joint, joint_inputs)
         key = self._key(joint)
@@ -67,7 +67,7 @@ class MinCut:
         return names
 
     def _made(self, joint: fx.GraphModule, joint_inputs: Any) -> list[str]:
-        return shim_partitioner.min_cut_saved_names(
+        return partitioner.min_cut_saved_names(
             joint,
             joint_inputs,
             num_fwd_outputs=self.num_fwd_outputs,
@@ -79,7 +79,7 @@ class MinCut:
         return {
             "kind": "cut",
             "memo": code_digest(),
-            "settings": shim_partitioner.partitioner_settings(),
+            "settings": partitioner.partitioner_settings(),
             "num_fwd_outputs": self.num_fwd_outputs,
             "static": None if static is None else list(static),
             "graph": digest_of([_said(node) for graph in _graphs(joint) for node in graph.nodes]),

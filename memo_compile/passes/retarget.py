@@ -8,7 +8,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree
 
-from memo_compile import shim
+from memo_compile.torch_private import fx_graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Retarget:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
-        mode = shim.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
+        mode = fx_graphs.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
         if mode is None:
             return PassResult(gm, False)
         moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}

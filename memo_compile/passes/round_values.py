@@ -8,8 +8,8 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from memo_compile import shim
 from memo_compile.analysis.views import is_tensor, is_view
+from memo_compile.torch_private import inductor_api
 
 _aten = torch.ops.aten
 _LOW = (torch.bfloat16, torch.float16)
@@ -58,7 +58,7 @@ class RoundValues:
             if is_view(node) and reads:
                 unrounded.add(node)
             elif _is_marked(node) and (reads or (makes and _is_read_twice(node))):
-                node.meta[shim.ROUNDED] = changed = True
+                node.meta[inductor_api.ROUNDED] = changed = True
             elif makes and not _is_marked(node) and _is_read_twice(node):
                 _round(node)
                 changed = True
@@ -104,7 +104,7 @@ def _reads_memory(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return target.overloadpacket in _PRODUCTS or shim.falls_back(target)
+    return target.overloadpacket in _PRODUCTS or inductor_api.falls_back(target)
 
 
 def _is_read_twice(node: fx.Node) -> bool:
@@ -117,5 +117,5 @@ def _round(node: fx.Node) -> None:
     """Have all readers, the graph's results too, read ``node`` as it would be stored."""
     with node.graph.inserting_after(node):
         rounded = node.graph.call_function(_aten.mul.Tensor, (node, 1.0))  # which reads it once
-    rounded.meta.update(val=node.meta["val"], **{shim.ROUNDED: True})
+    rounded.meta.update(val=node.meta["val"], **{inductor_api.ROUNDED: True})
     node.replace_all_uses_with(rounded, lambda user: user is not rounded)

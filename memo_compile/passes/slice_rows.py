@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise
 from memo_compile.analysis.structure import argument, op_name
 from memo_compile.analysis.views import shape_of
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.torch_private import fx_graphs
 
 _SHAPE_ARGUMENTS = {
     "reshape": "shape",
@@ -68,7 +68,7 @@ class FakeCopier:
             copy = self._made[node] = self.graph.node_copy(node, lambda source: self._made[source])
             with self._mode:
                 self.change(copy, node)
-        return shim.graph_module(self.gm, self.graph)
+        return fx_graphs.graph_module(self.gm, self.graph)
 
     def change(self, copy: fx.Node, node: fx.Node) -> None:
         """Give ``copy`` other arguments than ``node`` has, and its value."""

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_tensor, is_view, results_of
 from memo_compile.passes.extract import placeholder_like
 from memo_compile.step.tilings import Operand, Ref, RunningSum, Source
+from memo_compile.torch_private import fx_graphs
 
 _aten = torch.ops.aten
 _to_dtype = torch.ops.prims.convert_element_type.default
@@ -155,7 +155,7 @@ def take_sums_out(
         region = replace(
             tile,
             name=f"{tile.name}.sum{len(sums)}",
-            gm=shim.graph_module(tile.gm, alone),
+            gm=fx_graphs.graph_module(tile.gm, alone),
             static_inputs=(),
             op_by_op=True,
         )

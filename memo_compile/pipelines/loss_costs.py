@@ -11,10 +11,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-from memo_compile import shim
 from memo_compile.analysis.views import bytes_of, results_of, storage_of
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.roofline import graph_seconds
+from memo_compile.torch_private import fx_graphs
 
 REPEATS = 3
 """Timed runs, after one to warm up; the median counts."""
@@ -51,7 +51,7 @@ def loss_costs(
             (gradient,) = torch.autograd.grad(value, leaf)
         return value, gradient
 
-    with shim.real_tensors(), shim.fake_mode():
+    with fx_graphs.real_tensors(), fx_graphs.fake_mode():
         graph = make_fx(both)(*tree_map(_like, (output, target)))
     if hardware is None:
         seconds = _measured_s(lambda: both(output, target), output.device)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile import shim
 from memo_compile.analysis.module_paths import modules_around
 from memo_compile.errors import ConfigError, UnsupportedGraph
 from memo_compile.file_store import digest_of
 from memo_compile.offline.plan_offline import NOTHING_TRAINS
+from memo_compile.torch_private import fx_graphs
 
 _NOT_RUN = ("placeholder", "get_attr", "output")
 
@@ -93,10 +93,10 @@ class ModelUnits:
                 examples.append(self.given[node] if node in self.given else _leaf(node))
         for node in [*(node for node in read if node.op == "get_attr"), *inside]:
             args = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = shim.like_node(graph, node, *args)
+            made[node] = fx_graphs.like_node(graph, node, *args)
             made[node].meta = dict(node.meta)
         graph.output(tuple(made[node] for node in results))
-        return shim.like_dynamo(self.gm, graph), examples
+        return fx_graphs.like_dynamo(self.gm, graph), examples
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -112,7 +112,7 @@ def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def _leaf(node: fx.Node) -> torch.Tensor:
     """What a stage is sent in place of what ``node`` makes."""
     value = node.meta["example_value"]
-    mode = shim.detect_fake_mode([value])
+    mode = fx_graphs.detect_fake_mode([value])
     assert mode is not None, "Dynamo's values are fakes"
     with mode:
         made = torch.empty_strided(

@@ -19,7 +19,6 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from memo_compile import shim, shim_distributed
 from memo_compile.analysis.views import results_of
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
@@ -35,6 +34,7 @@ from memo_compile.pipelines.stage_orders import StageOrders
 from memo_compile.pipelines.stage_plans import StageCost, StagePlans
 from memo_compile.reporting.decision_lines import decision_lines
 from memo_compile.step.serialise import plain, restore
+from memo_compile.torch_private import distributed, fx_graphs
 from memo_compile.units import format_bytes, format_enough
 
 _asked = itertools.count()
@@ -308,7 +308,7 @@ def _loss(
     value = results[0].meta["example_value"]
     if profile is not None:
         return loss_costs(loss_fn, value, target, profile)
-    with shim.real_tensors():
+    with fx_graphs.real_tensors():
         output = torch.randn(value.shape, dtype=value.dtype, device=value.device)
         return loss_costs(loss_fn, output, target, None)
 
@@ -319,7 +319,7 @@ def _without_meta(
     """All of it as fakes on the CPU where the model lies on meta; as it is, else."""
     if not any(own.is_meta for own in itertools.chain(model.parameters(), model.buffers())):
         return model, tuple(args), dict(kwargs), target
-    with shim.fake_mode(real_inputs=True):
+    with fx_graphs.fake_mode(real_inputs=True):
 
         def faked(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -336,9 +336,9 @@ def _without_meta(
 
 def _agreed(split: PipelineSplit, number: int) -> PipelineSplit:
     """``split``, or what another rank found first for question ``number``."""
-    if shim_distributed.num_ranks() < 2:
+    if distributed.num_ranks() < 2:
         return split
     key = f"memo/pipeline_split/{number}"
-    text = shim_distributed.tell_first(key, json.dumps(plain(split)))
+    text = distributed.tell_first(key, json.dumps(plain(split)))
     found: PipelineSplit = restore(json.loads(text), PipelineSplit, "split")
     return found

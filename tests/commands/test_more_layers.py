@@ -14,8 +14,8 @@ from memo_compile.offline import plan_offline
 from memo_compile.offline.more_layers import MoreLayers, NotUniform
 from memo_compile.offline.shapes import load
 from memo_compile.offline.shapes.transformer import Degrees, first_stage
-from memo_compile.shim import fake_mode
 from memo_compile.step.problem import CallKind
+from memo_compile.torch_private.fx_graphs import fake_mode
 
 LAYERS = 8
 HARDWARE = "h200"

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from memo_compile import file_store, shim
+from memo_compile import file_store
 from memo_compile.cli.main import main
 from memo_compile.config import resolve, user_store
 from memo_compile.costs import models
@@ -28,6 +28,7 @@ from memo_compile.passes.runner import graph_text
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
 from memo_compile.planners.policy import candidates
 from memo_compile.step.serialise import plain, restore, to_json
+from memo_compile.torch_private import inductor_api
 from tests.commands.tiny import CPU_BUILD, TINY
 
 SHAPE = dataclasses.replace(TINY, name="tiny-remembered")
@@ -287,13 +288,13 @@ def test_the_store_drops_what_was_not_used_for_longest(tmp_path):
 
 def test_other_tries_are_cut_from_the_joint_graph_that_was_traced_first(monkeypatch):
     """And are what they were if each had been traced by itself."""
-    seen, compiled = [], shim.compile_fx
+    seen, compiled = [], inductor_api.compile_fx
 
     def counted(*args, **kwargs):
         seen.append(1)
         return compiled(*args, **kwargs)
 
-    monkeypatch.setattr(shim, "compile_fx", counted)
+    monkeypatch.setattr(inductor_api, "compile_fx", counted)
     config = offline_config(resolve({"memory_budget": 2**30}, None), ASKED.hardware)
     whole = dataclasses.replace(config, token_tiles=1)
     in_tiles = dataclasses.replace(config, token_tiles=8, drop_above_bytes=2**40)

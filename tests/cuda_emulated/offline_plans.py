@@ -28,8 +28,8 @@ from memo_compile.offline.plan_offline import plan_step_offline
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.shapes.transformer import first_stage
 from memo_compile.reporting import state
-from memo_compile.shim import fake_mode
 from memo_compile.step.plans import ReportedPlan
+from memo_compile.torch_private.fx_graphs import fake_mode
 from tests import models
 from tests.cuda_emulated import kernels
 

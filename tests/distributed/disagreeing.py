@@ -140,7 +140,7 @@ def stepping_aside(*, is_second: bool, case: str) -> dict[str, Any]:
         torch._dynamo.reset()
     plain, start_s, found = [], time.monotonic(), {"error": "", "sums": []}
     with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(entry.shim, "compile_fx", eagerly(plain)))
+        patched.enter_context(mock.patch.object(entry.inductor_api, "compile_fx", eagerly(plain)))
         if fails:
             failing = mock.Mock(side_effect=UnsupportedGraph("not here"))
             patched.enter_context(mock.patch.object(entry, "assemble", failing))
@@ -156,7 +156,7 @@ def stepping_aside(*, is_second: bool, case: str) -> dict[str, Any]:
 
 def eagerly(seen: list[fx.GraphModule]) -> Callable[..., Any]:
     """Stands for plain Inductor, whose compilation takes seconds; counts what it is given."""
-    original = entry.shim.compile_fx
+    original = entry.inductor.compile_fx
 
     def compiled(gm: fx.GraphModule, inputs: Sequence[Any], **of_memo: Any) -> Any:
         if of_memo:

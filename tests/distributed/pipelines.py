@@ -23,8 +23,8 @@ from memo_compile.backends.entry import large_blocks_leave_the_heap
 from memo_compile.costs.measure import watch_memory
 from memo_compile.pipelines.split_result import PipelineSplit
 from memo_compile.reporting import state
-from memo_compile.shim_pipelining import pipeline_stages, receive_buffers
 from memo_compile.step.serialise import plain
+from memo_compile.torch_private.pipelining import pipeline_stages, receive_buffers
 from tests.numerics.small import Block
 
 HIDDEN, ROWS, STEPS = 32, 64, 4

@@ -150,7 +150,7 @@ def test_an_error_inside_is_found_also_where_memo_steps_aside(monkeypatch, where
         raise KeyError("div_2")
 
     monkeypatch.setattr(entry, where, broken)
-    plain = mock.patch.object(entry.shim, "compile_fx", lambda gm, _inputs: gm)
+    plain = mock.patch.object(entry.inductor_api, "compile_fx", lambda gm, _inputs: gm)
     with plain:
         (finding,) = oracle.run_case(tiny()).findings
     assert finding.kind == kind

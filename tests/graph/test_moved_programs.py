@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from memo_compile import shim
 from memo_compile.config import resolve
 from memo_compile.offline.offline_step import offline_config
 from memo_compile.offline.plan_offline import OfflineStep, tracing
 from memo_compile.reporting import state
 from memo_compile.step.problem import CallKind
 from memo_compile.step.program_text import program_text
+from memo_compile.torch_private import fx_graphs
 from tests import models
 from tests.numerics.training import in_ci
 
@@ -55,7 +55,7 @@ def moved_steps(name: str) -> dict[str, OfflineStep]:
         for decision, options in DECISIONS.items():
             config = offline_config(resolve({**OPTIONS, **options}, None), None)
             traced._planned.clear()  # it has one plan in each tiling
-            graph = shim.copied(traced.gm)
+            graph = fx_graphs.copied(traced.gm)
             steps[decision] = traced.attempt(graph, config)
     return steps
 

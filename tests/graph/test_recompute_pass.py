@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import attention_rows
@@ -22,6 +21,7 @@ from memo_compile.passes.recompute import ClassGraph, layer_ops, recompute_graph
 from memo_compile.passes.runner import graph_text
 from memo_compile.step.movable import RecomputeKey, RegionInput
 from memo_compile.step.problem import ALIGNMENT_BYTES, Storage
+from memo_compile.torch_private import fx_graphs
 from tests import models
 from tests.numerics.training import in_ci
 from tests.steps.layer_regions import (
@@ -322,7 +322,7 @@ def test_a_buffer_that_a_kernel_fills_is_no_constant():
 
 
 def copied(region: RegionGraph) -> RegionGraph:
-    return replace(region, gm=shim.copied(region.gm))
+    return replace(region, gm=fx_graphs.copied(region.gm))
 
 
 @pytest.mark.parametrize("name", in_ci(REGIONS, "llama", "gpt2"))

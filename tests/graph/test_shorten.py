@@ -13,7 +13,7 @@ from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering import aten
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.shorten import shorten
-from memo_compile.shim import failing_fakes_unlogged
+from memo_compile.torch_private.fx_graphs import failing_fakes_unlogged
 from tests import models
 from tests.numerics.training import in_ci
 from tests.steps.layer_regions import outputs_of, region_of

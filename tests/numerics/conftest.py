@@ -10,10 +10,10 @@ from torch import fx
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx as inductor
 
-from memo_compile import shim
 from memo_compile.backends import entry
 from memo_compile.driver.probe import TilingProbes
 from memo_compile.reporting import state
+from memo_compile.torch_private import inductor_api
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def probes_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def aside_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that memo leaves to Inductor run op by op behind AOTAutograd: kernels take seconds."""
-    for module in (shim, inductor):
+    for module in (inductor_api, inductor):
         monkeypatch.setattr(module, "compile_fx", _without_kernels(module.compile_fx))
 
 

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional
 
 import memo_compile
-from memo_compile import shim
 from memo_compile.backends import all_lengths
 from memo_compile.backends.all_lengths import AllLengths, KnownCut
 from memo_compile.errors import Infeasible
+from memo_compile.torch_private import inductor_api
 from tests.numerics.closeness import assert_equals_eager
 from tests.numerics.small import Pair, Stack, leased_slabs
 from tests.numerics.training import ATEN, assert_planned, in_ci
@@ -21,7 +21,7 @@ from tests.numerics.training import ATEN, assert_planned, in_ci
 def counts(monkeypatch):
     """How often AOTAutograd traced, and steps were made from a cut that was known, or compared."""
     found: Counter[str] = Counter()
-    compile_fx, at, compare = shim.compile_fx, KnownCut.at, KnownCut.compare
+    compile_fx, at, compare = inductor_api.compile_fx, KnownCut.at, KnownCut.compare
 
     def traced(*args, **kwargs):
         found["traces"] += 1
@@ -36,7 +36,7 @@ def counts(monkeypatch):
         return compare(self, *args)
 
     monkeypatch.setattr(KnownCut, "compare", compared)
-    monkeypatch.setattr(shim, "compile_fx", traced)
+    monkeypatch.setattr(inductor_api, "compile_fx", traced)
     monkeypatch.setattr(KnownCut, "at", made)
     return found
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import memo_compile
-from memo_compile import shim_cache, shim_partitioner
 from memo_compile.config import MemoConfig
 from memo_compile.file_store import FileStore
+from memo_compile.torch_private import compile_caches, partitioner
 from tests.numerics.small import Pair, Stack, rows
 from tests.numerics.training import in_ci
 
@@ -18,7 +18,7 @@ from tests.numerics.training import in_ci
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileStore:
     made = FileStore(folder=tmp_path)
-    monkeypatch.setattr(shim_cache, "remembers_autograd", lambda: False)  # it would not be cut
+    monkeypatch.setattr(compile_caches, "remembers_autograd", lambda: False)  # it would not be cut
     monkeypatch.setattr(MemoConfig, "store", lambda config: made if config.cache else None)
     return made
 
@@ -26,13 +26,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileStore:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by one with each question that torch's partitioner answers."""
-    questions, answered = [], shim_partitioner.min_cut_saved_names
+    questions, answered = [], partitioner.min_cut_saved_names
 
     def counted(joint: Any, *args: Any, **kwargs: Any) -> list[str]:
         questions.append(str(joint.graph))
         return answered(joint, *args, **kwargs)
 
-    monkeypatch.setattr(shim_partitioner, "min_cut_saved_names", counted)
+    monkeypatch.setattr(partitioner, "min_cut_saved_names", counted)
     return questions
 
 
@@ -80,7 +80,7 @@ def test_another_setting_of_torch_is_another_question(store, asked):
 
 @pytest.mark.full
 def test_ranks_that_decide_together_ask_each_time(store, asked, monkeypatch):
-    monkeypatch.setattr(shim_partitioner, "ranks_cut_together", lambda: True)
+    monkeypatch.setattr(partitioner, "ranks_cut_together", lambda: True)
     saved_of_a_step()
     saved_of_a_step()
     assert len(asked) == 2

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses import FakeTensorMode
 
-from memo_compile import shim
 from memo_compile.backends.capture import StepCapture
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.pipeline import cut_step
 from memo_compile.driver.stages import CapturedStep
 from memo_compile.passes.cut import Cut
+from memo_compile.torch_private import dynamo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def step_programs(
     try:
         with FakeTensorMode():
             function, inputs = make()
-            with shim.traced_whole(function, inputs, {}) as traced:
+            with dynamo.traced_whole(function, inputs, {}) as traced:
                 gm, examples = traced
                 facts = GraphFacts(examples)
                 StepCapture(config, facts, "step", finish, is_run=False).run(gm, examples)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 import memo_compile
-from memo_compile import shim_pipelining
 from memo_compile.errors import ConfigError
+from memo_compile.torch_private import pipelining
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,6 @@ def test_what_an_exported_stage_raises_comes_out_of_it() -> None:
         return run
 
     stage = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    shim_pipelining.call_plainly(stage)
+    pipelining.call_plainly(stage)
     with pytest.raises(KeyError, match="its own"):
         torch.compile(stage, backend=refusing, fullgraph=True)(torch.ones(1, 2))

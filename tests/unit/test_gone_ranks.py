@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memo_compile import shim_distributed
+from memo_compile.torch_private import distributed
 
 
 @pytest.fixture
@@ -34,17 +34,17 @@ def ranks(monkeypatch):
 
 def test_a_rank_is_gone_once_its_connection_is_closed(ranks):
     for _ in range(5):
-        assert not shim_distributed.is_gone(1)
+        assert not distributed.is_gone(1)
     del ranks[1]
     gc.collect()
     end_s = time.monotonic() + 20
-    while not shim_distributed.is_gone(1):
+    while not distributed.is_gone(1):
         assert time.monotonic() < end_s
         time.sleep(0.01)
 
 
 def test_messages_that_nobody_asks_for_disturb_no_others(ranks):
-    assert not shim_distributed.is_gone(1)
+    assert not distributed.is_gone(1)
     sent, received = torch.arange(4.0), torch.zeros(4)
     work = ranks[1].recv([received], 0, 0)
     ranks[0].send([sent], 1, 0).wait()
@@ -61,4 +61,4 @@ def test_other_backends_are_not_asked(monkeypatch, name):
 
     world = SimpleNamespace(_get_backend=backend)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: world)
-    assert not shim_distributed.is_gone(1)
+    assert not distributed.is_gone(1)

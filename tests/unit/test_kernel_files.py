@@ -11,7 +11,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen import cpp
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from memo_compile import shim_kernels
+from memo_compile.torch_private import kernels
 
 ARGUMENTS = ["const float*", "float*", "const int64_t"]
 
@@ -32,7 +32,7 @@ def compiled(*sources: str) -> list[Any]:
     """The kernels, as a generated module asks for them."""
     compiler = AsyncCompile()
     scope: dict[str, Any] = {}
-    with shim_kernels.kernels_in_background():
+    with kernels.kernels_in_background():
         for number, text in enumerate(sources):
             scope[str(number)] = compiler.cpp_pybinding(ARGUMENTS, text)
         compiler.wait(scope)
@@ -72,8 +72,8 @@ def test_kernels_share_a_file_and_are_found_alone(threads, built):
     assert sum(".main.cpp" in command for command in built) == 1
     (found,) = compiled(more)
     assert_adds(found, threads + 10)
-    with_argument = shim_kernels._name_of([*ARGUMENTS, "float"], more)
-    assert with_argument != shim_kernels._name_of(ARGUMENTS, more)
+    with_argument = kernels._name_of([*ARGUMENTS, "float"], more)
+    assert with_argument != kernels._name_of(ARGUMENTS, more)
     assert sum(".main.cpp" in command for command in built) == 1
 
 
@@ -100,7 +100,7 @@ def test_a_torch_of_other_ways_compiles_as_it_does(built, monkeypatch):
     def refuse(*_: Any) -> None:
         raise AttributeError("load_async")
 
-    monkeypatch.setattr(shim_kernels, "_section", refuse)
+    monkeypatch.setattr(kernels, "_section", refuse)
     (kernel,) = compiled(source("3"))
     assert_adds(kernel, 3)
 
@@ -111,7 +111,7 @@ def test_strides_are_those_that_torch_finds():
     plain = module.stride_at_vec_range
     indices = [x, 64 * x + y, n * x + (n + 1) * y, x * (x - 1) * n, FloorDiv(x, 16) + y, n]
     indices += [ModularIndexing(x, 1, 32) + 32 * y, n * n * FloorDiv(x + n, n)]
-    with shim_kernels.quick_strides():
+    with kernels.quick_strides():
         assert module.stride_at_vec_range is not plain
         for index in indices:
             found, torchs = module.stride_at_vec_range(index, x, 16), plain(index, x, 16)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memo_compile import shim
 from memo_compile.backends import entry
 from memo_compile.backends.entry import DynamoWatch
 from memo_compile.config import MemoConfig
@@ -14,6 +13,7 @@ from memo_compile.driver.report_rows import step_notes
 from memo_compile.reporting import state
 from memo_compile.step.plans import Decision
 from memo_compile.step.problem import FixedBytes
+from memo_compile.torch_private import dynamo
 from tests.steps.small import two_layers
 
 pytestmark = pytest.mark.usefixtures("fresh_report")
@@ -34,7 +34,7 @@ def two_ranks(monkeypatch):
     """A process group of two, as far as notes go."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(shim, "ddp_splits_graphs", lambda: False)
+    monkeypatch.setattr(dynamo, "ddp_splits_graphs", lambda: False)
     monkeypatch.setattr(entry, "has_fsdp_modules", lambda: False)
 
 
@@ -54,7 +54,7 @@ def test_one_process_has_no_notes():
 def test_what_several_ranks_do_is_named(two_ranks, monkeypatch, found, word):
     """Rows 23 and 24."""
     if found is not None:
-        owner = entry if found == "has_fsdp_modules" else shim
+        owner = entry if found == "has_fsdp_modules" else dynamo
         monkeypatch.setattr(owner, found, lambda: True)
     entry._note_distributed()
     entry._note_distributed()
@@ -118,13 +118,13 @@ def test_large_results_are_named_under_a_budget():
 
 def test_counts_begin_anew_and_survive_torch_clearing_its_own(monkeypatch):
     counts = [
-        shim.DynamoCounts({"print": 2}, {}, 1),
-        shim.DynamoCounts({"print": 3, "data": 1}, {}, 1),
-        shim.DynamoCounts({"print": 2, "LSTM": 1}, {"LSTM": 3}, 1),
-        shim.DynamoCounts({}, {}, 0),
-        shim.DynamoCounts({"print": 1}, {}, 5),
+        dynamo.DynamoCounts({"print": 2}, {}, 1),
+        dynamo.DynamoCounts({"print": 3, "data": 1}, {}, 1),
+        dynamo.DynamoCounts({"print": 2, "LSTM": 1}, {"LSTM": 3}, 1),
+        dynamo.DynamoCounts({}, {}, 0),
+        dynamo.DynamoCounts({"print": 1}, {}, 5),
     ]
-    monkeypatch.setattr(shim, "dynamo_counts", lambda: counts.pop(0) if counts[1:] else counts[0])
+    monkeypatch.setattr(dynamo, "dynamo_counts", lambda: counts.pop(0) if counts[1:] else counts[0])
     watch = DynamoWatch()
     (note,), gave_up = watch.left_out()
     assert note.startswith("2 graph break(s)")
@@ -149,9 +149,9 @@ def test_counts_begin_anew_and_survive_torch_clearing_its_own(monkeypatch):
 )
 def test_graph_breaks_of_a_well_known_cause_say_what_avoids_them(monkeypatch, says, how):
     counts = [
-        shim.DynamoCounts({}, {}, 0, frozenset({"another break"})),
-        shim.DynamoCounts({"a break": 1}, {}, 0, frozenset({"another break", says})),
+        dynamo.DynamoCounts({}, {}, 0, frozenset({"another break"})),
+        dynamo.DynamoCounts({"a break": 1}, {}, 0, frozenset({"another break", says})),
     ]
-    monkeypatch.setattr(shim, "dynamo_counts", lambda: counts.pop(0) if counts[1:] else counts[0])
+    monkeypatch.setattr(dynamo, "dynamo_counts", lambda: counts.pop(0) if counts[1:] else counts[0])
     (note,), _ = DynamoWatch().left_out()
     assert how in note

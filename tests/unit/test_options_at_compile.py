@@ -9,10 +9,10 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
 import memo_compile
-from memo_compile import shim
 from memo_compile.backends import entry
 from memo_compile.driver import knowledge
 from memo_compile.errors import ConfigError, Infeasible, MemoError, RuntimeMisuse, TooSlow
+from memo_compile.torch_private import dynamo
 
 pytestmark = pytest.mark.usefixtures("fresh_report")
 
@@ -146,7 +146,7 @@ def test_an_error_is_caught_by_its_public_type_at_the_first_call(options, kind):
 def test_every_error_of_memo_may_be_one_of_dynamos():
     for kind in (ArenaError, HostStoreError, *MemoError.__subclasses__()):
         error = kind("no", step_s=1.0) if kind is TooSlow else kind("no")
-        both = shim.as_backend_failure(error, entry.memo, None)
+        both = dynamo.as_backend_failure(error, entry.memo, None)
         assert isinstance(both, kind)
         assert isinstance(both, torch._dynamo.exc.BackendCompilerFailed)
         assert both.inner_exception is error

@@ -10,7 +10,6 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memo_compile import shim
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.config import MemoConfig
 from memo_compile.errors import UnsupportedGraph
@@ -18,6 +17,7 @@ from memo_compile.lowering.lower import lower_regions
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.spread_seeds import SpreadSeeds
 from memo_compile.step.problem import Storage
+from memo_compile.torch_private import inductor_api
 
 _library = torch.library.Library("memo_test_mixed", "DEF")
 _library.define("product(Tensor x, Tensor w) -> (Tensor, int, Tensor)")
@@ -157,7 +157,7 @@ def test_a_view_that_leaves_a_region_lies_as_it_was_traced():
 
 
 def test_a_result_that_lies_otherwise_is_refused(monkeypatch):
-    monkeypatch.setattr(shim, "keep_strides", lambda node: None)
+    monkeypatch.setattr(inductor_api, "keep_strides", lambda node: None)
     region = region_of(lambda x: (torch.select(x.t() * 2, 1, 1),), torch.randn(4, 8))
     with pytest.raises(UnsupportedGraph, match=r"result 0 the strides \(4,\) where \(1,\)"):
         lower_regions([region], MemoConfig(), PassRunner())

@@ -5,9 +5,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.passes.round_values import RoundValues
+from memo_compile.torch_private import inductor_api
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -16,7 +16,7 @@ convert = torch.ops.prims.convert_element_type.default
 def rounded(function, *inputs: torch.Tensor) -> fx.GraphModule:
     gm = make_fx(function)(*inputs)
     result = RoundValues()(gm)
-    assert result.modified == any(node.meta.get(shim.ROUNDED) for node in gm.graph.nodes)
+    assert result.modified == any(node.meta.get(inductor_api.ROUNDED) for node in gm.graph.nodes)
     gm.graph.lint()
     gm.recompile()
     for made, eager in zip(gm(*inputs), function(*inputs), strict=True):
@@ -29,7 +29,7 @@ def targets(gm: fx.GraphModule) -> list[object]:
 
 
 def marked(gm: fx.GraphModule) -> list[object]:
-    return [node.target for node in gm.graph.nodes if shim.ROUNDED in node.meta]
+    return [node.target for node in gm.graph.nodes if inductor_api.ROUNDED in node.meta]
 
 
 def low(*size: int) -> torch.Tensor:

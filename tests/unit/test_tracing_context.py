@@ -5,7 +5,7 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 
-from memo_compile import shim
+from memo_compile.torch_private import autograd
 
 
 def test_a_region_of_an_earlier_trace_is_compiled_inside_a_later_one():
@@ -13,11 +13,11 @@ def test_a_region_of_an_earlier_trace_is_compiled_inside_a_later_one():
         value = torch.empty(4, 3)
     later = TracingContext(FakeTensorMode())
     with tracing(later):
-        with shim.own_tracing_context([value]):
+        with autograd.own_tracing_context([value]):
             context = TracingContext.try_get()
             assert context is not None
             assert context.fake_mode is first
-        with shim.own_tracing_context([torch.ones(2)]):  # nothing says which: that of the trace
+        with autograd.own_tracing_context([torch.ones(2)]):  # nothing says which: that of the trace
             context = TracingContext.try_get()
             assert context is not None
             assert context.fake_mode is later.fake_mode
@@ -26,7 +26,7 @@ def test_a_region_of_an_earlier_trace_is_compiled_inside_a_later_one():
 
 @pytest.mark.parametrize("examples", [[], [torch.ones(2)]])
 def test_without_any_trace_there_is_no_mode(examples):
-    with shim.own_tracing_context(examples):
+    with autograd.own_tracing_context(examples):
         context = TracingContext.try_get()
         assert context is not None
         assert context.fake_mode is None

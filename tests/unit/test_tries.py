@@ -13,7 +13,6 @@ from memo_runtime.arena import ArenaError
 from torch import fx
 
 import memo_compile
-from memo_compile import shim
 from memo_compile.config import MemoConfig
 from memo_compile.driver import tile_order, tries
 from memo_compile.driver.facts import GraphFacts
@@ -23,6 +22,7 @@ from memo_compile.driver.tile_order import TOKEN_TILES, Tiles
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, TooSlow, UnsupportedGraph
 from memo_compile.step.plans import Timeline
+from memo_compile.torch_private import dynamo
 from tests.steps.bugs import plan_of
 from tests.steps.moved import SHAPES
 
@@ -132,7 +132,7 @@ def test_tiles_that_fail_first_lead_to_the_whole(monkeypatch, error):
     assert bool(notes) == isinstance(error, KeyError)
 
 
-@pytest.mark.parametrize("error", [ConfigError("no"), shim.RestartAnalysis("again")], ids=repr)
+@pytest.mark.parametrize("error", [ConfigError("no"), dynamo.RestartAnalysis("again")], ids=repr)
 def test_what_no_tiles_mend_is_raised_from_the_first_tiles(monkeypatch, error):
     found, seen = tried(error, order=(TOKEN_TILES, 1), monkeypatch=monkeypatch)
     assert (found, seen) == (error, [TOKEN_TILES])

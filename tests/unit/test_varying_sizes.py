@@ -8,7 +8,6 @@ from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memo_compile import shim, shim_kernels
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.lowering import inductor
@@ -21,8 +20,9 @@ from memo_compile.lowering.varying_sizes import (
     varying,
     written,
 )
-from memo_compile.shim_symbols import SizeSymbols
 from memo_compile.step.problem import Storage, align
+from memo_compile.torch_private import fx_graphs, kernels
+from memo_compile.torch_private.symbols import SizeSymbols
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def region_of(n: int, *, width: int = 8, rows: int = 2, mixes: bool = False) -> 
 
 
 def lowered_by(regions: VaryingRegions, region: RegionGraph, *numbers: int) -> LoweredRegion:
-    copied = dataclasses.replace(region, gm=shim.copied(region.gm))
-    with varying(regions, numbers), inductor.session({}), shim_kernels.without_kernels():
+    copied = dataclasses.replace(region, gm=fx_graphs.copied(region.gm))
+    with varying(regions, numbers), inductor.session({}), kernels.without_kernels():
         return regions.lower(
             region,
             poison=True,

@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import pytest
 from torch._inductor import cpu_vec_isa
 
-from memo_compile import shim, shim_cache
 from memo_compile.file_store import FileStore
 from memo_compile.lowering import vector_probe
+from memo_compile.torch_private import compile_caches, inductor_api
 
 pytestmark = pytest.mark.skipif(
     not cpu_vec_isa.x86_isa_checker(), reason="torch probes nothing on this processor"
@@ -75,16 +75,16 @@ def test_what_did_not_work_is_tried_in_every_process(monkeypatch, next_process) 
 def test_another_compiler_is_tried(monkeypatch, next_process) -> None:
     tried = _programs(monkeypatch, lambda _: True)
     first = next_process()
-    plain, said = shim_cache.vector_probe, ["another"]
-    monkeypatch.setattr(shim_cache, "vector_probe", lambda: [*(plain() or ()), *said])
+    plain, said = compile_caches.vector_probe, ["another"]
+    monkeypatch.setattr(compile_caches, "vector_probe", lambda: [*(plain() or ()), *said])
     tried.clear()
     assert next_process() == first
     assert tried == first[:1]
 
 
 def test_what_the_user_believes_is_not_remembered() -> None:
-    with shim.inductor_patch({"cpp.vec_isa_ok": True}):
-        assert shim_cache.vector_probe() is None
+    with inductor_api.inductor_patch({"cpp.vec_isa_ok": True}):
+        assert compile_caches.vector_probe() is None
 
 
 def test_what_lies_on_a_disk_that_is_only_read_is_used(monkeypatch, tmp_path) -> None:

@@ -17,9 +17,9 @@ from memo_compile.offline.more_layers import MoreLayers
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.shapes.files_read import FILES_READ
 from memo_compile.offline.shapes.transformer import default_dtype, first_stage
-from memo_compile.shim import fake_mode
-from memo_compile.shim_fakes import model_of_fakes
 from memo_compile.text_files import read_json
+from memo_compile.torch_private.fx_graphs import fake_mode
+from memo_compile.torch_private.model_of_fakes import model_of_fakes
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields of a config.json without which transformers would silently take a default shape."""

@@ -100,7 +100,7 @@ def rounded_on_load() -> Iterator[None]:
     """Inside, what a C++ kernel stores in low precision and reads again is what it has stored.
 
     Inductor notes that a conversion to bfloat16 and back is nothing, to spare the second one. In
-    2.11 that undoes the rounding that is asked for (``shim.ROUNDED``); 2.13 leaves that alone.
+    2.11 that undoes the rounding that is asked for (``inductor.ROUNDED``); 2.13 leaves that alone.
     """
     kernel: Any = cpp.CppKernel
     plain = kernel.cache_dtype_convert

@@ -13,7 +13,9 @@ from torch import fx
 from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from memo_compile.shim import copied, functorch_patch, nothing_else_compiles
+from memo_compile.torch_private.autograd import functorch_patch
+from memo_compile.torch_private.dynamo import nothing_else_compiles
+from memo_compile.torch_private.fx_graphs import copied
 
 reordering_to_mimic_autograd_engine = partitioners.reordering_to_mimic_autograd_engine
 

@@ -1,0 +1,94 @@
+"""Private torch APIs of graphs and of the fake tensors in them. Read in torch 2.11.0 and 2.13.0."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """``graph`` with the attributes of ``root``; its code is written when it is first called.
+
+    Mostly nodes are run one by one or lowered, and the code would be written for nothing.
+    """
+    return _LazyGraphModule(root, graph)
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm`` with a graph of its own, to be rewritten; names and Dynamo's notes are kept."""
+    graph = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        args = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
+        made = nodes[node] = like_node(graph, node, *args)
+        made.meta.update(node.meta)
+        if node.op == "placeholder" and hasattr(node, "_dynamo_source"):
+            made._dynamo_source = node._dynamo_source  # where Dynamo found the input
+    return like_dynamo(gm, graph)
+
+
+def like_dynamo(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """``graph`` with what Dynamo has noted at ``gm``; both have the same attributes."""
+    made = graph_module(gm, graph)
+    made.meta.update(gm.meta)
+    for name in ("_param_name_to_source", "_backend_id"):  # read by AOTAutograd, 2.11 and 2.13
+        if hasattr(gm, name):
+            setattr(made, name, getattr(gm, name))
+    return made
+
+
+def like_node(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    """A node behind the others of ``graph``, named like ``node``, with these arguments.
+
+    ``create_node`` looks through all that it is given for raw symbols, and with each attribute that
+    is set a node is put anew into its graph's table of targets, which args do not change: together
+    most of the time of a copy (2.13).
+    """
+    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    if made.name != node.name:
+        made.name = node.name
+    for name, value in (("args", args), ("kwargs", kwargs)):
+        if value:
+            object.__setattr__(made, name, value)
+    return made
+
+
+def wrong_fake(node: fx.Node) -> str:
+    """Why what torch says of the results of ``node`` is not true; empty where nothing is known.
+
+    CPU attention of float64 returns its log-sum-exp in float64. Torch 2.11 says float32, and a
+    planned buffer of that type would lose half of it; 2.13 says float64.
+    """
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    if node.target is attention:
+        out, lse = node.meta["val"]
+        if out.dtype is torch.float64 and lse.dtype is not torch.float64:
+            return f"torch {torch.__version__} takes the log-sum-exp of {out.dtype} for {lse.dtype}"
+    return ""
+
+
+real_tensors = unset_fake_temporarily
+"""Inside, tensors are real, although a compilation on fakes is going on."""
+
+
+def fake_mode(*, real_inputs: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Tensors made inside take no memory; with ``real_inputs`` real ones may be mixed in."""
+    return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=real_inputs)
+
+
+@contextlib.contextmanager
+def failing_fakes_unlogged() -> Iterator[None]:
+    """Operators may refuse the shapes of fakes inside; torch logs each with a traceback."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
