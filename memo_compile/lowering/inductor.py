@@ -24,7 +24,7 @@ from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.region_cache import RegionCache, say_broken, tag_of
 from memo_compile.lowering.workspace import Convolution, convolution_of
 from memo_compile.step.problem import Layouts, Storage
-from memo_compile.torch_private import autograd, fx_graphs, inductor_api, kernels
+from memo_compile.torch_private import autograd, compile_caches, fx_graphs, inductor_api, kernels
 
 
 @dataclasses.dataclass
