@@ -19,6 +19,10 @@ _RANDOM_PRIMS = ("inductor_seeds", "inductor_seed")
 
 _FLASH_FORWARDS = ("_flash_attn_forward", "_flash_attn_varlen_forward")
 
+_CHECKS = frozenset(
+    "_assert_async _assert_scalar _assert_tensor_metadata _linalg_check_errors".split()
+)
+
 READS_OVERWRITTEN = "memo_reads_overwritten"
 """Key of ``node.meta``: the operator reads an input that is overwritten, and runs once."""
 
@@ -126,6 +130,17 @@ def has_effect(node: fx.Node) -> bool:
     if node.op != "call_function" or is_collective(node):
         return False
     return is_write(node) or has_token(node) or node.is_impure(impure_random=False)
+
+
+def is_check(node: fx.Node) -> bool:
+    """True for an operator of torch that raises where a value is wrong, and else does nothing.
+
+    Of all operators with an effect only these may run twice, or in another order.
+    """
+    called: object = node.args[1] if has_token(node) else node.target
+    if not isinstance(called, torch._ops.OpOverload):
+        return False
+    return called.namespace == "aten" and called._opname in _CHECKS
 
 
 def gives_other_memory(node: fx.Node) -> bool:

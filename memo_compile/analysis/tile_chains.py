@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from memo_compile.analysis.purity import is_check
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, rows_through
@@ -117,8 +118,9 @@ def _stages(
     """The row-wise nodes by how often their rows were mixed before; with the sums at their end.
 
     No path leads from a stage to what mixes its rows and back. A node whose only readers are in a
-    later stage moves there. Sums of narrow values that wide ones read (how many labels count) come
-    before the tiles, and divide nothing into stages.
+    later stage moves there. Sums of narrow values that wide ones read (how many labels count), and
+    checks of such values (that labels are in range), come before the tiles, and divide nothing into
+    stages.
     """
     nodes = [node for node in region.gm.graph.nodes if node.op == "call_function"]
     external = region.external_storages()  # the user's: no memory of the step's to write in parts
@@ -131,7 +133,7 @@ def _stages(
     }
     own = _with_all_items(own)
     sums = {node for node in nodes if node not in dims and _is_sum(node, dims, own)}
-    before = _narrow_sums(nodes, own, sums)
+    before = _narrow_ends(nodes, own, sums)
     own, sums = own - before, sums - before
     stage: dict[fx.Node, int] = {}
     for node in region.gm.graph.nodes:
@@ -156,8 +158,11 @@ def _stages(
         yield frozenset(chain), frozenset(ends)
 
 
-def _narrow_sums(nodes: Iterable[fx.Node], own: set[fx.Node], sums: set[fx.Node]) -> set[fx.Node]:
-    """The sums that are made of narrow row-wise values, and read for row-wise ones; with those."""
+def _narrow_ends(nodes: Iterable[fx.Node], own: set[fx.Node], sums: set[fx.Node]) -> set[fx.Node]:
+    """Sums that are made of narrow row-wise values, and read for row-wise ones; with those.
+
+    And the narrow row-wise values, and their sums, that checks read.
+    """
     widest = max((bytes_of(node) for node in own), default=0)
     mixed: set[fx.Node] = set()  # what is made of a sum
     read: set[fx.Node] = set()
@@ -166,11 +171,11 @@ def _narrow_sums(nodes: Iterable[fx.Node], own: set[fx.Node], sums: set[fx.Node]
             mixed.add(node)
             read.update(node.all_input_nodes if node in own else ())
     found: set[fx.Node] = set()
-    for total in sums:
-        made_of = makers_of([total])
-        feeds = any(total in makers_of([node]) for node in read - own)
+    for end in (*sums, *filter(is_check, nodes)):
+        made_of = makers_of([end])
+        feeds = end not in sums or any(end in makers_of([node]) for node in read - own)
         if feeds and all(NARROW * bytes_of(node) <= widest for node in made_of & own):
-            found |= {total, *(made_of & own)}
+            found |= made_of & (own | sums)
     return found
 
 

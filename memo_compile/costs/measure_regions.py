@@ -18,7 +18,7 @@ from memo_runtime.current import current
 from memo_runtime.pages import trim_heap
 from torch import fx
 
-from memo_compile.analysis.purity import has_token, is_collective
+from memo_compile.analysis.purity import has_token, is_check, is_collective
 from memo_compile.analysis.random_states import is_read_on_host
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph, layout_elements, storage_bytes
 from memo_compile.costs.host import host_memory
@@ -32,9 +32,6 @@ INPUT_SCALE = 0.02
 
 ROOM = 0.9
 """A region is timed only if it takes at most this share of the free memory."""
-
-_CHECK = torch.ops.aten._linalg_check_errors.default
-"""An operator with an effect that may happen any number of times: it raises, or does nothing."""
 
 _KERNEL_FAILURES = (RuntimeError, ValueError, IndexError, MemoryError)
 """What a kernel raises that does not take the made-up numbers, or finds no memory. Whatever else is
@@ -169,7 +166,7 @@ def _require_runs_alone(region: RegionGraph) -> None:
                 f"region {region.name} cannot run alone: {node.name} ({node.target}) talks to "
                 "other ranks, or may"
             )
-        if has_token(node) and node.args[1] is not _CHECK:
+        if has_token(node) and not is_check(node):
             raise UnsupportedGraph(
                 f"region {region.name} cannot run alone: {node.args[1]} has an effect, which only "
                 "the step itself may have"

@@ -65,10 +65,10 @@ def tile_cut(
 ) -> Cut:
     """``cut`` with every region whose widest chain pays in ``tiles`` tiles, in parts.
 
-    A region whose transients are not above ``above_bytes``, that saves too little, writes into its
-    inputs, or returns one value twice stays; so does one none of whose tilings ``accepts`` lets
-    through, and one for which an operator is not what the analysis takes it for: ``dropped`` is
-    told of the error.
+    A region whose transients are not above ``above_bytes``, that saves too little, prints or
+    writes into its inputs, or returns one value twice stays; so does one none of whose tilings
+    ``accepts`` lets through, and one for which an operator is not what the analysis takes it for:
+    ``dropped`` is told of the error.
     """
     if tiles < 2:
         return cut

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from memo_compile.analysis.purity import has_effect, is_collective, is_constant, is_wait
+from memo_compile.analysis.purity import has_effect, is_check, is_collective, is_constant, is_wait
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, row_layout
@@ -77,17 +77,18 @@ class TiledRegion:
 def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
     """``region`` with one of its wide chains in tiles, what needs the fewest bytes first.
 
-    Those that save too little are left out, and all of a region with an effect (it writes into
-    its inputs, say), or with an output that is no value of its own. Where ``tiles`` does not divide
-    the rows there may be fewer, or the last is shorter. Cost: a few analyses and slicings of the
-    graph.
+    Those that save too little are left out, and all of a region with an output that is no value of
+    its own, or with an effect (it prints, or writes into its inputs). Checks run once, before the
+    tiles or behind them. Where ``tiles`` does not divide the rows there may be fewer, or the last
+    is shorter. Cost: a few analyses and slicings of the graph.
     """
     graph, made = region.gm.graph, results_of(region.gm.graph)
     is_plain = all(isinstance(node, fx.Node) and node.op != "placeholder" for node in made)
     is_plain = is_plain and len(set(made)) == len(made)
     talks = [node for node in graph.nodes if is_collective(node) and not is_wait(node)]
     is_plain = is_plain and len(talks) < 2  # their order is that of ranks which have no tiles
-    if tiles < 2 or not is_plain or any(has_effect(node) for node in graph.nodes):
+    is_plain = is_plain and all(is_check(n) or not has_effect(n) for n in graph.nodes)
+    if tiles < 2 or not is_plain:
         return []
     whole_bytes = transient_bytes(region.gm)
     forms = [_Splitter(region, chain).run() for chain in chains(region, tiles)]
@@ -131,7 +132,9 @@ class _Splitter:
 
     def run(self) -> TiledRegion | None:
         late = [node for node in self.made if node in self.behind or self._is_rounded(node)]
-        after = extract(self.region.gm, late, self._ends_after)
+        checks = set(filter(is_check, self.nodes))
+        late_ends = [*late, *(checks & self.behind)]
+        after = extract(self.region.gm, late_ends, self._ends_after)
         wanted = {*after.inputs, *self.made}
         rows = [
             node
@@ -154,7 +157,8 @@ class _Splitter:
             if is_view(node) and self._value_of(node) is node:  # before makes a dense copy
                 part.made[node].meta["val"] = _dense(node.meta["val"])
         early = self._early([*after.inputs, *map(self._value_of, part.inputs)])
-        before = extract(self.region.gm, early, lambda node: node.op == "placeholder")
+        early_ends = [*early, *(checks - self.behind)]
+        before = extract(self.region.gm, early_ends, lambda node: node.op == "placeholder")
         self._finish_before(before, early, sums, rows)
         places = _refs(Source.REGION_INPUT, self.placeholders)
         places |= _refs(Source.BEFORE, [*early, *sums, *rows])
@@ -171,12 +175,12 @@ class _Splitter:
         needed = max(transient_bytes(gm) for gm in (before.gm, after.gm))
         parts = [self._part("before", before, [*early, *sums])]
         parts += [tile for _, regions, _ in tiles for tile in regions]
-        parts += [self._part("after", after, late)] if late else []
+        parts += [self._part("after", after, late)] if late_ends else []
         tiling = Tiling(
             before=parts[0].name,
             before_inputs=tuple(places[node].index for node in before.inputs),
             runs=tuple(run for run, _, _ in tiles),
-            after=parts[-1].name if late else None,
+            after=parts[-1].name if late_ends else None,
             after_inputs=tuple(places[node] for node in after.inputs),
             outputs=tuple(results[result] for result in self.made),
             output_layouts=self.region.output_layouts(),
@@ -233,12 +237,13 @@ class _Splitter:
     def _behind(self) -> set[fx.Node]:
         """What comes after the chain: depends on it, or is not needed by it and stands behind it.
 
+        A check of what is there before the chain is made before it: an index may rely on that.
         Views of the chain's results are behind as well, so that only whole storages leave a tile.
         """
         needed: set[fx.Node] = set()
         for node in reversed(self.nodes):
-            if node in self.inside or node in needed:
-                needed.update(node.all_input_nodes)
+            if node in self.inside or node in needed or is_check(node):
+                needed.update((node, *node.all_input_nodes))
         behind: set[fx.Node] = set()
         started = False
         for node in self.nodes[:-1]:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from memo_compile.analysis.purity import is_check
 from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.tile_chains import transient_bytes
 from memo_compile.analysis.views import results_of
@@ -433,6 +434,44 @@ def test_a_region_that_writes_into_its_inputs_is_left_alone(head_inputs):
         device=torch.device("cpu"),
     )
     assert tile(written, TILES) is None
+
+
+def require(is_right: torch.Tensor) -> None:
+    torch.ops.aten._assert_async.msg(is_right.all(), "a wrong value")
+
+
+def checked_head(x, weight, labels):
+    require(weight < 1e4)
+    require(labels < VOCABULARY)
+    loss, norm, count = head(x, weight, labels)
+    require(norm < 1e4)
+    return loss, norm, count
+
+
+def test_checks_of_inputs_and_results_are_made_once_around_the_tiles(head_inputs):
+    tiled = check(region(checked_head, *head_inputs), head_inputs)
+    parts = {name: sum(map(is_check, part.gm.graph.nodes)) for name, part in tiled.parts.items()}
+    assert {name: number for name, number in parts.items() if number} == {
+        "part.before": 2,
+        "part.after": 1,
+    }
+
+    x, weight, labels = head_inputs
+    for wrong in (
+        [x, weight + 2e4, labels],
+        [x, weight, labels + VOCABULARY],
+        [x * 1e6, weight, labels],
+    ):
+        with pytest.raises(RuntimeError, match="a wrong value"):
+            run_tiled(tiled, wrong)
+
+
+def test_a_region_that_prints_is_left_alone(head_inputs):
+    whole = region(checked_head, *head_inputs)
+    assert tile(whole, TILES) is not None
+    printed = next(filter(is_check, whole.gm.graph.nodes))
+    printed.target, printed.args = torch.ops.aten._print.default, ("some text",)
+    assert tile(whole, TILES) is None
 
 
 def test_transient_bytes_counts_storages_once_and_outputs_never():

@@ -164,8 +164,6 @@ def test_losses(name, tiles, modified):
     assert_equals_eager(WithHead(LOSSES[name]), token_tiles=tiles, backward=_scaled)
     assert modified == [True]
     plan = memo_compile.report().plans[-1]
-    if name == "soft" and plan.tiles["epilogue_fwd"] != tiles:
-        pytest.xfail("soft labels run whole: their head lost its tiles, the numbers are right")
     assert plan.tiles["epilogue_fwd"] == tiles
 
 
@@ -284,3 +282,15 @@ def test_what_the_user_takes_and_exactness_leave_the_head_as_it_is(modified):
     torch._dynamo.reset()
     assert_equals_eager(WithHead(F.cross_entropy), exact=True)
     assert modified == [False]
+
+
+@pytest.mark.parametrize("lowering", in_ci(["aten", "inductor"], "aten"))
+def test_labels_out_of_range_are_an_error_in_tiles_too(lowering, modified):
+    model = WithHead(_soft)
+    ours = torch.compile(model, backend="memo", options={"lowering": lowering, "token_tiles": 4})
+    ids = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
+    ours(ids, ids)
+    assert memo_compile.report().plans[-1].tiles["epilogue_fwd"] == 4
+    for call in (model, ours):
+        with pytest.raises(RuntimeError, match="Class values must be"):
+            call(ids, ids + VOCABULARY)
