@@ -360,28 +360,11 @@ class StepCapture:
         )
         joint = self.runner.run(joint, passes, stage="joint")
         units = tag_units(joint, segments=self.config.memory_budget is not None)
-        cuts = (
-            SaveMinCut(
-                joint_inputs=joint_inputs,
-                min_cut=MinCut(
-                    num_fwd_outputs=num_fwd_outputs,
-                    static_lifetime_input_indices=static_lifetime_input_indices,
-                    store=self.config.store(),
-                    chosen=self.chosen,
-                ),
-            ),
-            EqualCut(units=units, drops_above=self.config.drops_above()),
-            SufficientCut(
-                units=units,
-                num_fwd_outputs=num_fwd_outputs,
-                static_inputs=tuple(static_lifetime_input_indices or ()),
-                changing_inputs=self._changing(joint),
-            ),
-            *(() if self.config.drops_above() is None else (GatherOnce(),)),
-        )
-        joint = self.runner.run(joint, cuts[:1], stage="joint")
+        static = static_lifetime_input_indices
+        min_cut, *later_cuts = self._cuts(joint, units, joint_inputs, num_fwd_outputs, static)
+        joint = self.runner.run(joint, (min_cut,), stage="joint")
         self._droppable = dropped_sizes(joint, units)
-        joint = self.runner.run(joint, cuts[1:], stage="joint")
+        joint = self.runner.run(joint, tuple(later_cuts), stage="joint")
 
         def halves() -> tuple[fx.GraphModule, fx.GraphModule]:
             forward, backward = extract_halves(
@@ -402,6 +385,34 @@ class StepCapture:
         forward, backward = self._leased(forward, backward)
         self._num_results -= num_tokens(forward)
         return forward, backward
+
+    def _cuts(
+        self,
+        joint: fx.GraphModule,
+        units: JointUnits,
+        joint_inputs: Any,
+        num_fwd_outputs: int,
+        static_inputs: list[int] | None,
+    ) -> tuple[SaveMinCut | EqualCut | SufficientCut | GatherOnce, ...]:
+        """The passes that choose what the forward saves for the backward; torch's min cut first."""
+        min_cut = MinCut(
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static_inputs,
+            store=self.config.store(),
+            chosen=self.chosen,
+        )
+        sufficient = SufficientCut(
+            units=units,
+            num_fwd_outputs=num_fwd_outputs,
+            static_inputs=tuple(static_inputs or ()),
+            changing_inputs=self._changing(joint),
+        )
+        return (
+            SaveMinCut(joint_inputs=joint_inputs, min_cut=min_cut),
+            EqualCut(units=units, drops_above=self.config.drops_above()),
+            sufficient,
+            *(() if self.config.drops_above() is None else (GatherOnce(),)),
+        )
 
     def _own_inputs(self, joint: fx.GraphModule) -> tuple[OwnInputs, ...]:
         """Under a budget, and where a policy moves: an input that was made is a value to be moved.

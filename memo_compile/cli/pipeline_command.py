@@ -96,6 +96,7 @@ def pareto(
 
 
 def offload_fraction(
+    *,
     model: Model,
     gpus: Count,
     seq: Count,

@@ -115,6 +115,7 @@ def _gpu(
     memory_bytes: int,
     document: str,
     date: str,
+    *,
     host: _Stated,
     link: float | _Stated,
     network: float | _Stated,
@@ -158,19 +159,21 @@ _B200 = "NVIDIA DGX B200 datasheet, one eighth of the machine"
 # fmt: off
 _GPUS = (
     _gpu("a800", 312, 2.039e12, 80 * GIB, f"{_A100}; the A800 is the same chip", "2021-06",
-         _PCIE4, _A800_LINK, _DGX_A100, (24, 108)),
-    _gpu("a100", 312, 2.039e12, 80 * GIB, _A100, "2021-06", _PCIE4, 300e9, _DGX_A100, (24, 108)),
+         host=_PCIE4, link=_A800_LINK, network=_DGX_A100, talking=(24, 108)),
+    _gpu("a100", 312, 2.039e12, 80 * GIB, _A100, "2021-06",
+         host=_PCIE4, link=300e9, network=_DGX_A100, talking=(24, 108)),
     _gpu("h100", 989.4, 3.35e12, 80 * GIB, f"{_H100} and Hopper whitepaper", "2022",
-         _PCIE5, 450e9, _DGX_H100, (16, 132)),
+         host=_PCIE5, link=450e9, network=_DGX_H100, talking=(16, 132)),
     _gpu("h800", 989.4, 3.35e12, 80 * GIB, f"{_H100}; the H800 is the same chip", "2022",
-         _PCIE5, _H800_LINK, _DGX_H100, (16, 132)),
+         host=_PCIE5, link=_H800_LINK, network=_DGX_H100, talking=(16, 132)),
     _gpu("h200", 989.4, 4.8e12, 141 * 10**9, "NVIDIA H200 SXM datasheet", "2024",
-         _PCIE5, 450e9, _DGX_H200, (16, 132)),
-    _gpu("b200", 2250, 8e12, 180 * 10**9, _B200, "2024", _PCIE5, 900e9, 50e9, (16, 148)),
+         host=_PCIE5, link=450e9, network=_DGX_H200, talking=(16, 132)),
+    _gpu("b200", 2250, 8e12, 180 * 10**9, _B200, "2024",
+         host=_PCIE5, link=900e9, network=50e9, talking=(16, 148)),
     _gpu("l40s", 362.05, 0.864e12, 48 * GIB, "NVIDIA L40S datasheet", "2023",
-         _PCIE4, _OVER_PCIE4, _ASSUMED_200G, (4, 142)),
+         host=_PCIE4, link=_OVER_PCIE4, network=_ASSUMED_200G, talking=(4, 142)),
     _gpu("4090", 165.2, 1.008e12, 24 * GIB, "NVIDIA Ada architecture whitepaper 2.02", "2022",
-         _PCIE4, _OVER_PCIE4, _ASSUMED_200G, (4, 128)),
+         host=_PCIE4, link=_OVER_PCIE4, network=_ASSUMED_200G, talking=(4, 128)),
 )
 # fmt: on
 

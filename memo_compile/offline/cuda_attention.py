@@ -67,7 +67,9 @@ def kernel_for(
     if grouped and not (enable_gqa and query.shape[-3] % key.shape[-3] == 0):
         return Kernel.MATH
     fits = {
-        Kernel.FLASH: _fits_flash(gpu, query, key, value, mask, dropout_p, is_causal),
+        Kernel.FLASH: _fits_flash(
+            gpu, query, key, value, mask, dropout_p=dropout_p, is_causal=is_causal
+        ),
         Kernel.CUDNN: _fits_cudnn(gpu, query, key, value, mask, dropout_p),
         Kernel.EFFICIENT: not grouped and _fits_efficient(query, key, value, mask, is_causal),
     }
@@ -92,6 +94,7 @@ def _fits_flash(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    *,
     dropout_p: float,
     is_causal: bool,
 ) -> bool:

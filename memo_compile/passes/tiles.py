@@ -135,12 +135,8 @@ class _Splitter:
         checks = set(filter(is_check, self.nodes))
         late_ends = [*late, *(checks & self.behind)]
         after = extract(self.region.gm, late_ends, self._ends_after)
-        wanted = {*after.inputs, *self.made}
-        rows = [
-            node
-            for node in self.nodes
-            if node in self.chain.nodes and node in wanted and not is_view(node)
-        ]
+        wanted = {*after.inputs, *self.made} & self.chain.nodes
+        rows = [node for node in self.nodes if node in wanted and not is_view(node)]
         sums = [node for node in self.nodes if node in self.chain.sums]
         if not all(map(is_tensor, [*after.inputs, *rows])):
             return None  # a tuple that the parts would have to share
@@ -172,7 +168,8 @@ class _Splitter:
         self._finish_after(after, late)
         dims = {made: self.dims.get(node) for node, made in part.made.items()}
         tiles = [self._tiles(equal, part, dims, rows, sums, places) for equal in self.runs]
-        needed = max(transient_bytes(gm) for gm in (before.gm, after.gm))
+        transient = max(transient_bytes(gm) for gm in (before.gm, after.gm))
+        transient = max(transient, *(tile_bytes for _, _, tile_bytes in tiles))
         parts = [self._part("before", before, [*early, *sums])]
         parts += [tile for _, regions, _ in tiles for tile in regions]
         parts += [self._part("after", after, late)] if late_ends else []
@@ -185,12 +182,11 @@ class _Splitter:
             outputs=tuple(results[result] for result in self.made),
             output_layouts=self.region.output_layouts(),
         )
-        needed = max(needed, *(tile_bytes for _, _, tile_bytes in tiles))
         return TiledRegion(
             parts={made.name: made for made in parts},
             tiling=tiling,
             num_rows=self.chain.num_rows,
-            transient_bytes=needed + self._shared_bytes([*early, *rows], sums),
+            transient_bytes=transient + self._shared_bytes([*early, *rows], sums),
             chain=self._tile_region("tile", part.gm, part),
             chain_dims=dims,
         )

@@ -102,11 +102,8 @@ def trained(
         for optimizer in optimizers:
             optimizer.zero_grad()
         for part in range(2 if accumulates else 1):
-            batch = torch.randn(
-                num_batches * ROWS,
-                HIDDEN,
-                generator=torch.Generator().manual_seed(10 * step + part),
-            )
+            drawn = torch.Generator().manual_seed(10 * step + part)
+            batch = torch.randn(num_batches * ROWS, HIDDEN, generator=drawn)
             own = batch[mesh.get_local_rank() :: num_batches]
             for model in (ours, eager) if mixed else (ours,):
                 model.set_requires_gradient_sync(not accumulates or part == 1)

@@ -59,7 +59,8 @@ def train(
         seen: dict[str, torch.Tensor] = {}
         for number, (inputs, outputs, loss) in _forwards(called, batches, namespace, run):
             _backward(loss, run)
-            _note(seen, record.shared, f"{number}", inputs, outputs, loss, model, run)
+            what = {"loss": loss, "model": model, "run": run}
+            _note(seen, record.shared, f"{number}", inputs, outputs, **what)
             if run["hold"]:
                 held.append((f"step {step} output {number}", outputs))
             del inputs, outputs, loss
@@ -121,6 +122,7 @@ def _note(
     number: str,
     inputs: tuple[Any, ...],
     outputs: tuple[Any, ...],
+    *,
     loss: torch.Tensor,
     model: nn.Module,
     run: Mapping[str, Any],

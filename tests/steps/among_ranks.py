@@ -124,17 +124,9 @@ def costs(comm_bytes_per_s: float = 2 * KIB) -> StepCosts:
     )
 
 
-def sharded(
-    num_layers: int = 3, weight_bytes: int = 2 * KIB, *, converts: bool = False, again: bool = True
-) -> Problem:
-    """Layers that gather a weight, forward and (``again``) backward, and scatter its gradient.
-
-    forward of i:  s_i ~gathered~> v_i ; [F reads x_i, v_i] -> x_(i+1)
-    backward of i: s_i ~gathered~> u_i ; [B reads g_(i+1), x_i, u_i] -> g_i, d_i ; d_i ~scattered~>
-    With ``converts`` s_i is converted first, to a tensor of its size.
-    """
+def _sharded_regions(weight_bytes: int) -> dict[str, RegionProfile]:
     shard_bytes = weight_bytes // 2
-    regions = {
+    return {
         "F": made("F", 4 * KIB, 2),
         "L": region("L", [], [1], [external(512)], num_lines=1),
         "B": one_line(
@@ -156,6 +148,18 @@ def sharded(
         ),
         "arrived": one_line("arrived", [SHOWN], 2),
     }
+
+
+def sharded(
+    num_layers: int = 3, weight_bytes: int = 2 * KIB, *, converts: bool = False, again: bool = True
+) -> Problem:
+    """Layers that gather a weight, forward and (``again``) backward, and scatter its gradient.
+
+    forward of i:  s_i ~gathered~> v_i ; [F reads x_i, v_i] -> x_(i+1)
+    backward of i: s_i ~gathered~> u_i ; [B reads g_(i+1), x_i, u_i] -> g_i, d_i ; d_i ~scattered~>
+    With ``converts`` s_i is converted first, to a tensor of its size.
+    """
+    shard_bytes, regions = weight_bytes // 2, _sharded_regions(weight_bytes)
 
     def gathered(at: int, phase: Phase, value: str) -> list[StepCall]:
         of = {"layer_class": "layer", "instance": at}

@@ -14,21 +14,34 @@ def function_of(num_lines):
 
 
 def test_longest_allowed_function_passes():
-    assert breaches(function_of(80)) == []
+    assert breaches(function_of(61)) == []
 
 
 def test_one_line_more_is_named():
-    assert breaches(function_of(81)) == ["f.py:1: f() has 81 lines, at most 80; split it"]
+    assert breaches(function_of(62)) == ["f.py:1: f() has 61 lines, at most 60; split it"]
 
 
-def test_decorators_and_async_functions_count():
-    source = "@one\n@two\nasync def f():\n" + "    x = 1\n" * 78
-    assert breaches(source) == ["f.py:3: f() has 81 lines, at most 80; split it"]
+def test_neither_decorators_nor_docstring_count():
+    source = '@one\n@two\nasync def f():\n    """a\n\n    b"""\n' + "    x = 1\n" * 61
+    assert breaches(source) == ["f.py:3: f() has 61 lines, at most 60; split it"]
+
+
+def test_parameters_that_must_be_given_by_position_count():
+    assert breaches("def f(a, b, c, d, e, g, h=1, *, i, j):\n    pass") == []
+    assert breaches("class C:\n    def f(self, a, b, c, d, e, g):\n        pass") == []
+    (breach,) = breaches("def f(a, b, c, d, e, g, h):\n    pass")
+    assert "takes 7 parameters by position, at most 6" in breach
+
+
+def test_sums_that_are_too_large_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(check_sizes, "MAX_SUMS", {("tools",): 1})
+    assert check_sizes.main([]) == 1
+    assert "lines, at most 1" in capsys.readouterr().out
 
 
 def test_methods_and_inner_functions_are_checked():
-    inner = textwrap.indent(function_of(81), "    ")
-    assert breaches("class C:\n" + inner) == ["f.py:2: f() has 81 lines, at most 80; split it"]
+    inner = textwrap.indent(function_of(62), "    ")
+    assert breaches("class C:\n" + inner) == ["f.py:2: f() has 61 lines, at most 60; split it"]
     assert len(breaches("def outer():\n" + inner)) == 2
 
 
@@ -117,7 +130,7 @@ def test_inner_function_starts_from_zero():
 def test_command_line_names_breaches_and_fails(tmp_path, capsys):
     (tmp_path / "long.py").write_text(function_of(90))
     assert check_sizes.main([str(tmp_path)]) == 1
-    assert "long.py:1: f() has 90 lines" in capsys.readouterr().out
+    assert "long.py:1: f() has 89 lines" in capsys.readouterr().out
 
 
 def test_command_line_refuses_what_it_cannot_read(tmp_path, capsys):

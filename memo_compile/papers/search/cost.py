@@ -134,7 +134,9 @@ def evaluate(
     if alpha is None:
         alpha = smallest_alpha(columns.pp, in_flight, static, chunk, budget_bytes)
     peak = static + chunk * resident_chunks(in_flight, alpha)
-    step = _step_seconds(work, columns, hardware, model, chunks, in_flight, alpha * chunk)
+    step = _step_seconds(
+        work, columns, hardware, model, chunks, in_flight, copied_bytes=alpha * chunk
+    )
     batches = work.global_batch / columns.dp
     usable = (peak <= budget_bytes * (1 + 1e-9)) & (batches % 1 == 0)
     usable &= ((chunks == 1) | (batches % columns.pp == 0)) & (work.num_heads % columns.tp == 0)
@@ -187,6 +189,7 @@ def _step_seconds(
     model: CostModel,
     chunks: Any,
     in_flight: Any,
+    *,
     copied_bytes: Any,
 ) -> Any:
     """The sum in the module's docstring; ``copied_bytes`` leave and return for each chunk."""
