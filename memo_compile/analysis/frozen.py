@@ -1,8 +1,8 @@
-"""Values of a joint graph that are made of the model's frozen state alone: dequantised weights.
+"""Finds what a joint graph computes from the model's frozen state alone: dequantised weights.
 
-Whatever a layer computes of frozen parameters, buffers and constants, it can compute again in the
-backward from what stays in memory anyhow. Kept in between, it would cost as much as the weights
-that the packing saves.
+What a layer makes of frozen parameters, buffers and constants its backward can make again, since
+those stay in memory anyhow. If it were kept in between, weights would take as much memory as if
+they were not packed.
 """
 
 from collections.abc import Collection
@@ -34,45 +34,48 @@ def frozen_inputs(
 def made_of_frozen(
     graph: fx.Graph, frozen: Collection[fx.Node], changing: Collection[fx.Node] = ()
 ) -> set[fx.Node]:
-    """Operators that compute from ``frozen`` inputs and constants alone, and cheaply.
+    """Finds operators that read ``frozen`` inputs and constants alone, and that are cheap.
 
         packed -> bitwise_and -> mul(scale) -> view -> mm(x, view)      all before the mm
 
     Custom operators are among them: one that only reads frozen weights gives the same each time.
-    Matrix products and decompositions are not: they may take longer than what reads them. Nor is
-    what is no larger than the ``changing`` inputs behind it, which the program may write between
-    the halves: to keep it costs little, and eager code would.
+    Matrix products and decompositions are not: they may take longer than what reads them.
+
+    Of ``changing`` inputs, which the program may write between forward and backward, only what is
+    larger than they are is made again. To keep the rest costs little, and it is what eager reads.
+    A copy of such an input (``passes.own_inputs``) changes no more.
     """
-    behind: dict[fx.Node, frozenset[fx.Node]] = {
+    changing_behind: dict[fx.Node, frozenset[fx.Node]] = {
         node: frozenset({node} & set(changing)) for node in frozen
     }
     made: set[fx.Node] = set()
     for node in graph.nodes:
         sources = node.all_input_nodes
-        is_copy = runs_once(node) and is_copied_input(node) and sources[0] in behind
-        if is_copy or node.op == "get_attr":
-            behind[node] = frozenset()
-        elif node.op == "call_function" and all(source in behind for source in sources):
-            if _is_cheap(node) and is_functional(node) and not runs_once(node):
-                behind[node] = frozenset().union(*(behind[source] for source in sources))
-                if not behind[node] or bytes_of(node) > sum(map(bytes_of, behind[node])):
-                    made.add(node)
+        if node.op == "get_attr" or (_is_kept_copy(node) and sources[0] in changing_behind):
+            changing_behind[node] = frozenset()
+        elif node.op == "call_function" and all(source in changing_behind for source in sources):
+            if not _is_cheap(node) or not _has_no_effect(node) or runs_once(node):
+                continue
+            behind = frozenset[fx.Node]().union(*(changing_behind[source] for source in sources))
+            changing_behind[node] = behind
+            if not behind or bytes_of(node) > sum(map(bytes_of, behind)):
+                made.add(node)
     return made
 
 
-def is_copied_input(node: fx.Node) -> bool:
-    """True for a copy of an input."""
+def _is_kept_copy(node: fx.Node) -> bool:
+    """True for the copy of an input that ``passes.own_inputs`` makes for the backward."""
     is_clone = node.target is torch.ops.aten.clone.default
-    return is_clone and node.all_input_nodes[0].op == "placeholder"
+    return is_clone and runs_once(node) and node.all_input_nodes[0].op == "placeholder"
 
 
-def is_functional(node: fx.Node) -> bool:
-    """True for an operator without known effects: no write, no random number, no message.
+def _has_no_effect(node: fx.Node) -> bool:
+    """True for an operator that declares no write, no random number and no message.
 
     A custom operator may still have an effect that it does not declare.
     """
     if is_item(node):
-        return is_functional(node.all_input_nodes[0])
+        return _has_no_effect(node.all_input_nodes[0])
     if is_write(node) or is_random(node) or is_collective(node):
         return False
     return is_known(node) or isinstance(node.target, torch._ops.OpOverload)

@@ -1,38 +1,38 @@
-"""Which operators jump: where a last digit of what they read differs, their result is another.
+"""Finds operators that jump: whose result is another where a last digit of their input differs.
 
-What is computed twice may differ in its last digits: a product of fewer rows takes another kernel,
-a recomputation is fused otherwise than the forward. Sums and products pass such a difference on as
-it is. An index, an equality or a rounding to whole numbers does not: with ``h == h.amax()``, the
-maximum kept and ``h`` made again, no entry is equal any more, and its gradient is 0 / 0. So what
-jumps runs once (``passes.keep_jumps``), and everything else may run as often as a plan likes.
+A value that is computed twice may differ in its last digits: a product of fewer rows takes another
+kernel, a recomputation is fused otherwise than the forward. Sums and products pass on a difference
+as small as it is. An index, an equality or a rounding to whole numbers does not: of
+``h == h.amax()``, if ``h`` is made again and the maximum is not, no entry is equal any more, and
+its gradient is 0 / 0. So what jumps runs once (``passes.keep_jumps``); everything else may run as
+often as a plan likes.
 """
 
 import enum
 import math
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from memo_compile.analysis.joint_units import tangent_dependents
 from memo_compile.analysis.purity import is_known, is_random
 from memo_compile.analysis.structure import has_tag, op_name
-from memo_compile.analysis.views import is_item, is_tensor, is_view
+from memo_compile.analysis.views import is_item, is_tensor, is_view, tensors_of
 
 
 class Digits(enum.IntEnum):
-    """What is known of the last digits of a value, were it made again."""
+    """How the last digits of a value may differ if it is made again."""
 
     SAME = 0
-    """They are the same: it is made of weights alone or of whole numbers, or it is a jump."""
-    OWN = 1
-    """They may differ."""
+    """Not at all: it is made of weights alone or of whole numbers, or it is a jump."""
+    WHOLE = 1
+    """All of its entries may, as the result of one kernel."""
     PICKED = 2
-    """They are those of entries of another value: a maximum's, a slice's."""
-    BOTH = 3
-    """It is made of such entries and of whole values: of ``h - h.amax()`` an entry is exactly 0,
-    which it no longer is where only one of the two is made again."""
+    """As those of the value whose entries it has: a maximum's, a slice's."""
+    MIXED = 3
+    """It is made of picked entries and of whole values. In ``h - h.amax()`` an entry is exactly 0;
+    it is not where only one of the two is made again."""
 
 
 _JUMPING = frozenset(
@@ -41,13 +41,14 @@ _JUMPING = frozenset(
 )
 """Operators that jump though their results are fractions."""
 
-_JUMP_AS_A_WHOLE = frozenset(
+_JUMPING_COMPOSITES = frozenset(
     "_to_copy sign sgn threshold hardshrink heaviside isclose isin any all bernoulli".split()
 )
-"""Of the operators that torch takes apart those that jump; the others are activations."""
+"""Operators that torch decomposes into several, and that jump. The others that it decomposes so
+are activations, which compare with the place of a kink."""
 
-_SURE = frozenset("isnan isinf isfinite isposinf isneginf is_nonzero isreal".split())
-"""What no last digit changes."""
+_UNAFFECTED = frozenset("isnan isinf isfinite isposinf isneginf is_nonzero isreal".split())
+"""Questions to which no last digit changes the answer."""
 
 _COMPARISONS = frozenset("eq ne lt le gt ge".split())
 
@@ -69,29 +70,29 @@ _COPIES = frozenset(
 
 
 def jumps(graph: fx.Graph, weights: Collection[fx.Node] = ()) -> list[fx.Node]:
-    """The operators of a joint graph, or of a forward's, that jump; in graph order.
+    """Returns the operators of a joint graph, or of a forward's, that jump; in graph order.
 
-    Not among them is what reads ``weights`` and nothing else that is given: it is made again by
-    the same kernels. Nor is what depends on an incoming gradient: it runs once as it is. Of the
-    backward's own formulas, and of activations that torch took apart, those are left out that
-    compare a value with a constant: a kink (relu at 0), on both sides of which a gradient is right.
+    Left out are operators that read no input but ``weights``, which the same kernels make again;
+    those that depend on an incoming gradient, which run once as it is; and, of activations that
+    torch decomposed and of the backward's formulas, comparisons of a value with a constant: there
+    a function has a kink (relu at 0), and a gradient of either side is right.
     """
     after = tangent_dependents(graph)
     fixed = _made_of(graph, weights)
     digits: dict[fx.Node, Digits] = {}
-    found = []
+    jumping = []
     for node in graph.nodes:
         if node.op == "placeholder":
             varies = node not in fixed and _has_fractions(node)
-            digits[node] = Digits.OWN if varies else Digits.SAME
+            digits[node] = Digits.WHOLE if varies else Digits.SAME
         elif node.op != "call_function" or node in fixed or node in after:
             digits[node] = Digits.SAME
         elif _is_jump(node, digits):
-            found.append(node)
-            digits[node] = Digits.SAME if is_tensor(node) else _passed_on(node, digits, fixed)
+            jumping.append(node)
+            digits[node] = Digits.SAME if is_tensor(node) else _digits_of(node, digits, fixed)
         else:
-            digits[node] = _passed_on(node, digits, fixed)
-    return found
+            digits[node] = _digits_of(node, digits, fixed)
+    return jumping
 
 
 def _made_of(graph: fx.Graph, weights: Collection[fx.Node]) -> set[fx.Node]:
@@ -112,31 +113,33 @@ def _made_of(graph: fx.Graph, weights: Collection[fx.Node]) -> set[fx.Node]:
 
 def _is_jump(node: fx.Node, digits: Mapping[fx.Node, Digits]) -> bool:
     """True where a last digit of an input changes a result by more than a last digit."""
-    read = [digits[source] for source in node.all_input_nodes if digits[source] != Digits.SAME]
-    if not read or not is_known(node) or is_item(node) or is_view(node):
+    varying = [digits[source] for source in node.all_input_nodes if digits[source] != Digits.SAME]
+    if not varying or not is_known(node) or is_item(node) or is_view(node):
         return False
     if "attention" in op_name(node):  # the integers that these kernels return are their seeds
         return False
-    if any(map(_is_whole, _results(node))):
+    if any(map(_is_integer, tensors_of(node))):
         return True
     rounds = op_name(node) in _JUMPING or node.kwargs.get("rounding_mode") is not None
-    asks = any(map(_is_truth, _results(node))) and _reads_fractions(node)
-    if not rounds and (not asks or _is_sure(node)):
+    asks = any(map(_is_boolean, tensors_of(node))) and any(
+        map(_has_fractions, node.all_input_nodes)
+    )
+    if not rounds and (not asks or _is_unaffected(node)):
         return False
-    return len(read) > 1 or Digits.BOTH in read or _is_the_users(node)
+    return len(varying) > 1 or Digits.MIXED in varying or _is_called_by_program(node)
 
 
-def _is_sure(node: fx.Node) -> bool:
+def _is_unaffected(node: fx.Node) -> bool:
     """True for a question that no last digit answers otherwise: is it a number, is it infinite."""
     infinite = any(isinstance(value, float) and math.isinf(value) for value in node.args)
-    return op_name(node) in _SURE or (infinite and op_name(node) in _COMPARISONS)
+    return op_name(node) in _UNAFFECTED or (infinite and op_name(node) in _COMPARISONS)
 
 
-def _is_the_users(node: fx.Node) -> bool:
-    """True for an operator of the forward that is no part of an activation that torch took apart.
+def _is_called_by_program(node: fx.Node) -> bool:
+    """True for an operator that the program's forward calls as it is.
 
-    A derivative that compares with a constant does so where the function has a kink, and so do
-    activations: what they return is the same on both sides.
+    False for a part of an activation that torch decomposed, and for a derivative: both compare with
+    a constant where a function has a kink, and return about the same on both sides of it.
     """
     if node.meta.get("partitioner_tag") == "is_backward":
         return False
@@ -144,24 +147,27 @@ def _is_the_users(node: fx.Node) -> bool:
         return True
     origin = getattr(node.meta.get("original_aten"), "overloadpacket", None)
     name = "" if origin is None else origin.__name__
-    return name in ("", op_name(node)) or name in _JUMP_AS_A_WHOLE
+    return name in ("", op_name(node)) or name in _JUMPING_COMPOSITES
 
 
-def _passed_on(node: fx.Node, digits: Mapping[fx.Node, Digits], fixed: Set[fx.Node]) -> Digits:
-    """What is known of the results' digits; of those of a tuple, where they are fractions."""
-    read = {digits[source] for source in node.all_input_nodes} - {Digits.SAME}
+def _digits_of(node: fx.Node, digits: Mapping[fx.Node, Digits], fixed: Set[fx.Node]) -> Digits:
+    """The digits of what ``node`` returns, from those of what it reads.
+
+    Of a tuple they are those of its fractions; each item has them, or is of whole numbers.
+    """
+    varying = {digits[source] for source in node.all_input_nodes} - {Digits.SAME}
     if is_item(node):
         return digits[node.all_input_nodes[0]] if _has_fractions(node) else Digits.SAME
-    if _is_sure(node):
+    if _is_unaffected(node):
         return Digits.SAME
-    if not read:  # an embedding: what ids choose of a table
+    if not varying:  # an embedding: what ids choose of a table
         is_looked_up = not fixed.isdisjoint(node.all_input_nodes)
-        return Digits.OWN if is_looked_up and _has_fractions(node) else Digits.SAME
+        return Digits.WHOLE if is_looked_up and _has_fractions(node) else Digits.SAME
     if op_name(node) in _PICKS and not (is_view(node) and _shows_all(node)):
-        return Digits.BOTH if Digits.BOTH in read else Digits.PICKED
+        return Digits.MIXED if Digits.MIXED in varying else Digits.PICKED
     if not is_entrywise(node):
-        return Digits.OWN
-    return read.pop() if len(read) == 1 else Digits.BOTH
+        return Digits.WHOLE
+    return varying.pop() if len(varying) == 1 else Digits.MIXED
 
 
 def is_entrywise(node: fx.Node) -> bool:
@@ -171,31 +177,20 @@ def is_entrywise(node: fx.Node) -> bool:
     return op_name(node) in _COPIES or op_name(node) in _PICKS
 
 
-def _shows_all(node: fx.Node) -> bool:
-    source = node.all_input_nodes[0]
-    return (
-        is_tensor(node)
-        and is_tensor(source)
-        and node.meta["val"].numel() == source.meta["val"].numel()
-    )
-
-
-def _results(node: fx.Node) -> Iterator[torch.Tensor]:
-    leaves = tree_leaves(node.meta.get("val"))
-    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+def _shows_all(view: fx.Node) -> bool:
+    """True for a view with as many entries as what it shows."""
+    source = view.all_input_nodes[0]
+    both = is_tensor(view) and is_tensor(source)
+    return both and view.meta["val"].numel() == source.meta["val"].numel()
 
 
 def _has_fractions(node: fx.Node) -> bool:
-    return any(not (_is_whole(value) or _is_truth(value)) for value in _results(node))
+    return any(not (_is_integer(value) or _is_boolean(value)) for value in tensors_of(node))
 
 
-def _reads_fractions(node: fx.Node) -> bool:
-    return any(map(_has_fractions, node.all_input_nodes))
-
-
-def _is_truth(value: torch.Tensor) -> bool:
+def _is_boolean(value: torch.Tensor) -> bool:
     return value.dtype == torch.bool
 
 
-def _is_whole(value: torch.Tensor) -> bool:
-    return not (value.is_floating_point() or value.is_complex() or _is_truth(value))
+def _is_integer(value: torch.Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex() or _is_boolean(value))

@@ -20,7 +20,8 @@ _RANDOM_PRIMS = ("inductor_seeds", "inductor_seed")
 _FLASH_FORWARDS = ("_flash_attn_forward", "_flash_attn_varlen_forward")
 
 _CHECKS = frozenset(
-    "_assert_async _assert_scalar _assert_tensor_metadata _linalg_check_errors".split()
+    "aten::_assert_async aten::_assert_scalar aten::_assert_tensor_metadata "
+    "aten::_linalg_check_errors".split()
 )
 
 READS_OVERWRITTEN = "memo_reads_overwritten"
@@ -138,9 +139,7 @@ def is_check(node: fx.Node) -> bool:
     Of all operators with an effect only these may run twice, or in another order.
     """
     called: object = node.args[1] if has_token(node) else node.target
-    if not isinstance(called, torch._ops.OpOverload):
-        return False
-    return called.namespace == "aten" and called._opname in _CHECKS
+    return isinstance(called, torch._ops.OpOverload) and called._schema.name in _CHECKS
 
 
 def gives_other_memory(node: fx.Node) -> bool:

@@ -1,13 +1,13 @@
-"""Bodies in a Dynamo graph: what ``nested_compile_region``, ``checkpoint`` and others are given.
+"""Rewrites bodies: graphs that a Dynamo graph calls, for ``checkpoint()`` and marked regions.
 
-A body is a graph of its own, an attribute of the one that calls it:
+A body is a graph module of its own, an attribute of the graph that calls it:
 
     body = get_attr[wrap_body_0]
     out  = tag_activation_checkpoint(body, x, w)
 
 AOTAutograd knows what each operator that has a body means. Two things are in the way of a plan: a
-marked region is a subgraph for good, which layers cannot be compared through, and a number that is
-read inside of a body is not seen from outside.
+region that ``nested_compile_region`` marks stays a subgraph, in which no layers are found; and a
+number that only a body reads is not seen by the passes that put numbers in place of symbols.
 """
 
 import operator
@@ -26,7 +26,7 @@ from memo_compile.passes.runner import GraphPass, PassRunner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InlineRegions:
-    """What ``torch.compiler.nested_compile_region`` marks stands in the graph as if unmarked.
+    """A region that ``torch.compiler.nested_compile_region`` marks is put in place of its calls.
 
     Rewrite:
         region = get_attr[subgraph_0]  # x, w: return (tanh(x @ w),)
@@ -35,8 +35,8 @@ class InlineRegions:
         call_1 = invoke_subgraph(region, "subgraph_0", y, w_1)    ->    z = tanh(y @ w_1)
         z      = call_1[0]
 
-    Equal layers are found by what they compute, and lowered once, so that the mark is not needed.
-    With it Inductor computes wrong gradients (torch 2.13.0).
+    The mark says that regions are equal. It is not needed: equal layers are found by what they
+    compute, and lowered once. With it Inductor computes wrong gradients (torch 2.13.0).
     """
 
     name: ClassVar[str] = "inline-regions"
@@ -79,7 +79,7 @@ class ReadOutside:
 
 
 def with_plain_bodies(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm``, rewritten in place: no marked regions, and no numbers that are read inside bodies."""
+    """Rewrite ``gm`` in place: it has no marked regions, and its bodies read no numbers."""
     passes: tuple[GraphPass, ...] = (InlineRegions(), ReadOutside())
     for body in _innermost_first(gm):
         PassRunner().run(body, passes, stage="dynamo-bodies")
@@ -87,7 +87,7 @@ def with_plain_bodies(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _innermost_first(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The graph behind all the bodies that are in it, each behind those in it."""
+    """The bodies in ``gm``, each behind the bodies in it; last ``gm`` itself."""
     for child in gm.children():
         if isinstance(child, fx.GraphModule):
             yield from _innermost_first(child)
@@ -118,39 +118,38 @@ def _inline(gm: fx.GraphModule, call: fx.Node) -> None:
 
 
 def _with_attribute(gm: fx.GraphModule, value: Any, name: str) -> str:
-    """The name of an attribute of ``gm`` that is ``value``, by preference ``name``."""
-    held = {**vars(gm), **gm._parameters, **gm._buffers, **gm._modules}
-    names = (name for name, own in held.items() if own is value)
-    if (known := next(names, None)) is not None:
-        return known
-    name = unique_name(name, held, "_")
+    """The name of the attribute ``value`` of ``gm``; if there is none, a new one, like ``name``."""
+    attributes = {**vars(gm), **gm._parameters, **gm._buffers, **gm._modules}
+    for present, attribute in attributes.items():
+        if attribute is value:
+            return present
+    name = unique_name(name, attributes, "_")
     setattr(gm, name, value)
     return name
 
 
 def _read_outside(gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule) -> bool:
-    """Read the numbers among the operands of the calls of ``body``, which is the value of ``node``.
+    """Read the numbers that ``body`` is given where it is called, and give it what is read.
 
-    The operands stand behind the bodies, of which an ``autograd.Function`` has two: of these the
-    first is given them. Returns False where there are none, or they are given in another way.
+    ``node`` is the attribute ``body``. A call gives the operands behind its bodies; an
+    ``autograd.Function`` has two, the second of which takes other operands. Returns False, and
+    changes nothing, where ``body`` reads no number or a call does not give it its operands so.
     """
     placeholders = body.graph.find_nodes(op="placeholder")
     numbers = [at for at, given in enumerate(placeholders) if is_wrapped_float(given)]
-    calls = list(node.users)
-    operands = [_operands(gm, call) for call in calls]
-    if not numbers or any(len(own) != len(placeholders) for own in operands):
+    operands = {call: _operands(gm, call) for call in node.users}
+    if not numbers or any(len(given) != len(placeholders) for given in operands.values()):
         return False
     for at in numbers:
-        inside = list(placeholders[at].users)
-        value = inside[0].meta["example_value"]
-        for call, own in zip(calls, operands, strict=True):
+        reads = list(placeholders[at].users)
+        value = reads[0].meta["example_value"]
+        for call, given in operands.items():
             with gm.graph.inserting_before(call):
-                item = gm.graph.call_method("item", (own[at],))
+                item = gm.graph.call_method("item", (given[at],))
             item.meta["example_value"] = value
-            position = len(call.args) - len(own) + at
-            call.update_arg(position, item)
+            call.update_arg(len(call.args) - len(given) + at, item)
         placeholders[at].meta["example_value"] = value
-        for read in inside:
+        for read in reads:
             put_instead(read, placeholders[at])
     body.recompile()
     return True
@@ -160,7 +159,7 @@ def _operands(gm: fx.GraphModule, call: fx.Node) -> list[Any]:
     """What ``call`` is given behind its bodies; empty where some of it is in lists."""
     bodies = [at for at, value in enumerate(call.args) if _is_body(gm, value)]
     operands: list[Any] = list(call.args[bodies[-1] + 1 :]) if bodies else []
-    return [] if any(isinstance(own, list | tuple) for own in operands) else operands
+    return [] if any(isinstance(operand, list | tuple) for operand in operands) else operands
 
 
 def _is_body(gm: fx.GraphModule, value: Any) -> bool:

@@ -1,8 +1,9 @@
-"""Operators with an effect (a check of results, a print) and the tokens that order them.
+"""Removes the tokens by which AOTAutograd keeps operators with an effect in order.
 
-AOTAutograd threads a token through all of a half: each effect takes the token of the one before.
-A token is no tensor to Inductor, so that it cannot go from one region to the next; and it need not,
-since regions run in the order of their calls, and Inductor orders the effects of one itself.
+An operator with an effect (it prints, or checks a result) takes a token and returns one, which the
+next such operator of the half takes. Inductor has no memory for a token, so that one cannot go from
+region to region. It need not: regions run in the order of their calls, and Inductor itself keeps
+the effects of one region in order.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ _prims = torch.ops.prims
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensApart:
-    """Each effect takes a token that is made for it, in place of the one of the effect before.
+    """Every operator with an effect takes the half's first token, not that of the one before.
 
     Rewrite:
         token  = _make_token()                         token  = _make_token()
@@ -30,9 +31,9 @@ class TokensApart:
         last   = second[0]
         _sink_tokens([last])
 
-    Where ``x`` and ``y`` are of two layers, each region makes the token itself, as it makes every
-    constant that it reads, and the regions of two layers are equal. Run it when it is known where
-    each operator runs: until then the tokens keep the effects in order.
+    The first token is a constant, which each region makes itself. So no token goes from layer to
+    layer, and the regions of equal layers are equal. Run the pass when it is settled in which
+    region each operator runs: until then the tokens keep the effects in order.
     """
 
     name: ClassVar[str] = "tokens-apart"
@@ -53,12 +54,12 @@ class TokensApart:
 
 
 def num_tokens(half: fx.GraphModule) -> int:
-    """How many of the results are tokens, which AOTAutograd takes away before it compiles."""
-    return sum(isinstance(own, fx.Node) and is_token(own) for own in results_of(half.graph))
+    """The number of results that are tokens, which AOTAutograd removes before it compiles."""
+    return sum(map(_is_token, results_of(half.graph)))
 
 
 def without_tokens(half: fx.GraphModule) -> fx.GraphModule:
-    """A half as AOTAutograd compiles it: it makes its first token, and returns none; in place."""
+    """Rewrite ``half`` as AOTAutograd compiles it: it makes its first token, and returns none."""
     for node in half.graph.find_nodes(op="placeholder"):
         if is_token(node):
             with half.graph.inserting_after(node):
@@ -67,10 +68,9 @@ def without_tokens(half: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(made)
             half.graph.erase_node(node)
     output = half.graph.output_node()
-    results = [own for own in results_of(half.graph) if not (_is_node(own) and is_token(own))]
-    output.args = (tuple(results),)
+    output.args = (tuple(result for result in results_of(half.graph) if not _is_token(result)),)
     return half
 
 
-def _is_node(value: object) -> bool:
-    return isinstance(value, fx.Node)
+def _is_token(result: object) -> bool:
+    return isinstance(result, fx.Node) and is_token(result)

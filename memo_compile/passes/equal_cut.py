@@ -60,8 +60,7 @@ class SaveMinCut:
         relu = relu(mm)                ->    relu = relu(mm)  # saved
         t = permute(relu, [1, 0])            t = permute(relu, [1, 0])
 
-    A view is replaced by its tensor, and what the forward does not make by what it is made of,
-    where that is no larger.
+    A view is replaced by its tensor, and what the forward does not make by what it is made of.
     """
 
     joint_inputs: Any

@@ -1,8 +1,10 @@
-"""Takes some nodes of a graph into a graph of their own."""
+"""Takes some nodes of a graph into a graph of their own, and makes nodes like others."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
 from memo_compile.analysis.views import makers_of
@@ -15,6 +17,20 @@ def placeholder_like(graph: fx.Graph, name: str, node: fx.Node) -> fx.Node:
     made = graph.placeholder(name)
     made.meta = {key: node.meta[key] for key in ("val", SIZES) if key in node.meta}
     return made
+
+
+def call_like(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    like: torch.Tensor,
+) -> fx.Node:
+    """A new call in ``graph``, whose value is like the fake ``like``."""
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta["val"] = like
+    return node
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What jumps where a last digit differs is made once, in the forward, and kept."""
+"""Computes once, in the forward, what jumps where a last digit differs, and keeps it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,10 +14,13 @@ from memo_compile.analysis.purity import is_constant
 from memo_compile.analysis.views import is_item, makers_of
 from memo_compile.passes.cse import hoist_behind_inputs
 
+_DECIDED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
+"""Tags of nodes for which the model's checkpoint(), or another pass, has decided."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepJumps:
-    """Nothing that jumps (``analysis.jumps``) is made again, so that all of a step goes by one.
+    """No operator that jumps (``analysis.jumps``) runs twice: all of a step reads one result of it.
 
     Rewrite (in brackets the half that runs it):
         h = mm(x, a)        [forward, saved]       h    = mm(x, a)        [forward]
@@ -26,10 +29,11 @@ class KeepJumps:
         mask = eq(h, m)     [backward]             loss of m              [forward]
         dh = where(mask, ..) [backward]            dh = where(mask, ..)   [backward]
 
-    Kept is the jump's result: the index of an entry, a byte of truth. It may go to the host.
-    ``h`` may then be made again in any other way, of a part of its rows say. A derivative's own
-    comparison moves to the forward, right behind what it reads. What the model's selective
-    checkpoint() says must be recomputed is recomputed.
+    The result of the jump is kept: an index, or a boolean, for an entry. It may be copied to the
+    host. The forward and the backward then read the same mask, even if the backward makes ``h``
+    again by other kernels, of a part of its rows say. A comparison of the backward's moves to the
+    forward, right behind what it reads. What the model's selective checkpoint() says must be
+    recomputed is recomputed.
     """
 
     weights: frozenset[int]
@@ -41,34 +45,29 @@ class KeepJumps:
         """Rewrite in place."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         weights = [placeholders[at] for at in self.weights if at < len(placeholders)]
-        found = _in_forward(gm, jumps(gm.graph, weights))
-        kept = [node for maker in found for node in (maker, *filter(is_item, maker.users))]
-        kept = [node for node in kept if _may_be_kept(node)]
+        jumping = _moved_to_forward(gm, jumps(gm.graph, weights))
+        results = [node for maker in jumping for node in (maker, *filter(is_item, maker.users))]
+        kept = [node for node in results if node.meta.get("recompute") not in _DECIDED]
         for node in kept:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return PassResult(gm, bool(kept))
 
 
-def _may_be_kept(node: fx.Node) -> bool:
-    policies = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
-    return node.meta.get("recompute") not in policies
+def _moved_to_forward(gm: fx.GraphModule, jumping: Iterable[fx.Node]) -> list[fx.Node]:
+    """Move the ``jumping`` operators that only the backward runs to the forward, with their makers.
 
-
-def _in_forward(gm: fx.GraphModule, found: Iterable[fx.Node]) -> list[fx.Node]:
-    """Those of ``found`` that are the forward's, and those that are moved there with their makers.
-
-    What the program's own backward computes from products or sums of its own stays there: it runs
-    once, as it does eagerly.
+    Returns all of ``jumping`` that is the forward's by then. A jump stays in the backward where it
+    would take a product or a sum of the program's own backward along: it runs once as it is.
     """
-    forward, moved, kept = set(forward_nodes(gm)), set[fx.Node](), []
-    for node in found:
+    forward, moved, in_forward = set(forward_nodes(gm)), set[fx.Node](), []
+    for node in jumping:
         makers = makers_of([node], lambda maker: maker not in forward) - forward
-        own = {maker for maker in makers if maker.op == "call_function" and not is_constant(maker)}
-        if all(map(is_entrywise, own)):
-            kept.append(node)
-            moved |= own
+        makers = {each for each in makers if each.op == "call_function" and not is_constant(each)}
+        if all(map(is_entrywise, makers)):
+            in_forward.append(node)
+            moved |= makers
     for node in moved:
         node.meta["partitioner_tag"] = "is_forward"
     if moved:
         hoist_behind_inputs(gm.graph, moved)
-    return kept
+    return in_forward

@@ -1,8 +1,9 @@
-"""Slices what a wide product is made of rather than the product, as a pass over a Dynamo graph.
+"""Slices the input of a wide product in place of its result, as a pass over a Dynamo graph.
 
-A shifted loss reads ``logits[:, :-1]``: all tokens' logits exist, and their gradients as well, and
-in tiles of tokens the slice would fit no tile. The product of the other tokens is all that is
-needed, and its rows run in tiles like any others.
+A shifted loss reads ``logits[:, :-1]``. Computed as written, the logits of all tokens exist, and so
+do their gradients; and tiles of tokens do not fit, since a row of the slice is another row of the
+logits. If the hidden states are sliced first, there are only the logits that the loss reads, and
+they run in tiles.
 """
 
 import operator
@@ -30,23 +31,26 @@ _PRODUCTS = (
     _aten.matmul.default,
     _aten.mm.default,
 )
-"""Calls whose result has the leading dimensions of the first argument, the second a matrix."""
+"""Products with a matrix, their second argument; each row of the result is made of that row of the
+first argument."""
 
-_BY_ELEMENT = frozenset(
+_ELEMENTWISE = frozenset(
     "add bfloat16 clamp contiguous div double float half mul neg sub tanh to truediv type".split()
 )
-"""Functions of ``torch`` and ``operator``, and methods: each number of the result depends on those
-at its place in the operands. None writes into one."""
+"""Names of functions of ``torch`` and ``operator``, and of methods, that compute each number of the
+result from the numbers at its place in the operands. None of them writes into an operand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceFirst:
-    """A wide product of which only one slice is read is made for that slice.
+    """A wide product of which the program reads one slice only is computed for that slice only.
 
     Rewrite, of 4096 tokens in ``x``:
         y = linear(x, w)                          s = x[:, :-1]
         z = y.float()                      ->     y = linear(s, w)    # of 4095
         l = z[:, :-1]                             l = y.float()
+
+    Each step moves the slice in front of one operator: first of ``float``, then of ``linear``.
     """
 
     name: ClassVar[str] = "slice-first"
@@ -54,156 +58,167 @@ class SliceFirst:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
-        rewritten = [_made_of_slice(node) for node in reversed(list(gm.graph.nodes))]
+        rewritten = [_slice_operands(node) for node in reversed(list(gm.graph.nodes))]
         return PassResult(gm, any(rewritten))
 
 
-class _Sliced(NamedTuple):
-    """What a slice reads of its first argument."""
+class _Slice(NamedTuple):
+    """What a slice or an index reads of a tensor: a range of each dimension."""
 
-    kept: tuple[slice, ...]
-    """Of each dimension."""
+    ranges: tuple[slice, ...]
     rest: tuple[Any, ...]
-    """An index that drops and adds dimensions behind that; empty: there is none."""
+    """A second index, of an index that also drops or adds dimensions; else ()."""
 
 
-def _made_of_slice(node: fx.Node) -> bool:
-    """Have ``node`` made for the one slice of it that is read, if it leads to a wide product."""
-    readers = {user: _sliced(user, node) for user in node.users}
-    slices = {None if read is None else str(read.kept) for read in readers.values()}
-    read = next(iter(readers.values()), None)
-    if read is None or len(slices) != 1 or not _leads_to_product(node):
+def _slice_operands(node: fx.Node) -> bool:
+    """Move the slice of ``node`` in front of it, if it is all that is read and leads to a product.
+
+    Returns False where it changes nothing. The readers of ``node`` are then gone: each was a slice,
+    and what read it reads ``node`` made of sliced operands.
+    """
+    slices = {reader: _slice_of(reader, node) for reader in node.users}
+    distinct = {None if each is None else str(each.ranges) for each in slices.values()}
+    first = next(iter(slices.values()), None)
+    if first is None or len(distinct) != 1 or not _leads_to_product(node):
         return False
-    if read.kept[-1] != _ALL or all(part == _ALL for part in read.kept):
+    ranges = first.ranges
+    if ranges[-1] != _ALL or all(part == _ALL for part in ranges):
         return False
-    if not all(_may_move(user, node) for user in readers):
+    if not all(_may_move(reader, node) for reader in slices):
         return False
     graph = node.graph
     operands: Sequence[Any] = [node.args[0]] if node.target in _PRODUCTS else node.all_input_nodes
     with graph.inserting_before(node):
-        cut = {operand: _cut(operand, node, read.kept) for operand in operands}
-        made = graph.node_copy(node, lambda source: cut.get(source, source))
+        sliced = {operand: _sliced(operand, node, ranges) for operand in operands}
+        made = graph.node_copy(node, lambda source: sliced.get(source, source))
     made.meta.pop("example_value", None)
-    for user, own in readers.items():
+    for reader, read in slices.items():
         result = made
-        if own is not None and own.rest:
-            with graph.inserting_before(user):
-                result = graph.call_function(operator.getitem, (made, own.rest))
-        if "example_value" in user.meta:
-            result.meta["example_value"] = user.meta["example_value"]
-        user.replace_all_uses_with(result)
-        graph.erase_node(user)
+        if read is not None and read.rest:
+            with graph.inserting_before(reader):
+                result = graph.call_function(operator.getitem, (made, read.rest))
+        if "example_value" in reader.meta:
+            result.meta["example_value"] = reader.meta["example_value"]
+        reader.replace_all_uses_with(result)
+        graph.erase_node(reader)
     graph.erase_node(node)
     return True
 
 
-def _cut(operand: Any, node: fx.Node, kept: tuple[slice, ...]) -> Any:
-    """What ``node`` needs of an operand for the part ``kept`` of its result."""
+def _sliced(operand: Any, node: fx.Node, ranges: tuple[slice, ...]) -> Any:
+    """The part of ``operand`` that ``node`` needs to make the ``ranges`` of its result.
+
+    Dimensions are counted from the last, and one of size 1 stays as it is, as in broadcasting.
+    """
     shape, whole = _shape(operand), _shape(node)
-    aligned = kept[len(kept) - len(shape) :] if shape else ()
+    aligned = ranges[len(ranges) - len(shape) :] if shape else ()
     sizes = zip(aligned, shape, whole[len(whole) - len(shape) :], strict=True)
     index = tuple(
-        _ALL if isinstance(own, int) and own == 1 and size != 1 else part
-        for part, own, size in sizes
+        _ALL if isinstance(size, int) and size == 1 and made_size != 1 else part
+        for part, size, made_size in sizes
     )
     if all(part == _ALL for part in index):
         return operand
     return node.graph.call_function(operator.getitem, (operand, index))
 
 
-def _sliced(user: fx.Node, node: fx.Node) -> _Sliced | None:
-    """What ``user`` reads of ``node``; None where it is no slice of it by numbers."""
+def _slice_of(reader: fx.Node, node: fx.Node) -> _Slice | None:
+    """What ``reader`` reads of ``node``; None where it is not a slice of it, or not by numbers."""
     rank = len(_shape(node))
-    if (
-        not user.args
-        or user.args[0] is not node
-        or user.all_input_nodes.count(node) != 1
-        or not rank
-    ):
+    reads_once = reader.all_input_nodes.count(node) == 1
+    if not reader.args or reader.args[0] is not node or not reads_once or not rank:
         return None
-    if user.target is operator.getitem:
-        index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
-        return _by_index(index, rank)
-    if user.target in ("narrow", torch.narrow):
-        given = _given(user, "dim", "start", "length")
+    if reader.target is operator.getitem:
+        index = reader.args[1] if isinstance(reader.args[1], tuple) else (reader.args[1],)
+        return _indexed(index, rank)
+    if reader.target in ("narrow", torch.narrow):
+        given = _arguments(reader, "dim", "start", "length")
         start, length = given["start"], given["length"]
         if not (isinstance(start, int) and isinstance(length, int)):
             return None
         part = slice(start, start + length if start + length or start >= 0 else None)
-    elif user.target is _aten.slice.Tensor:
-        given = _given(user, "dim", "start", "end", "step")
+    elif reader.target is _aten.slice.Tensor:
+        given = _arguments(reader, "dim", "start", "end", "step")
         end = given.get("end")
         part = slice(given.get("start"), None if end == sys.maxsize else end, given.get("step"))
     else:
         return None
     dim = given.get("dim", 0) % rank
-    return _Sliced(tuple(part if at == dim else _ALL for at in range(rank)), ())
+    return _Slice(tuple(part if at == dim else _ALL for at in range(rank)), ())
 
 
-def _given(user: fx.Node, *names: str) -> dict[str, Any]:
-    """The arguments behind the first, by name."""
-    return {**dict(zip(names, user.args[1:], strict=False)), **user.kwargs}
+def _arguments(reader: fx.Node, *names: str) -> dict[str, Any]:
+    """Arguments of ``reader`` behind the first; those without a keyword have these ``names``."""
+    return {**dict(zip(names, reader.args[1:], strict=False)), **reader.kwargs}
 
 
-def _by_index(index: tuple[Any, ...], rank: int) -> _Sliced | None:
-    """What an index of slices and numbers reads of ``rank`` dimensions."""
+def _indexed(index: tuple[Any, ...], rank: int) -> _Slice | None:
+    """What ``index`` reads of a tensor of ``rank`` dimensions; None if a tensor is in it."""
     is_basic = all(
         item is None or item is Ellipsis or isinstance(item, slice) or type(item) is int
         for item in index
     )
     if not is_basic:
         return None
-    taken = sum(isinstance(item, slice | int) for item in index)
-    kept: list[slice] = []
+    num_indexed = sum(isinstance(item, slice | int) for item in index)
+    ranges: list[slice] = []
     rest: list[Any] = []
     for item in index:
         if item is Ellipsis:
-            kept += [_ALL] * (rank - taken)
+            ranges += [_ALL] * (rank - num_indexed)
         elif isinstance(item, int):
-            kept.append(slice(item, item + 1 or None))
+            ranges.append(slice(item, item + 1 or None))
         elif item is not None:
-            kept.append(item)
+            ranges.append(item)
         rest.append(_ALL if isinstance(item, slice) else 0 if isinstance(item, int) else item)
-    kept += [_ALL] * (rank - len(kept))
+    ranges += [_ALL] * (rank - len(ranges))
     is_plain = all(item is Ellipsis or isinstance(item, slice) for item in index)
-    return _Sliced(tuple(kept), () if is_plain else tuple(rest))
+    return _Slice(tuple(ranges), () if is_plain else tuple(rest))
 
 
 def _leads_to_product(node: fx.Node) -> bool:
-    """True for a wide product, and what is made of one that nothing else reads, place by place."""
+    """True for a product wider than its input, and for what only elementwise operators make of it.
+
+    Nothing else may read the product or what lies between: it would exist as a whole then.
+    """
     if node.target in _PRODUCTS:
         first, second = node.args[:2]
-        shape, made = _shape(first), _shape(node)
-        if len(shape) != len(made) or len(_shape(second)) != 2:
+        shape, made_shape = _shape(first), _shape(node)
+        if len(shape) != len(made_shape) or len(_shape(second)) != 2:
             return False
-        return isinstance(shape[-1], int) and isinstance(made[-1], int) and shape[-1] < made[-1]
-    return _is_by_element(node) and any(
+        width, made_width = shape[-1], made_shape[-1]
+        return isinstance(width, int) and isinstance(made_width, int) and width < made_width
+    return _is_elementwise(node) and any(
         len(source.users) == 1 and _leads_to_product(source) for source in node.all_input_nodes
     )
 
 
-def _is_by_element(node: fx.Node) -> bool:
+def _is_elementwise(node: fx.Node) -> bool:
+    """True where each number of the result depends on those at its place in the operands only."""
     target = node.target
     if "out" in node.kwargs or not _shape(node):
         return False
     if node.op == "call_method":
-        return target in _BY_ELEMENT
+        return target in _ELEMENTWISE
     if isinstance(target, torch._ops.OpOverload):
         is_pure = not target._schema.is_mutable
         is_pure = is_pure and torch.Tag.nondeterministic_seeded not in target.tags
         return is_pure and torch.Tag.pointwise in target.tags
     name = getattr(target, "__name__", "")
-    known = (getattr(module, name, None) for module in (torch, operator))
-    return node.op == "call_function" and name in _BY_ELEMENT and target in known
+    functions = (getattr(module, name, None) for module in (torch, operator))
+    return node.op == "call_function" and name in _ELEMENTWISE and target in functions
 
 
-def _may_move(user: fx.Node, node: fx.Node) -> bool:
-    """True where the slice ``user`` of ``node`` can be taken in front of ``node``."""
-    bounds = [source for source in user.all_input_nodes if source is not node]
+def _may_move(reader: fx.Node, node: fx.Node) -> bool:
+    """True where the slice ``reader`` of ``node`` can be taken in front of ``node``.
+
+    Its bounds must be known there, and gradients must be switched on or off alike at both places.
+    """
+    bounds = [source for source in reader.all_input_nodes if source is not node]
     if not all(bound < node for bound in bounds):
         return False
     between = node
-    while between is not user:
+    while between is not reader:
         if getattr(between.target, "__name__", "") == "_set_grad_enabled":
             return False
         between = between.next
@@ -211,6 +226,6 @@ def _may_move(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
-    """Of a tensor; empty for what is none."""
+    """The shape of a tensor; empty for anything else."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()

@@ -1,12 +1,12 @@
-"""Adds up the sums of a chain in tiles: in which numbers, by which operators, in which regions.
+"""Adds up sums over the rows of a chain that runs in tiles: each has a total, which tiles add to.
 
-Sums of 16-bit numbers are added up in float32 and rounded once, behind the last tile. Rounded at
-each of 64 tiles, a weight's gradient would be four times as far from the exact one as eager's.
+The total of 16-bit numbers is float32, and is rounded once, behind the last tile. Rounded at each
+of 64 tiles, a weight's gradient would be four times as far from the exact one as eager's.
 
-Each sum is taken out of the tile and becomes a region of one operator, run in place. Its result
-lies in the bytes of what came before. A lowering that makes several kernels of ``acc + sum(x)`` may
-put the second term there before it has read the first, so that nothing else may stand in the
-region, and operators run one by one (``RegionGraph.op_by_op``).
+What adds to a total is taken out of the tile, and is a region of one operator that writes its
+result over the total that it reads. A lowering that makes several kernels of ``acc + sum(x)`` may
+write the second term before it has read the first. So nothing else stands in the region, and its
+operators run one by one (``RegionGraph.op_by_op``).
 
 Rewrite, tile(x, acc):                  ->    tile(x):            sum0(acc, picked):
     picked = gather(x)                            picked = ...        return add(acc, picked)
@@ -15,7 +15,6 @@ Rewrite, tile(x, acc):                  ->    tile(x):            sum0(acc, pick
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +22,7 @@ from torch import fx
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_tensor, is_view, results_of
-from memo_compile.passes.extract import placeholder_like
+from memo_compile.passes.extract import call_like, placeholder_like
 from memo_compile.step.tilings import Operand, Ref, RunningSum, Source
 from memo_compile.torch_private import fx_graphs
 
@@ -34,8 +33,8 @@ _ACCUMULATING = {
     _aten.mm.default: (_aten.addmm.default, _aten.addmm.dtype),
     _aten.bmm.default: (_aten.baddbmm.default, _aten.baddbmm.dtype),
 }
-"""Products that contract the rows, and those that add to what the tiles before made: to numbers of
-the operands' type; on CUDA also to float32 numbers, where the operands have 16 bits."""
+"""A product that contracts the rows -> what adds it to a total of the operands' type, and what adds
+it, of 16-bit operands on CUDA, to a float32 total."""
 
 _SHORT = (torch.bfloat16, torch.float16)
 
@@ -47,31 +46,31 @@ def is_short_product(node: fx.Node) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """How the sums of a chain are added up over its tiles on ``device``."""
+    """Makes the nodes that add up the sums of a chain on ``device``."""
 
     device: torch.device
     rounds_products: bool
-    """Products of 16-bit numbers are added up in 16 bits, where they take no memory beside."""
+    """True: the total of 16-bit products has 16 bits, so that it can lie where its result does."""
     _widened: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Operand -> the same in float32."""
 
     def is_wide(self, node: fx.Node) -> bool:
-        """True for a sum that is added up in float32 and then rounded."""
+        """True for a sum whose total is float32, to be rounded behind the last tile."""
         if self.rounds_products and node.target in _ACCUMULATING:
             return False
         return node.meta["val"].dtype in _SHORT
 
     def like(self, node: fx.Node) -> torch.Tensor:
-        """A fake of what the sum ``node`` is added up in."""
+        """A fake of the total of the sum ``node``."""
         value: torch.Tensor = node.meta["val"]
         return value.new_empty(value.shape, dtype=torch.float32) if self.is_wide(node) else value
 
     def rounded(self, graph: fx.Graph, node: fx.Node, total: fx.Node) -> fx.Node:
-        """The sum ``node``, of all tiles' ``total``."""
+        """The value of the sum ``node``, from the ``total`` of all tiles."""
         if not self.is_wide(node):
             return total
         value = node.meta["val"]
-        return _call(graph, _to_dtype, (total, value.dtype), like=value)
+        return call_like(graph, _to_dtype, (total, value.dtype), like=value)
 
     def added(
         self,
@@ -81,22 +80,25 @@ class Totals:
         made: Mapping[fx.Node, fx.Node],
         share: float,
     ) -> fx.Node:
-        """``acc`` and the sum ``node`` over a tile, a ``share`` of all rows, from what it made."""
+        """The total behind a tile, which has a ``share`` of all rows: ``acc`` plus the sum over it.
+
+        ``made`` gives the tile's value of each node of the chain.
+        """
         operands = [made[source] for source in node.all_input_nodes]
         like = self.like(node)
         if node.target in _ACCUMULATING:
             add, add_wide = _ACCUMULATING[node.target]
             if not self.is_wide(node):
-                return _call(graph, add, (acc, *operands), like=like)
+                return call_like(graph, add, (acc, *operands), like=like)
             if self.device.type == "cuda":
-                return _call(graph, add_wide, (acc, *operands, torch.float32), like=like)
-            return _call(graph, add, (acc, *map(self._in_float32, operands)), like=like)
+                return call_like(graph, add_wide, (acc, *operands, torch.float32), like=like)
+            return call_like(graph, add, (acc, *map(self._in_float32, operands)), like=like)
         partial = graph.node_copy(node, lambda source: made[source])
         if self.is_wide(node):
             partial.update_kwarg("dtype", torch.float32)
             partial.meta["val"] = like
         alpha = {"alpha": share} if op_name(node) == "mean" else {}
-        return _call(graph, _aten.add.Tensor, (acc, partial), alpha, like=like)
+        return call_like(graph, _aten.add.Tensor, (acc, partial), alpha, like=like)
 
     def _in_float32(self, operand: fx.Node) -> fx.Node:
         """``operand`` in float32, made once for all sums of the tile."""
@@ -104,24 +106,11 @@ class Totals:
             behind = operand.next
             while behind.op == "placeholder":
                 behind = behind.next
+            like = _to_dtype(operand.meta["val"], torch.float32)
             with operand.graph.inserting_before(behind):
-                wide = operand.graph.call_function(_to_dtype, (operand, torch.float32))
-            wide.meta["val"] = _to_dtype(operand.meta["val"], torch.float32)
+                wide = call_like(operand.graph, _to_dtype, (operand, torch.float32), like=like)
             self._widened[operand] = wide
         return self._widened[operand]
-
-
-def _call(
-    graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    *,
-    like: torch.Tensor,
-) -> fx.Node:
-    node = graph.call_function(target, args, kwargs or {})
-    node.meta["val"] = like
-    return node
 
 
 def take_sums_out(
@@ -130,12 +119,13 @@ def take_sums_out(
     num_rows: int,
     totals: Sequence[int],
 ) -> list[tuple[RegionGraph, RunningSum]]:
-    """Take the sums out of ``tile``, as regions; its last outputs become what they read.
+    """Take what adds to the totals out of ``tile``, and return a region of each.
 
-    ``tile`` returns ``num_rows`` rows and then its sums. It reads ``tile_inputs`` and then the sums
-    so far, which are ``totals`` of the part before the tiles. What a sum reads of the rows that the
-    tile returns is returned a second time, as a copy: the whole that the rows lie in is not
-    complete before the last tile.
+    ``tile`` reads ``tile_inputs`` and then the totals so far, which are the outputs ``totals`` of
+    the part before the tiles. It returns ``num_rows`` values that have rows, and then the new
+    totals; in place of those it then returns what the regions read. If a region reads a value that
+    has rows, ``tile`` returns a copy besides: what it writes is a slice of the whole value, which
+    is complete behind the last tile only.
     """
     graph = tile.gm.graph
     end, results = graph.output_node(), results_of(graph)
@@ -160,7 +150,7 @@ def take_sums_out(
             op_by_op=True,
         )
         sums.append((region, RunningSum(region=region.name, total=total, terms=tuple(terms))))
-    end.args = ((*rows, *(_copied(end, node) if node in rows else node for node in read)),)
+    end.args = ((*rows, *(_copy(end, node) if node in rows else node for node in read)),)
     for node in reversed(graph.nodes):
         if not node.users and (node.op == "call_function" or node in so_far):
             graph.erase_node(node)
@@ -169,7 +159,7 @@ def take_sums_out(
 
 
 def _sum_graph(total: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
-    """``total`` by itself, with the views that it reads through, and what those look at."""
+    """A graph of ``total`` and of the views that it reads, and what else it reads than ``acc``."""
     acc, *others = total.all_input_nodes
     graph = fx.Graph()
     made = {acc: placeholder_like(graph, acc.name, acc)}
@@ -188,8 +178,7 @@ def _sum_graph(total: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
     return graph, sources
 
 
-def _copied(end: fx.Node, node: fx.Node) -> fx.Node:
+def _copy(end: fx.Node, node: fx.Node) -> fx.Node:
+    """A copy of ``node``, made in front of ``end``."""
     with end.graph.inserting_before(end):
-        made = end.graph.call_function(torch.ops.aten.clone.default, (node,))
-    made.meta["val"] = node.meta["val"]
-    return made
+        return call_like(end.graph, _aten.clone.default, (node,), like=node.meta["val"])

@@ -15,9 +15,9 @@ Rewrite, x [4096, 64], w [64, 32768], 8 tiles:
                                                # after     loss = mul(acc, scale)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -36,7 +36,7 @@ from memo_compile.analysis.views import (
     results_of,
     storage_of,
 )
-from memo_compile.passes.extract import Extract, extract
+from memo_compile.passes.extract import Extract, call_like, extract
 from memo_compile.passes.slice_rows import slice_rows
 from memo_compile.passes.tile_sums import Totals, is_short_product, take_sums_out
 from memo_compile.step.tilings import Operand, Ref, Rows, Slice, Source, TileRun, Tiling
@@ -324,14 +324,14 @@ class _Splitter:
         for node in early:
             out = before.made[node]
             if is_view(node) and node not in self.made:
-                out = _call(graph, torch.ops.aten.clone.default, (out,), _CONTIGUOUS)
+                out = _dense_copy(graph, out)
             outputs.append(out)
         likes = [self.totals.like(node) for node in sums]
         likes += [_dense(node.meta["val"]) for node in rows]
         for like in likes:
             options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
             full = torch.ops.aten.full.default
-            outputs.append(_call(graph, full, (list(like.shape), 0), options, like=like))
+            outputs.append(call_like(graph, full, (list(like.shape), 0), options, like=like))
         graph.output(tuple(outputs))
 
     def _finish_after(self, after: Extract, late: list[fx.Node]) -> None:
@@ -433,21 +433,10 @@ def _inputs_of(sums: Sequence[fx.Node]) -> list[fx.Node]:
     return list(dict.fromkeys(source for node in sums for source in node.all_input_nodes))
 
 
-_CONTIGUOUS = {"memory_format": torch.contiguous_format}
-
-
-def _call(
-    graph: fx.Graph,
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    *,
-    like: torch.Tensor | None = None,
-) -> fx.Node:
-    """A new node; its value looks like ``like``, or like its first argument made dense."""
-    node = graph.call_function(target, args, kwargs or {})
-    node.meta["val"] = _dense(args[0].meta["val"]) if like is None else like
-    return node
+def _dense_copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    options = {"memory_format": torch.contiguous_format}
+    like = _dense(node.meta["val"])
+    return call_like(graph, torch.ops.aten.clone.default, (node,), options, like=like)
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
