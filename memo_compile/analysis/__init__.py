@@ -1,1 +1,1 @@
-"""Joint graph -> facts: lifetimes, repeating layers, token dimension."""
+"""Reads a graph: lifetimes, layers that repeat, the token dimension, what may be recomputed."""

@@ -1,1 +1,1 @@
-"""The `memo` command."""
+"""The ``memo`` command."""

@@ -1,1 +1,1 @@
-"""From a captured step to a running one: cut, lower, decide, place, check, bind."""
+"""Turns a captured step into one that runs: cut, lower, decide, place, check, bind."""

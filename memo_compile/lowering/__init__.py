@@ -1,1 +1,1 @@
-"""A region of the step as code: through Inductor, or operator by operator."""
+"""Makes code of a region of the step: through Inductor, or operator by operator."""

@@ -1,1 +1,1 @@
-"""Away from the training run: plans of steps that never run, records of those that do."""
+"""Plans steps that never run, for devices that are not here."""

@@ -1,1 +1,1 @@
-"""GraphModule + Plan -> GraphModule; runner.py is the one runner."""
+"""Rewrites of graphs, a file each; runner.py runs them."""

@@ -1,1 +1,1 @@
-"""Cutting a model into the stages of a pipeline: ``memo_compile.pipeline_split``."""
+"""Cuts a model into the stages of a pipeline: ``memo_compile.pipeline_split``."""

@@ -1,1 +1,1 @@
-"""Problem -> Plan. No torch here."""
+"""Decides what is kept, offloaded or recomputed, and places every buffer. No torch."""

@@ -1,1 +1,1 @@
-"""Plan -> table, HTML, Chrome trace, memory snapshot."""
+"""Shows a plan: table, HTML page, Chrome trace, memory snapshot."""

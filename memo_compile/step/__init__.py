@@ -1,1 +1,1 @@
-"""The step as data: problem, plan, moves, residency, simulated time, text, JSON. No torch here."""
+"""The step as data: problem, plan, program, simulated time, JSON. No torch."""

@@ -1,1 +1,1 @@
-"""Arena, leases, streams and the executor of step programs. Imports torch only."""
+"""Runs a planned step: arena, leases, streams, executor. Imports torch only."""

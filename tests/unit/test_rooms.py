@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools import draw_rooms
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("memo_compile", "runtime/memo_runtime")
 BESIDE = ("tests", "benchmarks", "tools", "examples")
@@ -88,3 +90,12 @@ def test_variables_say_what_they_hold():
     """A call, a slot, a buffer: never just ``one``."""
     files = [path for path in sources((*FOLDERS, *BESIDE)) if "one" in variables(path.read_text())]
     assert [path.relative_to(ROOT).as_posix() for path in files] == []
+
+
+def test_the_rooms_are_drawn_from_the_imports():
+    """An arrow only runs down: networkx refuses to reduce a graph with a circle."""
+    graph = draw_rooms.rooms()
+    assert {"planners", "check", "driver", "memo_runtime"} <= set(graph)
+    assert ("driver", "planners") in graph.edges
+    assert all(graph.nodes[room]["text"] for room in graph)
+    assert draw_rooms.draw(graph) == draw_rooms.PICTURE.read_text(), "python tools/draw_rooms.py"
