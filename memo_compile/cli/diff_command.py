@@ -1,6 +1,5 @@
 """``memo diff A.json B.json``: what changed between two plans, or two problems."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +8,7 @@ import typer
 
 from memo_compile.cli.options import AsJson, format_table, read_data
 from memo_compile.errors import InputError
-from memo_compile.reporting.differences import Difference, Differences, differences
+from memo_compile.reporting.differences import Differences, differences
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
 from memo_compile.text_files import read_json
@@ -34,14 +33,17 @@ def diff_files(
             f"got a {type(second).__name__}"
         )
     found = differences(first, second)
-    kind = type(first).__name__.lower()
+    equal, kind = not any(found.values()), type(first).__name__.lower()
     if as_json:
-        print(json.dumps({"equal": found.equal, "kind": kind, **dataclasses.asdict(found)}))
-    elif found.equal:
-        print(f"equal {kind}s")
+        print(json.dumps({"equal": equal, "kind": kind, **as_dict(found)}))
     else:
-        print(as_text(found))
-    raise typer.Exit(0 if found.equal else 1)
+        print(f"equal {kind}s" if equal else as_text(found))
+    raise typer.Exit(0 if equal else 1)
+
+
+def as_dict(found: Differences) -> dict[str, Any]:
+    """``found`` as plain data."""
+    return {group: [change._asdict() for change in changes] for group, changes in found.items()}
 
 
 def _read(path: Path) -> Plan | Problem:
@@ -58,16 +60,10 @@ def _read(path: Path) -> Plan | Problem:
 def as_text(found: Differences) -> str:
     """A table for each group in which something changed, at most MAX_ROWS rows each."""
     tables = []
-    for group in (field.name for field in dataclasses.fields(found)):
-        changes: tuple[Difference, ...] = getattr(found, group)
-        if not changes:
-            continue
-        rows = [(row.what, _word(row.first), _word(row.second)) for row in changes[:MAX_ROWS]]
+    for group, changes in found.items():
+        rows = [["-" if v is None else str(v) for v in row] for row in changes[:MAX_ROWS]]
         table = format_table((group, "first", "second"), rows)
         more = len(changes) - MAX_ROWS
-        tables.append(table + (f"\n... and {more} more; --json has them" if more > 0 else ""))
+        if rows:
+            tables.append(table + (f"\n... and {more} more; --json has them" if more > 0 else ""))
     return "\n\n".join(tables)
-
-
-def _word(value: Any) -> str:
-    return "-" if value is None else str(value)

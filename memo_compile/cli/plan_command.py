@@ -24,7 +24,7 @@ from memo_compile.errors import Infeasible, InputError
 from memo_compile.garbage import seldom_collected
 from memo_compile.reporting.emit import TOOLS, Settings, emit
 from memo_compile.reporting.html import render_html
-from memo_compile.reporting.view import short_source
+from memo_compile.reporting.table import decision_table
 from memo_compile.step.serialise import to_json
 from memo_compile.text_files import write_text
 from memo_compile.units import format_bytes, format_seconds
@@ -367,18 +367,7 @@ def _print(answer: "Forecast", max_seq: int | None) -> None:
     for name, text in numbers(answer, max_seq):
         shown.add_row(name, text)
     console.print(shown)
-    table = Table("tensor", "layers", "size", "decision", "tokens", "reason", "source")
-    for row in plan.decisions:
-        table.add_row(
-            escape(row.tensor),
-            escape(row.layer_class),
-            format_bytes(row.bytes),
-            row.decision,
-            f"{row.token_fraction:.0%}",
-            escape(row.reason),
-            escape(short_source(row.source)),
-        )
     if plan.decisions:
-        console.print(table)
+        console.print(decision_table(plan.decisions))
     for note in answer.notes:
         console.print(f"note: {escape(note)}")

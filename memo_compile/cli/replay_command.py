@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from memo_compile.cli.diff_command import as_text
+from memo_compile.cli.diff_command import as_dict, as_text
 from memo_compile.cli.options import AsJson, read_data
 from memo_compile.cli.progress import working
 from memo_compile.errors import InputError
@@ -62,7 +62,7 @@ def replay(
     found = differences(before, after)
     simulated = costs is not None
     print(json.dumps(_as_dict(found, after)) if as_json else _as_text(found, after, simulated))
-    raise typer.Exit(0 if found.equal else 1)
+    raise typer.Exit(1 if any(found.values()) else 0)
 
 
 _PLACED = (
@@ -101,7 +101,7 @@ def _replan(
 
 def _as_dict(found: Differences, plan: ReportedPlan) -> dict[str, Any]:
     return {
-        "equal": found.equal,
+        "equal": not any(found.values()),
         "arena_bytes": plan.arena_bytes,
         "lower_bound_bytes": plan.lower_bound_bytes,
         "peak_bytes": plan.peak_bytes,
@@ -109,7 +109,7 @@ def _as_dict(found: Differences, plan: ReportedPlan) -> dict[str, Any]:
         "check": str(plan.check),
         "solver": plan.solver,
         "seconds": plan.planning_s,
-        **dataclasses.asdict(found),
+        **as_dict(found),
     }
 
 
@@ -126,6 +126,6 @@ def _as_text(found: Differences, plan: ReportedPlan, simulated: bool) -> str:
         lines.append(f"simulation  {format_seconds(step)}, {format_seconds(stall)} of it stalled")
     else:
         lines.append("simulation  skipped: the dump has no costs.json")
-    if found.equal:
+    if not any(found.values()):
         return "\n".join([*lines, "the plan equals plan.json"])
     return "\n".join([*lines, "the plan differs from plan.json (first: the file)", as_text(found)])

@@ -3,18 +3,17 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from memo_compile.step.plans import Decision, Plan
+from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
+from memo_compile.step.serialise import plain
 
 MAX_ENTRIES = 6
 """Most changed entries of one sequence (``resident_bytes``, ``timeline.spans``) in a list."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """One thing that changed; None stands for what is not there."""
 
     what: str
@@ -22,134 +21,55 @@ class Difference:
     second: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Differences:
-    """What changed from the first to the second."""
-
-    numbers: tuple[Difference, ...] = ()
-    """Fields with one value, and entries of small mappings (``fixed.parameters``)."""
-    decisions: tuple[Difference, ...] = ()
-    """Differences of a Plan's decisions, by layers and tensor."""
-    offsets: tuple[Difference, ...] = ()
-    """Differences of a Plan's offsets, by buffer."""
-    parts: tuple[Difference, ...] = ()
-    """A Problem's regions, calls and tensors that differ, with the fields that changed."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether nothing changed."""
-        return not (self.numbers or self.decisions or self.offsets or self.parts)
+Differences = Mapping[str, list[Difference]]
+"""What changed: ``numbers``, a plan's ``decisions`` and ``offsets``, a problem's ``parts``."""
 
 
 def differences(first: Plan | Problem, second: Plan | Problem) -> Differences:
     """What changed from ``first`` to ``second``, which are of one kind."""
-    numbers = _collapsed(_changed(_numbers(first), _numbers(second)))
-    if isinstance(first, Plan) and isinstance(second, Plan):
-        return Differences(
-            numbers=numbers,
-            decisions=_changed(_decisions(first), _decisions(second)),
-            offsets=_changed(first.offsets, second.offsets),
-        )
-    assert isinstance(first, Problem) and isinstance(second, Problem), (first, second)  # noqa: PT018
-    return Differences(numbers=numbers, parts=tuple(_parts_of_problems(first, second)))
-
-
-_APART = frozenset({"offsets", "decisions", "regions", "calls", "tensors"})
-"""Fields that are not compared as a whole."""
-
-
-def _parts_of_problems(first: Problem, second: Problem) -> list[Difference]:
-    before, after = ({call.name: call for call in each.calls} for each in (first, second))
-    parts = [
-        *_parts("region", first.regions, second.regions),
-        *_parts("call", before, after),
-        *_parts("tensor", first.tensors, second.tensors),
-    ]
-    if before.keys() == after.keys():
-        moved = (
-            Difference(what=f"order of calls from {at}", first=name, second=other)
-            for at, (name, other) in enumerate(zip(before, after, strict=True))
-            if name != other
-        )
-        parts.extend(itertools.islice(moved, 1))
-    return parts
-
-
-def _numbers(data: Plan | Problem) -> dict[str, Any]:
-    """Field -> value; fields of fields and entries of mappings by path, collections by index."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(Plan if isinstance(data, Plan) else data):
-        if field.name not in _APART:
-            found.update(_leaves(field.name, getattr(data, field.name)))
-    if isinstance(data, Problem):
-        found["num_calls"], found["num_regions"] = len(data.calls), len(data.regions)
-    else:
-        found["num_buffers"] = len(data.offsets)
-    return found
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _leaves(f"{path}.{field.name}", getattr(value, field.name))
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(f"{path}.{key}", item)
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from _leaves(f"{path}[{index}]", item)
-    else:
-        yield path, value
-
-
-def _collapsed(changes: tuple[Difference, ...]) -> tuple[Difference, ...]:
-    """For a long sequence in which much changed, only the first change and how many follow."""
-    groups: dict[str, list[Difference]] = {}
-    for change in changes:
-        groups.setdefault(change.what.split("[")[0], []).append(change)
-    found: list[Difference] = []
-    for first, *rest in groups.values():
-        if len(rest) < MAX_ENTRIES:
-            found += [first, *rest]
-        else:
-            found.append(dataclasses.replace(first, what=f"{first.what} and {len(rest)} more"))
-    return tuple(found)
-
-
-def _decisions(plan: Plan) -> dict[str, str]:
-    """``layers: tensor`` -> the decision in words; a mix along tokens has several."""
-    found: dict[str, list[str]] = {}
-    for decision in plan.decisions:
-        found.setdefault(f"{decision.layer_class}: {decision.tensor}", []).append(_words(decision))
-    return {key: " + ".join(words) for key, words in found.items()}
-
-
-def _words(decision: Decision) -> str:
-    tokens = (
-        "" if decision.token_fraction == 1.0 else f" of {decision.token_fraction:.1%} of the tokens"
-    )
-    return f"{decision.decision}{tokens}, {decision.bytes} B"
-
-
-def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Difference, ...]:
-    return tuple(
-        Difference(what=key, first=first.get(key), second=second.get(key))
-        for key in dict.fromkeys([*first, *second])
-        if key not in first or key not in second or first[key] != second[key]
-    )
-
-
-def _parts(kind: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
-    """Parts that are in one only, and of changed ones the first field that differs."""
-    found = []
-    for change in _changed(first, second):
-        if change.first is None or change.second is None:
-            there = [None if side is None else "there" for side in (change.first, change.second)]
-            found.append(Difference(what=f"{kind} {change.what}", first=there[0], second=there[1]))
-            continue
-        before, after = (dict(_leaves("", side)) for side in (change.first, change.second))
-        found += [
-            dataclasses.replace(inner, what=f"{kind} {change.what}{inner.what}")
-            for inner in _changed(before, after)
+    before, after = (_grouped(data) for data in (first, second))
+    return {
+        group: [
+            change
+            for name in dict.fromkeys([*before[group], *after[group]])
+            for change in _changes(name, before[group].get(name), after[group].get(name))
         ]
-    return found
+        for group in before
+    }
+
+
+def _grouped(data: Plan | Problem) -> dict[str, dict[str, Any]]:
+    """``data`` as JSON has it, in the groups of ``Differences``, each part under its name."""
+    fields = dataclasses.fields(Plan if isinstance(data, Plan) else Problem)
+    numbers = {field.name: plain(getattr(data, field.name)) for field in fields}
+    decisions: dict[str, str] = {}
+    parts: dict[str, Any] = {}
+    if isinstance(data, Plan):
+        for row in numbers.pop("decisions"):
+            name = f"{row['layer_class']}: {row['tensor']}"
+            words = f"{row['decision']} of {row['token_fraction']:.1%} of tokens, {row['bytes']} B"
+            decisions[name] = f"{decisions[name]} + {words}" if name in decisions else words
+    else:
+        for kind in ("region", "tensor"):
+            of_kind = numbers.pop(f"{kind}s")
+            parts.update((f"{kind} {name}", part) for name, part in of_kind.items())
+        calls = numbers.pop("calls")
+        parts.update((f"call {call['name']}", call) for call in calls)
+        parts["order of calls"] = [call["name"] for call in calls]
+    offsets = numbers.pop("offsets", {})
+    return {"numbers": numbers, "decisions": decisions, "offsets": offsets, "parts": parts}
+
+
+def _changes(what: str, first: Any, second: Any) -> Iterator[Difference]:
+    """The innermost entries that differ; of a long sequence the first, and how many follow."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in dict.fromkeys([*first, *second]):
+            yield from _changes(f"{what}.{key}", first.get(key), second.get(key))
+    elif isinstance(first, list) and isinstance(second, list):
+        pairs = enumerate(itertools.zip_longest(first, second))
+        found = [change for at, pair in pairs for change in _changes(f"{what}[{at}]", *pair)]
+        if len(found) > MAX_ENTRIES:
+            found = [found[0]._replace(what=f"{found[0].what} and {len(found) - 1} more")]
+        yield from found
+    elif first != second:
+        yield Difference(what, *("there" if isinstance(v, dict) else v for v in (first, second)))

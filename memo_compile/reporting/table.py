@@ -2,15 +2,16 @@
 
 import io
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from memo_compile.reporting.decision_lines import decision_lines
 from memo_compile.reporting.state import Report
 from memo_compile.reporting.view import short_source
-from memo_compile.step.plans import ReportedGroup, ReportedPlan
+from memo_compile.step.plans import Decision, ReportedGroup, ReportedPlan
 from memo_compile.units import format_bytes, format_seconds
 
 _WIDTH, _TABLE_WIDTH = 100, 110
@@ -18,23 +19,30 @@ _WIDTH, _TABLE_WIDTH = 100, 110
 
 
 def render(report: Report, *, verbose: bool) -> str:
-    """``report`` as text of at most 100 columns; verbose: tables of 110 with all reasons."""
+    """``report`` as text of at most 100 columns; verbose: tables of 110, each tensor's reason."""
     state = "active" if report.active else "NOT active"
     groups = f"{len(report.groups)} group(s), " if report.groups else ""
     head = (
         f"memo is {state}: {len(report.plans)} plan(s), {groups}"
         f"{report.unplanned_steps} step(s) ran without one"
     )
-    if verbose:
-        return f"{head}\n{_tables(report)}".rstrip()
-    lines = [line for plan in _standing(report) for line in _lines(plan)]
-    notes = [f"note: {note}" for note in report.notes]
-    wrapped = (
-        part
-        for line in (*lines, *notes)
-        for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-    )
-    return "\n".join([head, *wrapped])
+    parts = [head]
+    for plan in _standing(report):
+        parts += _wrapped(_lines(plan))
+        if verbose and plan.decisions:
+            text = io.StringIO()
+            console = Console(file=text, width=_TABLE_WIDTH, highlight=False, no_color=True)
+            console.print(decision_table(plan.decisions))
+            parts.append(text.getvalue().rstrip())
+        elif plan.decisions:
+            lines = decision_lines(plan.decisions, plan.layer_classes, width=_WIDTH - 2)
+            parts += _wrapped(f"  {line}" for line in lines)
+    return "\n".join([*parts, *_wrapped(f"note: {note}" for note in report.notes)])
+
+
+def _wrapped(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _standing(report: Report) -> tuple[ReportedPlan, ...]:
@@ -68,6 +76,11 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
         f"  parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)},"
         f" optimizer state {format_bytes(fixed.optimizer_state)}"
     )
+    rest = fixed.buffers + fixed.inputs + fixed.outputs
+    kinds = {**plan.outside_bytes_by_kind, "libraries": fixed.libraries}
+    allocated = "".join(f", {kind} {format_bytes(size)}" for kind, size in kinds.items() if size)
+    if rest or allocated:
+        yield f"  buffers, inputs and outputs {format_bytes(rest)}{allocated}"
     if plan.dropping_saves_bytes:
         yield (
             f"  results count as held, {format_bytes(fixed.outputs)}: dropped before the backward "
@@ -92,27 +105,14 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
         )
     yield (
         f"  {plan.num_regions} regions lowered in {format_seconds(plan.lowering_s)}, planned in "
-        f"{format_seconds(plan.planning_s)}; checker: {plan.check}"
+        f"{format_seconds(plan.planning_s)} by {plan.solver}; checker: {plan.check}"
     )
     if plan.layer_classes:
         layers = (
-            f"{cls.num_layers} x {cls.module_path or 'no module'}" for cls in plan.layer_classes
+            f"{cls.num_layers} x {cls.module_path or 'no module'}, period {cls.period}"
+            for cls in plan.layer_classes
         )
         yield f"  layers: {', '.join(layers)}"
-    for line in decision_lines(plan.decisions, plan.layer_classes, width=_WIDTH - 2):
-        yield f"  {line}"
-
-
-def _tables(report: Report) -> str:
-    text = io.StringIO()
-    console = Console(file=text, width=_TABLE_WIDTH, highlight=False, no_color=True)
-    for plan in _standing(report):
-        console.print(_numbers(plan))
-        if plan.decisions:
-            console.print(_decisions(plan))
-    for note in report.notes:
-        console.print(f"note: {note}")
-    return text.getvalue()
 
 
 def _measured(plan: ReportedPlan) -> str:
@@ -125,64 +125,13 @@ def _measured(plan: ReportedPlan) -> str:
     return f"{plan.measured_collectives} measured, of {declared} declared"
 
 
-def _numbers(plan: ReportedPlan) -> Table:
-    table = Table(title=_title(plan), show_header=False, title_justify="left")
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    table.add_column("remark")
-    ratio = plan.arena_bytes / plan.lower_bound_bytes if plan.lower_bound_bytes else 1.0
-    budget = "no budget" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
-    table.add_row("peak of the step", format_bytes(plan.peak_bytes), budget)
-    table.add_row("arena", format_bytes(plan.arena_bytes), f"{ratio:.4f} x the live bytes")
-    kinds = ", ".join(f"{k} {format_bytes(v)}" for k, v in plan.outside_bytes_by_kind.items())
-    table.add_row("outside the arena", format_bytes(plan.outside_bytes), kinds or "nothing")
-    fixed = plan.fixed
-    table.add_row("parameters", format_bytes(fixed.parameters), "")
-    table.add_row("gradients", format_bytes(fixed.gradients), "")
-    assumed = fixed.optimizer_state == 2 * fixed.new_gradients
-    remark = "two tensors a parameter" if assumed else "as declared"
-    table.add_row("optimizer state", format_bytes(fixed.optimizer_state), remark)
-    rest = fixed.buffers + fixed.inputs + fixed.outputs
-    table.add_row("buffers, inputs, outputs", format_bytes(rest), "")
-    if plan.dropping_saves_bytes:
-        saved = format_bytes(plan.dropping_saves_bytes)
-        table.add_row(
-            "results count as held",
-            format_bytes(fixed.outputs),
-            f"dropped before the backward: {saved} less (outputs='dropped')",
-        )
-    if isinstance(plan, ReportedGroup) and plan.between_bytes:
-        table.add_row("code between blocks", format_bytes(plan.between_bytes), "as measured")
-    if fixed.libraries:
-        what = "cuBLAS's workspaces; Inductor's tuning"
-        table.add_row("kept by libraries", format_bytes(fixed.libraries), what)
-    if fixed.earlier_outputs:
-        table.add_row("results of earlier steps", format_bytes(fixed.earlier_outputs), "held")
-    for cls in plan.layer_classes:
-        table.add_row(
-            "layers", str(cls.num_layers), f"{cls.module_path or 'no module'}, period {cls.period}"
-        )
-    table.add_row("regions lowered", str(plan.num_regions), format_seconds(plan.lowering_s))
-    table.add_row("planning", format_seconds(plan.planning_s), plan.solver)
-    table.add_row("checker", "valid" if plan.check.ok else "INVALID", str(plan.check))
-    return table
-
-
-def _decisions(plan: ReportedPlan) -> Table:
+def decision_table(decisions: Iterable[Decision]) -> Table:
+    """A row for each tensor, with the reason."""
     table = Table(title="saved activations, per layer", title_justify="left")
-    for column in ("layers", "tensor"):
+    for column in ("layers", "tensor", "bytes", "decision", "tokens", "why", "source"):
         table.add_column(column, overflow="fold")
-    table.add_column("bytes", justify="right")
-    for column in ("decision", "tokens", "why", "source"):
-        table.add_column(column, overflow="fold")
-    for row in plan.decisions:
-        table.add_row(
-            row.layer_class,
-            row.tensor,
-            format_bytes(row.bytes),
-            row.decision,
-            f"{row.token_fraction:.3f}",
-            row.reason,
-            short_source(row.source),
-        )
+    for row in decisions:
+        tokens, size = f"{row.token_fraction:.3f}", format_bytes(row.bytes)
+        cells = (size, row.decision, tokens, row.reason, short_source(row.source))
+        table.add_row(*map(escape, (row.layer_class, row.tensor, *cells)))
     return table

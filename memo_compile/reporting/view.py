@@ -1,6 +1,6 @@
 """What the pictures show of a planned step: named boxes in the arena, memory over the program.
 
-One model of the step for the HTML report, the Perfetto trace, the memory snapshot and the plots.
+One model of the step for the HTML report, the Perfetto trace and the memory snapshot.
 Time is the step's own axis in lines of generated code (see ``problem.py``); no torch here.
 """
 

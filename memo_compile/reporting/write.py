@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memo_compile.reporting.html import render_html
-from memo_compile.reporting.plots import write_plots
 from memo_compile.reporting.snapshot import memory_snapshot
 from memo_compile.reporting.trace import chrome_trace
 from memo_compile.step.movable import StepCosts
@@ -21,9 +20,8 @@ def write_pictures(
 ) -> tuple[Path, ...]:
     """``folder`` holds every picture of ``plan``; returns the files.
 
-    Memory curve and arena map as SVG and PNG come too where matplotlib is installed (the extra
-    ``plot``); ``costs``, where given, as costs.json. Raises InputError: the folder cannot be
-    written, or the plan is not one of this problem.
+    ``costs``, where given, come as costs.json. Raises InputError: the folder cannot be written, or
+    the plan is not one of this problem.
     """
     written = []
     with named(folder, "written"):
@@ -31,7 +29,6 @@ def write_pictures(
         for name, content in _files(problem, plan, costs):
             (folder / name).write_bytes(content)
             written.append(folder / name)
-        written.extend(write_plots(folder, problem, plan))
     return tuple(written)
 
 

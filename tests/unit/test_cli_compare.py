@@ -208,7 +208,7 @@ def test_diff_of_problems_names_calls_regions_and_order(capsys, dump):
     (dump / "c.json").write_text(to_json(dataclasses.replace(problem, calls=calls)))
     code, out, _ = run(capsys, "diff", dump / "problem.json", dump / "c.json")
     assert code == 1
-    assert "order of calls from 0" in out
+    assert "order of calls[0]" in out
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_the_core_is_light_and_moves_no_torch():
     assert re.fullmatch(r"torch>=[\d.]+", torch), "an upper bound would replace a newer torch"
 
 
-@pytest.mark.parametrize("extra", ["mip", "fast", "plot", "hf", "gpu", "flash", "docs", "dev"])
+@pytest.mark.parametrize("extra", ["mip", "fast", "hf", "gpu", "flash", "docs", "dev"])
 def test_every_extra_is_explained(extra):
     assert EXTRAS[extra]
     page = (ROOT / "docs" / "how-to" / "install.md").read_text()

@@ -235,17 +235,6 @@ def test_a_folder_holds_every_picture(tmp_path):
     assert from_json((folder / "costs.json").read_text(), StepCosts) == costs
 
 
-def test_plots_come_with_matplotlib(tmp_path):
-    pytest.importorskip("matplotlib")
-    names = {path.name for path in write_pictures(tmp_path, *layered(4))}
-    assert {"memory.svg", "memory.png", "arena.svg", "arena.png"} <= names
-    assert (tmp_path / "arena.png").read_bytes().startswith(b"\x89PNG")
-    first = (tmp_path / "memory.svg").read_text()
-    assert "<dc:date>" not in first
-    write_pictures(tmp_path / "again", *layered(4))
-    assert (tmp_path / "again" / "memory.svg").read_text() == first
-
-
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="file: cannot be written"):
