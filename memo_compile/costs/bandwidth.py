@@ -3,21 +3,19 @@
 Nominal figures are never believed: MEMO's own tables imply 10 to 12 GB/s where it states 32.
 """
 
-import hashlib
 import logging
 import math
 import statistics
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from memo_runtime.copies import Lane, engine_of
-from memo_runtime.host_store import FILE_PREFIX, HostStore, HostStoreError
+from memo_runtime.host_store import HostStore, HostStoreError
 
-from memo_compile.config import cache_folder
-from memo_compile.costs import remembered
-from memo_compile.costs.hardware_measure import device_name, run_times
+from memo_compile.config import user_store
+from memo_compile.costs.hardware_measure import device_name, machine, run_times
+from memo_compile.errors import InputError
 from memo_compile.step.serialise import restore
 
 log = logging.getLogger("memo")
@@ -49,37 +47,29 @@ class CopyBandwidth:
                 raise ValueError(f"{name}: expected a number above 0, got {value!r}")
 
 
-def copy_bandwidth(device: torch.device, kind: str, *, folder: Path | None = None) -> CopyBandwidth:
+def copy_bandwidth(device: torch.device, kind: str) -> CopyBandwidth:
     """The speed of copies to host memory of ``kind``: remembered, or measured now.
 
-    Where memory cannot be pinned, that of pageable memory, which steps take then. What ``folder``
-    (by default the user's cache) remembers for another version of torch, device, driver or host is
-    measured again.
+    Where memory cannot be pinned, that of pageable memory, which steps take then. What is
+    remembered for another version of torch, device, driver or host is measured again.
     """
-    folder = cache_folder() if folder is None else folder
-    fingerprint = {**_fingerprint(device), "host_store": kind}
-    name = f"copies-{device.type}-{device.index or 0}-{_slug(kind)}.json"
-    path = None if folder is None else folder / name
-    known = None if path is None else remembered.read(path, fingerprint, "copies", _restored)
-    if known is not None:
-        return known
+    store, key = user_store(), _key(device, kind)
+    for body in () if store is None else store.read(key):
+        try:
+            known: CopyBandwidth = restore(body, CopyBandwidth, "copies")
+            return known
+        except (InputError, ValueError) as error:
+            log.info("memo: copies are timed again: %s", error)
     try:
         measured = measure_copies(device, kind)
     except HostStoreError as error:
         if kind != "pinned":
             raise
         log.warning("memo: copies are timed with pageable memory: %s", error)
-        return copy_bandwidth(device, "shm", folder=folder)
-    if path is not None:
-        remembered.write(path, fingerprint, "copies", asdict(measured))
+        return copy_bandwidth(device, "shm")
+    if store is not None:
+        store.write(key, asdict(measured))
     return measured
-
-
-def _slug(kind: str) -> str:
-    """``kind`` as a part of a file's name; folders are told apart by their hash."""
-    if not kind.startswith(FILE_PREFIX):
-        return kind
-    return f"file-{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
 
 
 def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
@@ -126,15 +116,8 @@ def _copy_s(
     return statistics.median(run_times(run, runs=REPEATS))
 
 
-def _fingerprint(device: torch.device) -> dict[str, Any]:
+def _key(device: torch.device, kind: str) -> dict[str, Any]:
     """What a measurement holds for."""
-    return {
-        **remembered.machine(device),
-        "copy_bytes": COPY_BYTES,
-        "copies_end": True,  # files without it hold the time of the issue alone, on CUDA
-    }
-
-
-def _restored(copies: Any) -> CopyBandwidth:
-    found: CopyBandwidth = restore(copies, CopyBandwidth, "copies")
-    return found
+    place = f"{device.type}:{device.index or 0}"
+    said = {**machine(device), "place": place, "copy_bytes": COPY_BYTES, "host_store": kind}
+    return {"kind": "copies", **said}

@@ -6,9 +6,12 @@ profile of the same device or assumed, and its source says so.
 """
 
 import datetime
+import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,6 +192,25 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return processor_name()
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What every measurement on ``device`` holds for."""
+    return {
+        "torch": torch.__version__,
+        "device": device_name(device),
+        "driver": _driver_version() if device.type == "cuda" else None,
+        "host": platform.node(),
+        "num_cpus": os.cpu_count(),
+    }
+
+
+def _driver_version() -> str:
+    """The version of NVIDIA's kernel module; what torch was built with where /proc is silent."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return f"cuda {torch.version.cuda}"
 
 
 def memory_bytes(device: torch.device) -> int:

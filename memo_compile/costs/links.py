@@ -1,15 +1,17 @@
 """How long collectives take, remembered for each process group of a machine."""
 
+import contextlib
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from memo_runtime.collectives import TimedCollective
 
-from memo_compile.costs import remembered
-from memo_compile.file_store import digest_of
+from memo_compile.costs.hardware_measure import machine
+from memo_compile.errors import InputError
+from memo_compile.file_store import FileStore
+from memo_compile.step.serialise import restore
 
 
 def label(timed: TimedCollective) -> str:
@@ -34,7 +36,7 @@ def group_fingerprint(
     whole job, ``link_bytes_per_s`` of a link that is slowed down.
     """
     return {
-        **remembered.machine(device),
+        **machine(device),
         "num_threads": torch.get_num_threads(),
         "backend": backend,
         "places": places,
@@ -43,27 +45,21 @@ def group_fingerprint(
     }
 
 
-def read_seconds(folder: Path, fingerprint: Mapping[str, Any]) -> dict[str, float]:
+def read_seconds(store: FileStore, fingerprint: Mapping[str, Any]) -> dict[str, float]:
     """Label of a collective -> its seconds; empty where nothing that holds is remembered."""
-    return remembered.read(_path(folder, fingerprint), fingerprint, "collectives", _restored) or {}
+    for body in store.read(_key(fingerprint)):
+        with contextlib.suppress(InputError):
+            found = restore(body, Mapping[str, float], "collectives")
+            return {name: float(s) for name, s in found.items() if 0 <= s < math.inf}
+    return {}
 
 
-def add_seconds(folder: Path, fingerprint: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+def add_seconds(
+    store: FileStore, fingerprint: Mapping[str, Any], seconds: Mapping[str, float]
+) -> None:
     """Remember ``seconds`` beside what is remembered already."""
-    known = {**read_seconds(folder, fingerprint), **seconds}
-    remembered.write(_path(folder, fingerprint), fingerprint, "collectives", known)
+    store.write(_key(fingerprint), {**read_seconds(store, fingerprint), **seconds})
 
 
-def _path(folder: Path, fingerprint: Mapping[str, Any]) -> Path:
-    return folder / f"collectives-{digest_of(fingerprint)[:16]}.json"
-
-
-def _restored(entries: Any) -> dict[str, float]:
-    """Raises ValueError: these are no seconds."""
-    if not isinstance(entries, dict):
-        raise ValueError(f"expected an object, got {entries!r}")
-    for name, seconds in entries.items():
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if not is_number or not math.isfinite(seconds) or seconds < 0:
-            raise ValueError(f"{name}: expected seconds of at least 0, got {seconds!r}")
-    return {name: float(seconds) for name, seconds in entries.items()}
+def _key(fingerprint: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"kind": "collectives", **fingerprint}

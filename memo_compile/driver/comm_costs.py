@@ -15,17 +15,16 @@ are kept for the next process, which plans with them from its first step on.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from memo_runtime.collectives import CollectiveTimes, TimedCollective
 
 from memo_compile.analysis.regions import LoweredRegion
-from memo_compile.config import MemoConfig, cache_folder, local_world_size
+from memo_compile.config import MemoConfig, local_world_size
 from memo_compile.costs.links import add_seconds, group_fingerprint, label, read_seconds
 from memo_compile.driver.shared_costs import first_told
 from memo_compile.driver.stages import LoweredStep
-from memo_compile.file_store import digest_of
+from memo_compile.file_store import FileStore, digest_of
 from memo_compile.step.communication import comm_bytes
 from memo_compile.step.problem import CallKind, Problem
 from memo_compile.torch_private import distributed
@@ -46,7 +45,7 @@ class CommCosts:
     declared_bytes_per_s: float = math.inf
     links: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Process group -> its fingerprint."""
-    folder: Path | None = None
+    store: FileStore | None = None
     """Where seconds are remembered; None: nowhere."""
     times: CollectiveTimes | None = None
     """Measures those that nobody knew, while steps run; None: nothing is to be measured."""
@@ -63,7 +62,7 @@ class CommCosts:
             calls=calls,
             declared_bytes_per_s=declared_bytes_per_s,
             links={group: _fingerprint(group, lowered, config) for group in groups},
-            folder=cache_folder() if config.cache else None,
+            store=config.store(),
         )
         costs._ask()
         wanted = frozenset(timed for _, timed in calls) - costs._known_s.keys()
@@ -112,7 +111,7 @@ class CommCosts:
         """
         own = {}
         for group, link in self.links.items():
-            seconds = {} if self.folder is None else read_seconds(self.folder, link)
+            seconds = {} if self.store is None else read_seconds(self.store, link)
             for timed in self._of_group(group):
                 own[timed] = seconds.get(label(timed), math.nan)
         told = self._told(own, "before")
@@ -136,14 +135,14 @@ class CommCosts:
         return {timed: told[name] for timed, name in names.items()}
 
     def _remember(self, measured: Iterable[TimedCollective]) -> None:
-        if self.folder is None:
+        if self.store is None:
             return
         by_group: dict[str, dict[str, float]] = {}
         for timed in measured:
             own = by_group.setdefault(timed.collective.group_name, {})
             own[label(timed)] = self._known_s[timed]
         for group, by_label in by_group.items():
-            add_seconds(self.folder, self.links[group], by_label)
+            add_seconds(self.store, self.links[group], by_label)
 
     def _of_group(self, group: str) -> set[TimedCollective]:
         return {timed for _, timed in self.calls if timed.collective.group_name == group}

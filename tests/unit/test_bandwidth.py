@@ -1,8 +1,7 @@
 """The speed of copies: measured once, remembered while machine and software stay the same."""
 
-import json
+import dataclasses
 import math
-import os
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from memo_runtime.host_store import HostStoreError
 from memo_compile.config import cache_folder
 from memo_compile.costs import bandwidth
 from memo_compile.costs.bandwidth import CopyBandwidth, copy_bandwidth, measure_copies
+from memo_compile.file_store import FileStore
 
 CPU = torch.device("cpu")
 KNOWN = CopyBandwidth(
@@ -31,41 +31,34 @@ def measured(monkeypatch):
     return calls
 
 
-def files(folder):
-    return sorted(path.name for path in folder.iterdir())
+@pytest.fixture(autouse=True)
+def store(tmp_path, monkeypatch):
+    made = FileStore(folder=tmp_path / "a" / "memo")
+    monkeypatch.setattr(bandwidth, "user_store", lambda: made)
+    return made
 
 
-def test_the_second_process_reads_what_the_first_measured(tmp_path, measured):
-    folder = tmp_path / "a" / "memo"
-    assert copy_bandwidth(CPU, "shm", folder=folder) == KNOWN
-    assert copy_bandwidth(CPU, "shm", folder=folder) == KNOWN
+def test_the_second_process_reads_what_the_first_measured(measured, store):
+    assert copy_bandwidth(CPU, "shm") == KNOWN
+    assert copy_bandwidth(CPU, "shm") == KNOWN
     assert measured == [CPU]
-    assert files(folder) == ["copies-cpu-0-shm.json"]
+    assert [entry.kind for entry in store.stored()] == ["copies"]
 
 
-def test_what_was_remembered_is_what_is_returned(tmp_path, measured):
-    copy_bandwidth(CPU, "shm", folder=tmp_path)
-    path = tmp_path / "copies-cpu-0-shm.json"
-    content = json.loads(path.read_text())
-    content["copies"]["d2h_bytes_per_s"] = 7e9
-    path.write_text(json.dumps(content))
-    assert copy_bandwidth(CPU, "shm", folder=tmp_path).d2h_bytes_per_s == 7e9
-    assert len(measured) == 1
+def test_what_was_remembered_is_what_is_returned(measured, store):
+    faster = dataclasses.replace(KNOWN, d2h_bytes_per_s=7e9)
+    store.write(bandwidth._key(CPU, "shm"), dataclasses.asdict(faster))
+    assert copy_bandwidth(CPU, "shm") == faster
+    assert not measured
 
 
-@pytest.mark.parametrize(
-    "field",
-    ["torch", "device", "driver", "host", "num_cpus", "copy_bytes", "copies_end", "host_store"],
-)
-def test_another_machine_or_version_measures_again(tmp_path, measured, field):
-    copy_bandwidth(CPU, "shm", folder=tmp_path)
-    path = tmp_path / "copies-cpu-0-shm.json"
-    content = json.loads(path.read_text())
-    content["fingerprint"][field] = "another"
-    path.write_text(json.dumps(content))
-    copy_bandwidth(CPU, "shm", folder=tmp_path)
-    assert len(measured) == 2
-    copy_bandwidth(CPU, "shm", folder=tmp_path)
+@pytest.mark.parametrize("field", ["torch", "device", "driver", "host", "num_cpus"])
+def test_another_machine_or_version_measures_again(measured, monkeypatch, field):
+    copy_bandwidth(CPU, "shm")
+    before = bandwidth.machine(CPU)
+    monkeypatch.setattr(bandwidth, "machine", lambda device: {**before, field: "another"})
+    copy_bandwidth(CPU, "shm")
+    copy_bandwidth(CPU, "shm")
     assert len(measured) == 2
 
 
@@ -86,49 +79,21 @@ def broken_contents():
 
 
 @pytest.mark.parametrize("copies", [*broken_contents()], ids=str)
-def test_numbers_that_cannot_be_are_measured_again(tmp_path, measured, copies):
-    copy_bandwidth(CPU, "shm", folder=tmp_path)
-    path = tmp_path / "copies-cpu-0-shm.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "copies": copies}))
-    assert copy_bandwidth(CPU, "shm", folder=tmp_path) == KNOWN
-    assert len(measured) == 2
-    assert json.loads(path.read_text()) == content
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"fingerprint": 1}', "\0"])
-def test_a_file_that_is_not_ours_is_replaced(tmp_path, measured, text):
-    path = tmp_path / "copies-cpu-0-shm.json"
-    path.write_text(text)
-    assert copy_bandwidth(CPU, "shm", folder=tmp_path) == KNOWN
-    assert len(measured) == 1
-    assert copy_bandwidth(CPU, "shm", folder=tmp_path) == KNOWN
+def test_numbers_that_cannot_be_are_measured_again(measured, store, copies):
+    store.write(bandwidth._key(CPU, "shm"), copies)
+    assert copy_bandwidth(CPU, "shm") == copy_bandwidth(CPU, "shm") == KNOWN
     assert len(measured) == 1
 
 
-def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, measured):
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way")
-    assert copy_bandwidth(CPU, "shm", folder=blocked) == KNOWN
-    assert copy_bandwidth(CPU, "shm", folder=blocked) == KNOWN
+def test_without_a_home_nothing_is_remembered(measured, monkeypatch):
+    monkeypatch.setattr(bandwidth, "user_store", lambda: None)
+    assert copy_bandwidth(CPU, "shm") == copy_bandwidth(CPU, "shm") == KNOWN
     assert len(measured) == 2
 
 
-def test_a_half_written_file_is_never_seen(tmp_path, measured, monkeypatch):
-    def fail(source, target):
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", fail)
-        copy_bandwidth(CPU, "shm", folder=tmp_path)
-    assert files(tmp_path) == []
-
-
-def test_the_cache_is_where_the_user_wants_it(tmp_path, measured, monkeypatch):
+def test_the_cache_is_where_the_user_wants_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "memo"
-    copy_bandwidth(CPU, "shm")
-    assert files(tmp_path / "memo") == ["copies-cpu-0-shm.json"]
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home" / ".cache" / "memo"
@@ -149,7 +114,7 @@ def test_noise_of_the_latency_never_makes_copies_infinitely_fast():
     assert bandwidth._above(1e-3, 1e-4) == pytest.approx(9e-4)
 
 
-def test_pageable_memory_is_timed_where_pinning_is_refused(tmp_path, monkeypatch):
+def test_pageable_memory_is_timed_where_pinning_is_refused(monkeypatch, store):
     """And is not remembered as the speed of pinned memory."""
     kinds = []
 
@@ -160,25 +125,25 @@ def test_pageable_memory_is_timed_where_pinning_is_refused(tmp_path, monkeypatch
         return KNOWN
 
     monkeypatch.setattr(bandwidth, "measure_copies", measure)
-    assert copy_bandwidth(CPU, "pinned", folder=tmp_path) == KNOWN
+    assert copy_bandwidth(CPU, "pinned") == KNOWN
     assert kinds == ["pinned", "shm"]
-    assert files(tmp_path) == ["copies-cpu-0-shm.json"]
-    copy_bandwidth(CPU, "pinned", folder=tmp_path)
+    assert len(store.stored()) == 1
+    copy_bandwidth(CPU, "pinned")
     assert kinds == ["pinned", "shm", "pinned"]
 
 
-def test_each_kind_of_host_memory_is_timed_by_itself(tmp_path, measured):
+def test_each_kind_of_host_memory_is_timed_by_itself(measured, store):
     for kind in ("shm", "pinned", "file:/a", "file:/b", "shm"):
-        copy_bandwidth(CPU, kind, folder=tmp_path)
+        copy_bandwidth(CPU, kind)
     assert len(measured) == 4
-    assert len(files(tmp_path)) == 4
+    assert len(store.stored()) == 4
 
 
 def test_copies_to_files_are_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(bandwidth, "COPY_BYTES", 2**20)
     found = measure_copies(CPU, f"file:{tmp_path}")
     assert found.source.endswith(f"file:{tmp_path}")
-    assert files(tmp_path) == []
+    assert [*tmp_path.iterdir()] == []
     with pytest.raises(HostStoreError):
         measure_copies(CPU, f"file:{tmp_path}/missing")
 

@@ -9,6 +9,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.costs.links import add_seconds, label
 from memo_compile.driver import comm_costs
 from memo_compile.driver.comm_costs import CommCosts
+from memo_compile.file_store import FileStore
 
 BYTES_PER_S = 1000.0
 
@@ -48,7 +49,8 @@ def asked(monkeypatch, tmp_path, told):
 
     monkeypatch.setattr(comm_costs, "first_told", first_told)
     monkeypatch.setattr(comm_costs, "_fingerprint", fingerprint)
-    monkeypatch.setattr(comm_costs, "cache_folder", lambda: tmp_path)
+    store = FileStore(folder=tmp_path)
+    monkeypatch.setattr(MemoConfig, "store", lambda config: store if config.cache else None)
     return make
 
 
@@ -105,7 +107,7 @@ def test_a_plan_is_made_anew_where_a_quarter_changes(asked, large_s, is_other):
 def test_what_the_first_rank_does_not_know_no_rank_knows(asked, tmp_path):
     """The second one has found it in its cache meanwhile."""
     first = asked()
-    add_seconds(tmp_path, {"places": "0"}, {label(SMALL): 5.0, label(LARGE): 6.0})
+    add_seconds(FileStore(folder=tmp_path), {"places": "0"}, {label(SMALL): 5.0, label(LARGE): 6.0})
     second = asked()
     assert first.seconds() == second.seconds() == {}
     measure(first, {SMALL: 1.0, LARGE: 2.0})
@@ -125,7 +127,7 @@ def test_what_was_measured_in_part_counts_where_no_more_comes(asked):
 
 def test_a_step_that_talks_in_several_groups_is_measured_with_patience(asked, told, tmp_path):
     """What the cache knows of either group counts; each group's seconds are remembered apart."""
-    add_seconds(tmp_path, {"places": "1"}, {label(LARGE): 6.0})
+    add_seconds(FileStore(folder=tmp_path), {"places": "1"}, {label(LARGE): 6.0})
     other = reduce(9000, "1")
     costs = asked([("a", SMALL), ("b", other), ("c", LARGE)])
     assert costs.times.patience_s == comm_costs.PATIENCE_S

@@ -1,13 +1,13 @@
 """Seconds of collectives in the user's cache: read where machine and group are the same."""
 
-import json
-import os
+import math
 
 import pytest
 import torch
 from memo_runtime.collectives import Collective, CollectiveKind, TimedCollective
 
 from memo_compile.costs.links import add_seconds, group_fingerprint, label, read_seconds
+from memo_compile.file_store import FileStore
 
 SECONDS = {"all_reduce sum float32 4096 B": 1e-3}
 
@@ -18,22 +18,23 @@ def fingerprint(**changed):
     return group_fingerprint(torch.device("cpu"), **given)
 
 
-def files(folder):
-    return [path.name for path in folder.iterdir()]
+@pytest.fixture
+def store(tmp_path):
+    return FileStore(folder=tmp_path / "a" / "memo")
 
 
-def test_the_second_process_reads_what_the_first_measured(tmp_path):
-    folder = tmp_path / "a" / "memo"
-    assert read_seconds(folder, fingerprint()) == {}
-    add_seconds(folder, fingerprint(), SECONDS)
-    assert read_seconds(folder, fingerprint()) == SECONDS
+def test_the_second_process_reads_what_the_first_measured(store):
+    assert read_seconds(store, fingerprint()) == {}
+    add_seconds(store, fingerprint(), SECONDS)
+    assert read_seconds(store, fingerprint()) == SECONDS
+    assert [entry.kind for entry in store.stored()] == ["collectives"]
 
 
-def test_other_collectives_of_a_group_are_added(tmp_path):
-    add_seconds(tmp_path, fingerprint(), {"a": 1.0, "b": 2.0})
-    add_seconds(tmp_path, fingerprint(), {"b": 3.0, "c": 4.0})
-    assert read_seconds(tmp_path, fingerprint()) == {"a": 1.0, "b": 3.0, "c": 4.0}
-    assert len(files(tmp_path)) == 1
+def test_other_collectives_of_a_group_are_added(store):
+    add_seconds(store, fingerprint(), {"a": 1.0, "b": 2.0})
+    add_seconds(store, fingerprint(), {"b": 3.0, "c": 4.0})
+    assert read_seconds(store, fingerprint()) == {"a": 1.0, "b": 3.0, "c": 4.0}
+    assert len(store.stored()) == 1
 
 
 @pytest.mark.parametrize(
@@ -46,57 +47,27 @@ def test_other_collectives_of_a_group_are_added(tmp_path):
     ],
     ids=str,
 )
-def test_another_group_has_a_file_of_its_own(tmp_path, changed):
-    add_seconds(tmp_path, fingerprint(), SECONDS)
-    assert read_seconds(tmp_path, fingerprint(**changed)) == {}
-    add_seconds(tmp_path, fingerprint(**changed), {"a": 1.0})
-    assert read_seconds(tmp_path, fingerprint()) == SECONDS
+def test_another_group_has_a_file_of_its_own(store, changed):
+    add_seconds(store, fingerprint(), SECONDS)
+    assert read_seconds(store, fingerprint(**changed)) == {}
+    add_seconds(store, fingerprint(**changed), {"a": 1.0})
+    assert read_seconds(store, fingerprint()) == SECONDS
 
 
 @pytest.mark.parametrize("field", ["torch", "device", "driver", "host", "num_cpus", "num_threads"])
-def test_what_another_machine_or_version_wrote_does_not_count(tmp_path, field):
-    add_seconds(tmp_path, fingerprint(), SECONDS)
-    (path,) = tmp_path.iterdir()
-    content = json.loads(path.read_text())
-    content["fingerprint"][field] = "another"
-    path.write_text(json.dumps(content))
-    assert read_seconds(tmp_path, fingerprint()) == {}
+def test_what_another_machine_or_version_wrote_does_not_count(store, field):
+    add_seconds(store, fingerprint(), SECONDS)
+    assert read_seconds(store, {**fingerprint(), field: "another"}) == {}
 
 
 @pytest.mark.parametrize(
-    "entries", [[], None, {"a": -1.0}, {"a": "soon"}, {"a": True}, {"a": None}]
+    "entries", [[], None, {"a": -1.0}, {"a": "soon"}, {"a": True}, {"a": None}, {"a": math.nan}]
 )
-def test_numbers_that_cannot_be_do_not_count(tmp_path, entries):
-    add_seconds(tmp_path, fingerprint(), SECONDS)
-    (path,) = tmp_path.iterdir()
-    path.write_text(json.dumps({**json.loads(path.read_text()), "collectives": entries}))
-    assert read_seconds(tmp_path, fingerprint()) == {}
-    add_seconds(tmp_path, fingerprint(), SECONDS)
-    assert read_seconds(tmp_path, fingerprint()) == SECONDS
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"fingerprint": 1}', "\0", '{"a": NaN}'])
-def test_a_file_that_is_not_ours_is_replaced(tmp_path, text):
-    add_seconds(tmp_path, fingerprint(), SECONDS)
-    (path,) = tmp_path.iterdir()
-    path.write_text(text)
-    assert read_seconds(tmp_path, fingerprint()) == {}
-    add_seconds(tmp_path, fingerprint(), SECONDS)
-    assert read_seconds(tmp_path, fingerprint()) == SECONDS
-
-
-def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, monkeypatch):
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way")
-    add_seconds(blocked, fingerprint(), SECONDS)
-    assert read_seconds(blocked, fingerprint()) == {}
-
-    def fail(source, target):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    add_seconds(tmp_path / "full", fingerprint(), SECONDS)
-    assert files(tmp_path / "full") == []
+def test_numbers_that_cannot_be_do_not_count(store, entries):
+    store.write({"kind": "collectives", **fingerprint()}, entries)
+    assert read_seconds(store, fingerprint()) == {}
+    add_seconds(store, fingerprint(), SECONDS)
+    assert read_seconds(store, fingerprint()) == SECONDS
 
 
 def test_a_label_says_what_takes_the_time():
