@@ -25,7 +25,7 @@ def gemma_7b(seq: int, batch: int, dtype: torch.dtype) -> tuple[nn.Module, dict[
     """Gemma 7B: 28 layers, heads wider than the hidden size, a vocabulary of 256,000."""
     from transformers import GemmaConfig
 
-    return _causal(GemmaConfig(), seq, batch, dtype)
+    return causal(GemmaConfig(), seq, batch, dtype)
 
 
 def mixtral_8x7b(
@@ -38,12 +38,13 @@ def mixtral_8x7b(
     from transformers import MixtralConfig
 
     config = MixtralConfig(num_hidden_layers=4, experts_implementation="grouped_mm")
-    return _causal(config, seq, batch, dtype)
+    return causal(config, seq, batch, dtype)
 
 
-def _causal(
+def causal(
     config: Any, seq: int, batch: int, dtype: torch.dtype
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model of ``config`` that trains, and its inputs."""
     from transformers import AutoModelForCausalLM
 
     config.use_cache = False

@@ -28,7 +28,7 @@ FIXED_SIGNATURES = (
 
 MAX_SUMS = {
     ("memo_compile", "runtime"): 66_100,
-    ("tests",): 57_900,
+    ("tests",): 58_700,
     ("benchmarks",): 9_300,
 }
 """The lines of Python that parts of the project may have in all. Lower these as code goes."""
