@@ -15,7 +15,6 @@ from torch import fx
 
 from memo_compile.analysis.joint_units import JointUnits
 from memo_compile.analysis.layers import LayerStructure
-from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.views import results_of
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.stages import CutStep
@@ -25,6 +24,7 @@ from memo_compile.passes.cut_again import is_same
 from memo_compile.passes.graph_record import (
     NodeRecord,
     RegionGraphRecord,
+    fields_like,
     graph_again,
     graph_record,
     node_alone,
@@ -141,30 +141,17 @@ def cut_again(
     return step
 
 
+_REGIONS = ("regions", "layer_regions", "whole_regions")
+
+
 def _half_record(cut: Cut) -> HalfRecord:
     if cut.constants:
         raise UnsupportedGraph("the graph carries tensors of its own")
-    is_forward = cut.phase is Phase.FORWARD
-    return HalfRecord(
-        phase=cut.phase,
-        regions=_regions(cut.regions),
-        calls=cut.calls,
-        arguments=cut.arguments,
-        results=cut.results,
-        leased=cut.leased,
-        handle=cut.handle,
-        half_graph=graph_record(cut.half_graph),
-        saved={value: _saved(cut, value) for value in cut.leased} if is_forward else {},
-        layer_calls=cut.layer_calls,
-        layer_regions=_regions(cut.layer_regions),
-        whole_calls=cut.whole_calls,
-        tilings=cut.tilings,
-        whole_regions=_regions(cut.whole_regions),
-    )
-
-
-def _regions(regions: Mapping[str, RegionGraph]) -> Regions:
-    return {name: region_record(region) for name, region in regions.items()}
+    fields = fields_like(cut, HalfRecord) | {"half_graph": graph_record(cut.half_graph)}
+    for kind in _REGIONS:
+        fields[kind] = {name: region_record(of) for name, of in fields[kind].items()}
+    saved = cut.leased if cut.phase is Phase.FORWARD else ()
+    return HalfRecord(**fields, saved={value: _saved(cut, value) for value in saved})
 
 
 def _saved(cut: Cut, value: str) -> tuple[NodeRecord, ...]:
@@ -177,27 +164,11 @@ def _saved(cut: Cut, value: str) -> tuple[NodeRecord, ...]:
 
 
 def _half_again(record: HalfRecord, fakes: StaticFakes) -> Cut:
-    regions, layer_regions, whole_regions = (
-        {name: region_again(region, fakes) for name, region in of.items()}
-        for of in (record.regions, record.layer_regions, record.whole_regions)
-    )
-    return Cut(
-        phase=record.phase,
-        regions=regions,
-        calls=record.calls,
-        arguments=record.arguments,
-        results=record.results,
-        leased=record.leased,
-        handle=record.handle,
-        constants={},
-        half_graph=graph_again(record.half_graph, fakes),
-        nodes={value: _saved_again(nodes, fakes) for value, nodes in record.saved.items()},
-        layer_calls=record.layer_calls,
-        layer_regions=layer_regions,
-        whole_calls=record.whole_calls,
-        tilings=record.tilings,
-        whole_regions=whole_regions,
-    )
+    fields = fields_like(record, Cut) | {"half_graph": graph_again(record.half_graph, fakes)}
+    for kind in _REGIONS:
+        fields[kind] = {name: region_again(of, fakes) for name, of in fields[kind].items()}
+    nodes = {value: _saved_again(of, fakes) for value, of in record.saved.items()}
+    return Cut(**fields, constants={}, nodes=nodes)
 
 
 def _saved_again(records: Sequence[NodeRecord], fakes: StaticFakes) -> fx.Node:

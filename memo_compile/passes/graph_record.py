@@ -9,6 +9,7 @@ graph, a symbol, a custom operator, a note that is no plain value) is refused. R
 but torch's own rules for views, and believes no size that these do not confirm.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -90,32 +91,26 @@ class RegionGraphRecord:
 
 def region_record(region: RegionGraph) -> RegionGraphRecord:
     """``region`` as data. Raises UnsupportedGraph: it holds what is not written."""
-    return RegionGraphRecord(
-        name=region.name,
-        nodes=graph_record(region.gm),
-        external_outputs=tuple(sorted(region.external_outputs)),
-        static_inputs=region.static_inputs,
-        is_backward=region.is_backward,
-        device=str(region.device),
-        kind=region.kind,
-        may_reuse_input=region.may_reuse_input,
-        op_by_op=region.op_by_op,
-    )
+    fields = fields_like(region, RegionGraphRecord)
+    fields |= {
+        "device": str(region.device),
+        "external_outputs": tuple(sorted(region.external_outputs)),
+    }
+    return RegionGraphRecord(**fields, nodes=graph_record(region.gm))
 
 
 def region_again(record: RegionGraphRecord, fakes: StaticFakes) -> RegionGraph:
     """The region. Raises InputError: the record is of no region."""
-    return RegionGraph(
-        name=record.name,
-        gm=graph_again(record.nodes, fakes),
-        external_outputs=frozenset(record.external_outputs),
-        static_inputs=record.static_inputs,
-        is_backward=record.is_backward,
-        device=_named("device", record.device),
-        kind=record.kind,
-        may_reuse_input=record.may_reuse_input,
-        op_by_op=record.op_by_op,
-    )
+    fields = fields_like(record, RegionGraph)
+    fields |= {"device": _named("device", record.device)}
+    fields |= {"external_outputs": frozenset(record.external_outputs)}
+    return RegionGraph(**fields, gm=graph_again(record.nodes, fakes))
+
+
+def fields_like(value: Any, kind: Any) -> dict[str, Any]:
+    """The fields of ``value`` that dataclass ``kind`` has too."""
+    names = (field.name for field in dataclasses.fields(kind))
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def graph_record(gm: fx.GraphModule) -> tuple[NodeRecord, ...]:
