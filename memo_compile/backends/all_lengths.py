@@ -34,8 +34,8 @@ from memo_compile.lowering.varying_sizes import foreseeing
 from memo_compile.passes.at_numbers import SymbolicJoint
 from memo_compile.passes.cut import Cut
 from memo_compile.passes.cut_again import CutTemplate, OtherSizes, is_same
+from memo_compile.passes.equal_cut import Chosen
 from memo_compile.passes.lease import HANDLE
-from memo_compile.passes.remembered_cut import Chosen
 from memo_compile.reporting import state
 from memo_compile.torch_private import autograd, fx_graphs, inductor_api
 from memo_compile.torch_private.symbols import (

@@ -42,7 +42,13 @@ from memo_compile.errors import (
 from memo_compile.lowering.lower import plain_inner
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.effect_tokens import num_tokens, without_tokens
-from memo_compile.passes.equal_cut import EqualCut, SaveMinCut, SufficientCut, dropped_sizes
+from memo_compile.passes.equal_cut import (
+    Chosen,
+    EqualCut,
+    SaveMinCut,
+    SufficientCut,
+    dropped_sizes,
+)
 from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.keep_jumps import KeepJumps
@@ -52,7 +58,6 @@ from memo_compile.passes.needless_masks import NeedlessMasks, needless_masks
 from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_inputs import OwnInputs, inputs_of, with_history, written_between
-from memo_compile.passes.remembered_cut import Chosen, MinCut
 from memo_compile.passes.retarget import Retarget
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.slice_first import SliceFirst
@@ -395,10 +400,10 @@ class StepCapture:
         static_inputs: list[int] | None,
     ) -> tuple[SaveMinCut | EqualCut | SufficientCut | GatherOnce, ...]:
         """The passes that choose what the forward saves for the backward; torch's min cut first."""
-        min_cut = MinCut(
+        min_cut = SaveMinCut(
+            joint_inputs=joint_inputs,
             num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=static_inputs,
-            store=self.config.store(),
+            static_inputs=static_inputs,
             chosen=self.chosen,
         )
         sufficient = SufficientCut(
@@ -408,7 +413,7 @@ class StepCapture:
             changing_inputs=self._changing(joint),
         )
         return (
-            SaveMinCut(joint_inputs=joint_inputs, min_cut=min_cut),
+            min_cut,
             EqualCut(units=units, drops_above=self.config.drops_above()),
             sufficient,
             *(() if self.config.drops_above() is None else (GatherOnce(),)),

@@ -10,7 +10,7 @@ layer's input from the layer before. A region is lowered once for all its layers
 The halves are cut out of the joint graph by these tags (``partitioner.extract_halves``).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,7 +45,10 @@ from memo_compile.analysis.views import (
     storage_of,
 )
 from memo_compile.passes.own_inputs import inputs_of, is_copied
-from memo_compile.passes.remembered_cut import MinCut
+from memo_compile.torch_private import partitioner
+
+Chosen = dict[tuple[str, ...], list[str]]
+"""Names of a joint graph's nodes -> those that torch's partitioner chose to save."""
 
 TILE_FACTOR = 2
 """A saved tensor this many times larger than its unit's input is cheaper to recompute, in tiles,
@@ -65,13 +68,22 @@ class SaveMinCut:
 
     joint_inputs: Any
     """The inputs that AOTAutograd gives to a partitioner."""
-    min_cut: MinCut
+    num_fwd_outputs: int
+    static_inputs: Sequence[int] | None
+    """Positions of parameters and buffers, as AOTAutograd gives them."""
+    chosen: Chosen | None = None
+    """What was chosen of this graph at other sizes, which is chosen again."""
     name: ClassVar[str] = "save-min-cut"
     is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Tag in place."""
-        names = self.min_cut.names(gm, self.joint_inputs)
+        nodes, known = tuple(node.name for node in gm.graph.nodes), self.chosen
+        names = None if known is None else known.get(nodes)
+        if names is None:
+            names = self._names(gm)
+        if known is not None:
+            known[nodes] = names
         by_name = {node.name: node for node in gm.graph.nodes}
         forward = set(forward_nodes(gm))
         chosen = {
@@ -81,6 +93,16 @@ class SaveMinCut:
             for node in _made_in_forward(by_name[name], forward)
         }
         return PassResult(gm, tag_saved(gm, chosen))
+
+    def _names(self, gm: fx.GraphModule) -> list[str]:
+        """Of the nodes that torch would save."""
+        static = self.static_inputs
+        return partitioner.min_cut_saved_names(
+            gm,
+            self.joint_inputs,
+            num_fwd_outputs=self.num_fwd_outputs,
+            static_lifetime_input_indices=None if static is None else list(static),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

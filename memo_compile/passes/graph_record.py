@@ -27,7 +27,6 @@ from memo_compile.analysis.structure import spec_of
 from memo_compile.analysis.views import is_view
 from memo_compile.errors import InputError, UnsupportedGraph
 from memo_compile.passes.cut import region_call, take
-from memo_compile.passes.remembered_cut import NOT_READ
 from memo_compile.step.problem import CallKind
 from memo_compile.torch_private import fx_graphs
 from memo_compile.torch_private.symbols import StaticFakes
@@ -50,6 +49,15 @@ _ENUMS: dict[str, Any] = {
     "memory_format": torch.memory_format,
 }
 """Kinds of values that torch names: ``torch.float32``."""
+
+_NOT_READ = frozenset(
+    (
+        "val tensor_meta stack_trace nn_module_stack fwd_nn_module_stack source_fn_stack seq_nr "
+        "fwd_source_fn_stack original_aten from_node desc eager_input_vals output_stack_traces "
+        "torch_fn annotation example_value dynamo_flat_name_to_original_fqn"
+    ).split()
+)
+"""Of a node's notes, where it comes from; ``val`` is written by itself."""
 
 _RECOMPUTE, _SOURCE, _MODULES = "recompute", "stack_trace", "nn_module_stack"
 """Notes that are written in another form: a policy's name, one line, one path."""
@@ -152,7 +160,7 @@ def _notes(node: fx.Node) -> dict[str, Any]:
             continue
         if key == _RECOMPUTE:
             found[key] = note.name
-        elif key not in NOT_READ:
+        elif key not in _NOT_READ:
             if not isinstance(note, bool | int | float | str | None):
                 raise UnsupportedGraph(f"{node.name} notes {key}: {type(note).__name__}")
             found[str(key)] = note

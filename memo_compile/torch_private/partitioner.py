@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 from torch import fx
 from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -84,14 +83,6 @@ def min_cut_saved_names(
 def ranks_cut_together() -> bool:
     """True where the min-cut partitioner of each rank talks to the others'."""
     return bool(getattr(functorch_config, "_sync_decision_cross_ranks", False))
-
-
-def partitioner_settings() -> str:
-    """All that torch's min-cut partitioner may read of torch's configuration, as text."""
-    own = functorch_config.get_config_copy()
-    names = ("post_grad_fusion_options", "fallback_random")
-    inductors = {name: getattr(inductor_config, name, None) for name in names}
-    return repr((sorted(own.items()), inductors))
 
 
 class _Chosen(Exception):
