@@ -36,7 +36,7 @@ _CHOICES = {
     "costs": ("auto", "measured", "roofline"),
     "outputs": ("auto", "held", "dropped"),
     "gradients": ("auto", "fresh", "accumulated"),
-    "placement_solver": ("auto", "greedy", "mip", "search"),
+    "placement_solver": ("auto", "greedy", "mip", "search", "cbc", "gurobi"),
 }
 DEBUG_FLAGS = (
     "poison",
@@ -146,7 +146,8 @@ class MemoConfig:
     max_plans: int = 8
     """Plans kept for one graph whose shapes vary; the least recently used goes."""
     placement_solver: str = "auto"
-    """How offsets are found: ``auto``, ``greedy``, ``mip`` or ``search``."""
+    """How offsets are found: ``auto``, ``greedy``, ``search``, or by an integer program. That is
+    solved by HiGHS (``mip``), or with the extra ``mip`` by ``cbc`` or ``gurobi``."""
     placement_time_limit_s: float = 5.0
     """Seconds that the search for offsets may take, where greed alone is not good enough; counted
     by its work, which takes so long on a quiet machine."""

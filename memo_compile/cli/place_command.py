@@ -23,7 +23,8 @@ def place_file(
     capacity: Annotated[str | None, typer.Option(help="bytes of the arena, e.g. 1MiB")] = None,
     alignment: Annotated[str, typer.Option(help="bytes that offsets are multiples of")] = "1",
     solver: Annotated[
-        Literal["auto", "greedy", "mip", "search"], typer.Option(help="how offsets are found")
+        Literal["auto", "greedy", "mip", "search", "cbc", "gurobi"],
+        typer.Option(help="how offsets are found"),
     ] = "auto",
     time_limit: Annotated[float, typer.Option(min=0.0, help="seconds")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="write the offsets to this CSV")] = None,

@@ -8,7 +8,6 @@ from memo_compile.config import MemoConfig
 from memo_compile.planners.gather_again import AGAIN, values_again
 from memo_compile.planners.moves import original_name
 from memo_compile.planners.policy import Choice, reasons
-from memo_compile.planners.solver import HOW_TO_GET_ONE, available_engines
 from memo_compile.step.movable import Action, Mode, MovableStep, Slot
 from memo_compile.step.plans import Decision
 from memo_compile.step.problem import CallKind, Phase, Problem, TensorInfo
@@ -104,11 +103,6 @@ def step_notes(problem: Problem, rows: Iterable[Decision], config: MemoConfig) -
     ):
         if happens:
             yield f"{what}: products of fewer rows may round differently; exact=True forbids it"
-    if config.policy == "auto" and not available_engines():
-        yield (
-            "planned by greed and by the named policies alone, since no integer program can be "
-            f"solved here: {HOW_TO_GET_ONE}"
-        )
     if config.memory_budget is not None and problem.fixed.outputs >= MIN_NAMED_BYTES:
         size = format_bytes(problem.fixed.outputs)
         yield (

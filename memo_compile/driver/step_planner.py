@@ -45,7 +45,7 @@ from memo_compile.planners.policy import Choice
 from memo_compile.planners.policy.candidate import costs_with
 from memo_compile.planners.policy.candidates import SearchMemory
 from memo_compile.planners.policy.chooser import Decisions, decisions_of
-from memo_compile.planners.step_bound import StepBound
+from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.reporting import state
 from memo_compile.step.group import grouped_whole
 from memo_compile.step.movable import MovableStep, StepCosts
@@ -69,10 +69,6 @@ byte: the search ends a little above the bound, and a few small buffers may stan
 
 MAX_REFUSED = 5
 """So many plans are chosen, one after the other, if the checker refuses each."""
-
-AS_FAST = 0.002
-"""A bound that the plan is at most this share above is not looked for any further: the last windows
-take as long as the choice, and say nothing that changes it."""
 
 LOSS_OUTSIDE = (
     "large results that the compiled function returns beside its own loss are used outside (by "
@@ -286,13 +282,12 @@ class StepPlanner:
         for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
             state.add_note(note)
         timeline = placed.timeline or choice.timeline
-        enough_s = timeline.step_s * (1 - AS_FAST)
         plan = replace(
             placed,
             decisions=rows,
             policy=choice.moves.policy,
             timeline=timeline,
-            step_lower_bound_s=self._bound(budget_bytes).seconds(enough_s=enough_s),
+            step_lower_bound_s=self._bound_s(budget_bytes),
             compute_s=self.compute_s,
             frontier=tuple(
                 replace(point, peak_bytes=placed.peak_bytes) if point.chosen else point
@@ -371,7 +366,7 @@ class StepPlanner:
         limit_s = min(self.config.max_step_s, self._wanted_s())
         if limit_s == math.inf:
             return
-        bound_s = self._bound(budget_bytes).seconds(rough=True)
+        bound_s = self._bound_s(budget_bytes)
         if bound_s > limit_s:
             fits = f"takes less than {format_seconds(bound_s)}" if bound_s < math.inf else "fits"
             raise TooSlow(f"no plan {fits}", step_s=bound_s, is_bound=True)
@@ -383,23 +378,14 @@ class StepPlanner:
             return math.inf
         return factor * self.request.num_members * self.known.whole_compute_s()
 
-    def _bound(self, budget_bytes: int | None) -> StepBound:
-        """Of what is known of the step's regions now."""
-        regions = tuple(self.known.library(self.config.host_store).regions.values())
-        known = self._bounds.get(budget_bytes)
-        if known is None or known.regions != regions:
-            known = self._bounds[budget_bytes] = StepBound(
-                step=self.step,
-                budget_bytes=budget_bytes,
-                host_budget_bytes=self._host_budget_bytes(),
-                regions=regions,
-            )
-        return known
-
-    @functools.cached_property
-    def _bounds(self) -> dict[int | None, StepBound]:
-        """Budget -> the bound that was asked for last."""
-        return {}
+    def _bound_s(self, budget_bytes: int | None) -> float:
+        """Seconds that no plan within the budget goes below, by what is known of regions now."""
+        return step_lower_bound_s(
+            self.step,
+            budget_bytes=budget_bytes,
+            host_budget_bytes=self._host_budget_bytes(),
+            regions=self.known.library(self.config.host_store).regions.values(),
+        )
 
     def _all_saved(self, saved: Plan, budget_bytes: int | None) -> PlannedStep:
         """The step that keeps everything, if it fits."""

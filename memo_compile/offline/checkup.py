@@ -18,7 +18,7 @@ from typing import Any
 
 from memo_compile.config import local_world_size
 from memo_compile.costs.host import host_memory, processor_name
-from memo_compile.errors import ConfigError, MemoError
+from memo_compile.errors import MemoError
 from memo_compile.planners import solver
 from memo_compile.units import format_bytes
 
@@ -199,47 +199,32 @@ def try_compiler(command: str) -> str:
 
 def _solvers() -> Iterator[Finding]:
     finding = functools.partial(Finding, group="solvers")
-    mip = _version("mip")
-    problems = {engine: try_engine(engine) for engine in solver.Engine}
-    for engine, problem in problems.items():
-        if engine is solver.Engine.CBC and problem and not problems[solver.Engine.HIGHS]:
-            yield finding(name=engine.value, value=None, text="not needed beside HiGHS")
+    for engine in solver.Engine:
+        package = "highspy" if engine is solver.Engine.HIGHS else "mip"
+        missing = solver.missing_engine(engine)
+        if missing and engine is not solver.Engine.HIGHS:
+            yield finding(name=engine.name, value=None, text=f"not needed beside HiGHS ({missing})")
             continue
+        problem = missing or try_engine(engine)
+        found = f"{package} {_version(package)}"
         yield finding(
-            name=engine.value,
-            value=None if problem else f"mip {mip}",
-            text=problem or f"solves (mip {mip})",
+            name=engine.name,
+            value=None if problem else found,
+            text=problem or f"solves ({found})",
             health=Health.LIMITED if problem else Health.OK,
-            remedy=_ENGINE_REMEDIES[engine] if problem else "",
+            remedy=f"install {package} again" if problem else "",
         )
-    if all(problems.values()):
-        yield finding(
-            name="fallback",
-            value="greedy",
-            text="greedy planners only",
-            health=Health.LIMITED,
-            remedy=f"plans are valid but not optimal until a solver works: {solver.HOW_TO_GET_ONE}",
-        )
-
-
-_ENGINE_REMEDIES = {
-    solver.Engine.HIGHS: f"the preferred engine: {solver.HOW_TO_GET_ONE}",
-    solver.Engine.CBC: "not needed once HiGHS solves",
-}
 
 
 def try_engine(engine: solver.Engine) -> str:
     """Solve min -x - 2y, x + y <= 3, integers up to 2; what went wrong, or an empty text."""
+    program = solver.LinearProgram(engine=engine)
+    x, y = (program.variable(high=2, is_integer=True) for _ in range(2))
+    program.require(x + y <= 3)
+    program.minimise(-x - 2 * y)
     try:
-        model = solver.make_model("doctor", engine=engine)
-    except ConfigError:
-        return "does not start"
-    x, y = (model.add_var(name=name, var_type="I", lb=0, ub=2) for name in "xy")
-    model.add_constr(x + y <= 3)
-    model.objective = -x - 2 * y
-    try:
-        status = solver.solve(model, time_limit_s=10.0)
-        found = (solver.integer_value(x), solver.integer_value(y)) if status.has_solution else None
+        status = program.solve(time_limit_s=10.0)
+        found = tuple(map(program.integer_value, (x, y))) if status.has_solution else None
     # Engines fail in ways of their own (ctypes, cffi, assertion): all are the same finding.
     except Exception as error:
         return f"fails: {type(error).__name__}: {error}"

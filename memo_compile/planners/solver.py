@@ -1,16 +1,23 @@
-"""The thin wrapper over python-mip: one way to make a model, to solve it, and to read integers.
+"""Linear and mixed-integer programs: variables, constraints, an objective, limits, and a solve.
 
-The engine is HiGHS where its library is installed, else CBC. python-mip is imported by the first
-call, not with this module: it costs 0.2 s, which most commands never need. It is an extra, since
-its own dependency cbcbox weighs 598 MB; without that, with HiGHS, it does all that memo asks.
+HiGHS solves them, which every install has. python-mip, an extra, is the way to CBC and to Gurobi.
+A program knows nothing of either, so that any of them solves it:
+
+    program = LinearProgram()
+    x, y = program.variable(high=2, is_integer=True), program.variable(high=2)
+    program.require(x + y <= 3)
+    program.minimise(-x - 2 * y)
+    program.solve()         # SolveStatus.OPTIMAL
+    program.value(y)        # 2.0
 """
 
-import functools
+import gc
 import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from memo_compile.errors import ConfigError
 
@@ -18,18 +25,12 @@ INTEGRALITY_TOLERANCE = 1e-5
 """A value this close to an integer counts as the integer; the engines promise 1e-6."""
 
 EXACT_TOLERANCE = 1e-9
-"""Feasibility, integrality and relative gap of an exact model: with the engines' defaults (1e-6,
+"""Feasibility, integrality and relative gap of an exact program: with the engines' defaults (1e-6,
 1e-4) a plan could miss its budget by kilobytes, or the optimum by 0.01 %."""
 
-HOW_TO_GET_ONE = "pip install --no-deps mip && pip install cffi"
-"""Without cbcbox: HiGHS comes with memo."""
+HOW_TO_GET_MIP = "pip install 'memo-compile[mip]'"
 
-_EXACT_HIGHS = {
-    "mip_rel_gap": 0.0,
-    "mip_abs_gap": EXACT_TOLERANCE,
-    "mip_feasibility_tolerance": EXACT_TOLERANCE,
-    "primal_feasibility_tolerance": EXACT_TOLERANCE,
-}
+NO_LIMIT_S = 1e9
 
 
 class SolveStatus(Enum):
@@ -43,143 +44,316 @@ class SolveStatus(Enum):
 
     @property
     def has_solution(self) -> bool:
-        """True when the variables of the model hold values."""
+        """True when the variables of the program hold values."""
         return self in (SolveStatus.OPTIMAL, SolveStatus.FEASIBLE)
 
 
 class Engine(Enum):
-    """A solver behind python-mip; the values are python-mip's names."""
+    """What solves a program; the values are the names that users give."""
 
-    HIGHS = "HIGHS"
-    CBC = "CBC"
+    HIGHS = "highs"
+    CBC = "cbc"
+    GUROBI = "gurobi"
 
 
-@functools.cache
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """A sum of variables with weights, and a constant. Compared with another it is a Constraint."""
+
+    weights: Mapping[int, float]
+    """By the variable's number."""
+    constant: float = 0.0
+
+    def __add__(self, other: "Linear | float") -> "Linear":
+        return weighted((1.0, 1.0), (self, other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: "Linear | float") -> "Linear":
+        return weighted((1.0, -1.0), (self, other))
+
+    def __rsub__(self, other: float) -> "Linear":
+        return weighted((-1.0, 1.0), (self, other))
+
+    def __neg__(self) -> "Linear":
+        return weighted((-1.0,), (self,))
+
+    def __mul__(self, factor: float) -> "Linear":
+        return weighted((factor,), (self,))
+
+    __rmul__ = __mul__
+
+    def __le__(self, other: "Linear | float") -> "Constraint":
+        return Constraint(self - other, -math.inf)
+
+    def __ge__(self, other: "Linear | float") -> "Constraint":
+        return Constraint(other - self, -math.inf)
+
+    def equals(self, other: "Linear | float") -> "Constraint":
+        """Neither is larger."""
+        return Constraint(self - other, 0.0)
+
+
+class Constraint(NamedTuple):
+    """A sum that is at most 0, and at least ``least``."""
+
+    sum: Linear
+    least: float
+
+
+def weighted(weights: Iterable[float], terms: "Iterable[Linear | float]") -> Linear:
+    """Sum of products."""
+    found: dict[int, float] = {}
+    constant = 0.0
+    for weight, term in zip(weights, terms, strict=True):
+        if not isinstance(term, Linear):
+            constant += weight * term
+            continue
+        constant += weight * term.constant
+        for number, own in term.weights.items():
+            found[number] = found.get(number, 0.0) + weight * own
+    return Linear(found, constant)
+
+
+def total(terms: "Sequence[Linear | float]") -> Linear:
+    """Plain sum."""
+    return weighted([1.0] * len(terms), terms)
+
+
+@dataclass(slots=True, kw_only=True)
+class LinearProgram:
+    """A program to be minimised; what limits its search; after a solve, the variables' values."""
+
+    engine: Engine = Engine.HIGHS
+    gap: float = 1e-4
+    """The search ends at a solution that is at most this share of the optimum above it."""
+    added_gap: float = 1e-6
+    """Or this much."""
+    max_nodes: int | None = None
+    """Most nodes of the search tree. Such a limit gives the same answer in each run, which one in
+    seconds does not."""
+    tolerance: float | None = None
+    """By which a constraint may fail, and an integer be none; None leaves it to the engine."""
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    is_integer: list[bool] = field(default_factory=list)
+    rows: list[Constraint] = field(default_factory=list)
+    objective: Linear = field(default_factory=lambda: Linear({}))
+    start: dict[int, float] = field(default_factory=dict)
+    """A solution to begin from, by the variable's number."""
+    values: Sequence[float] = ()
+
+    def variable(
+        self, *, low: float = 0.0, high: float = math.inf, is_integer: bool = False
+    ) -> Linear:
+        """A new variable between two bounds."""
+        self.low.append(low)
+        self.high.append(high)
+        self.is_integer.append(is_integer)
+        return Linear({len(self.low) - 1: 1.0})
+
+    def choice(self) -> Linear:
+        """A new variable that is 0 or 1."""
+        return self.variable(high=1.0, is_integer=True)
+
+    def require(self, constraint: Constraint) -> None:
+        """Every solution obeys ``constraint``."""
+        self.rows.append(constraint)
+
+    def minimise(self, objective: Linear) -> None:
+        """Seek the least ``objective``, in place of what was sought before."""
+        self.objective = objective
+
+    def begin_at(self, variable: Linear, value: float) -> None:
+        """The search begins with ``value`` for ``variable``."""
+        (number,) = variable.weights
+        self.start[number] = value
+
+    def solve(self, time_limit_s: float = math.inf) -> SolveStatus:
+        """Search for at most ``time_limit_s`` seconds, and say how that ended.
+
+        An unbounded program and an engine's own failure are ERROR: no program of memo is unbounded.
+        Raises ConfigError: the engine is not installed.
+        """
+        if self.engine is not Engine.HIGHS:
+            require_engine(self.engine)
+        if time_limit_s <= 0:
+            return SolveStatus.TIME_LIMIT
+        run = _solve_by_highs if self.engine is Engine.HIGHS else _solve_by_mip
+        status, self.values = run(self, min(time_limit_s, NO_LIMIT_S))
+        return status
+
+    def value(self, term: "Linear | float") -> float:
+        """What ``term`` comes to in the solution."""
+        if not isinstance(term, Linear):
+            return float(term)
+        return term.constant + math.fsum(
+            weight * self.values[number] for number, weight in term.weights.items()
+        )
+
+    def integer_value(self, term: "Linear | float") -> int:
+        """The integer that ``term`` stands for in the solution.
+
+        Asserts that the engine's float lies within ``INTEGRALITY_TOLERANCE`` (relative above 1) of
+        it.
+        """
+        value = self.value(term)
+        nearest = round(value)
+        slack = INTEGRALITY_TOLERANCE * max(1.0, abs(value))
+        assert abs(value - nearest) <= slack, f"{value!r} is not integral"
+        return nearest
+
+
+def exact_program() -> LinearProgram:
+    """An empty program whose optimum is proved to ``EXACT_TOLERANCE``."""
+    return LinearProgram(gap=0.0, added_gap=EXACT_TOLERANCE, tolerance=EXACT_TOLERANCE)
+
+
 def available_engines() -> tuple[Engine, ...]:
-    """The engines that start on this machine, the preferred one first; empty without python-mip."""
+    """The engines that start on this machine, the preferred one first."""
+    return tuple(engine for engine in Engine if not missing_engine(engine))
+
+
+def require_engine(engine: Engine) -> None:
+    """Raises ConfigError: ``engine`` does not start; the message says what to install."""
+    if reason := missing_engine(engine):
+        raise ConfigError(f"solver {engine.value}: {reason}")
+
+
+def missing_engine(engine: Engine) -> str:
+    """Why ``engine`` does not start; empty where it does."""
+    if engine is Engine.HIGHS:
+        return "" if importlib.util.find_spec("highspy") else "needs highspy; pip install highspy"
     try:
         import mip
     except ImportError:
-        return ()
-    found = []
-    for engine in Engine:
-        if engine is Engine.CBC and importlib.util.find_spec("cbcbox") is None:
-            continue  # python-mip would print an error
-        try:
-            _free(mip.Model(name="probe", solver_name=engine.value))
-        # python-mip raises whatever the loading of its shared library raised: FileNotFoundError,
-        # OSError, ImportError, or NameError where the binding was skipped at import.
-        except Exception:
-            continue
-        found.append(engine)
-    return tuple(found)
-
-
-def _free(model: Any) -> None:
-    """Free what the engine holds of ``model`` now, the first one of its engine.
-
-    Garbage is collected at any time, also while cffi looks up a function under a lock that its
-    thread cannot take twice. A model that is freed then must not be the first: what frees it would
-    be looked up, and the process would wait for ever.
-    """
-    model.solver.__del__()
-    model.solver._model = None
-
-
-def make_model(name: str, engine: Engine | None = None) -> Any:
-    """An empty, silent minimising ``mip.Model``. Raises ConfigError: no such engine, or none."""
-    engines = available_engines()
-    if engine is not None and engine not in engines:
-        have = ", ".join(e.value for e in engines) or "none"
-        raise ConfigError(f"solver engine {engine.value} is not installed (found: {have})")
-    if not engines:
-        raise ConfigError(f"no MIP engine found; {HOW_TO_GET_ONE}")
-    import mip
-
-    chosen = engine or engines[0]
-    model = mip.Model(name=name, solver_name=chosen.value)
-    model.verbose = 0
-    return model
-
-
-def exact_model(name: str) -> Any:
-    """An empty model whose engine proves optimality to ``EXACT_TOLERANCE``."""
-    model = make_model(name)
-    for option in ("infeas_tol", "integer_tol", "max_mip_gap"):
-        setattr(model, option, EXACT_TOLERANCE)
-    _set_highs(model, "double", _EXACT_HIGHS)
-    model.threads = 1
-    return model
-
-
-def limit_nodes(model: Any, max_nodes: int) -> None:
-    """The search tree of ``model`` has at most ``max_nodes`` nodes, where the engine is HiGHS.
-
-    Such a limit gives the same answer in each run, which one in seconds does not.
-    """
-    _set_highs(model, "int", {"mip_max_nodes": max_nodes})
-    model.threads = 1
-
-
-def _set_highs(model: Any, kind: str, options: Mapping[str, float]) -> None:
-    """python-mip 2.0 keeps these options to itself with HiGHS, so they are set on the engine."""
-    set_option = getattr(model.solver, f"_set_{kind}_option_value", None)
-    if set_option is not None:
-        for option, value in options.items():
-            set_option(option, value)
-
-
-def weighted(weights: Iterable[float], variables: Iterable[Any]) -> Any:
-    """Sum of products as a linear expression; ints among the variables are constants."""
-    import mip
-
-    pairs = list(zip(weights, variables, strict=True))
-    constant = sum(w * v for w, v in pairs if isinstance(v, int))
-    terms = [(v, w) for w, v in pairs if not isinstance(v, int)]
-    return mip.LinExpr([v for v, _ in terms], [float(w) for _, w in terms], float(constant))
-
-
-def total(variables: Sequence[Any]) -> Any:
-    """Plain sum as a linear expression; ints among the variables are constants."""
-    return weighted([1.0] * len(variables), variables)
-
-
-def solve(model: Any, time_limit_s: float = math.inf) -> SolveStatus:
-    """Optimise ``model`` for at most ``time_limit_s`` seconds and say how it ended.
-
-    With OPTIMAL and FEASIBLE the variables hold values (``integer_value`` reads them). An
-    unbounded model and an engine's own failure are ERROR: no program of memo is unbounded.
-    """
-    if time_limit_s <= 0:
-        return SolveStatus.TIME_LIMIT
-    import mip
-
+        return f"needs python-mip; {HOW_TO_GET_MIP}"
+    if engine is Engine.CBC and importlib.util.find_spec("cbcbox") is None:
+        return "needs cbcbox; pip install cbcbox"  # which python-mip would print
     try:
-        outcome = model.optimize(max_seconds=min(time_limit_s, 1e9))
+        mip.Model(solver_name=_MIP_NAMES[engine])
+    # python-mip raises what the loading of a library raises, or the search for a license.
+    except Exception as error:
+        return f"does not start: {error}"
+    # cffi looks up what frees a model when the first one is freed, under a lock that a collection
+    # of garbage must not meet: so the first is freed here.
+    gc.collect()
+    return ""
+
+
+Solved = tuple[SolveStatus, Sequence[float]]
+"""How a search ended, and the value of each variable."""
+
+_MIP_NAMES = {Engine.CBC: "CBC", Engine.GUROBI: "GRB"}
+"""python-mip's own names."""
+
+
+def _solve_by_highs(program: LinearProgram, time_limit_s: float) -> Solved:
+    import highspy
+
+    highs = highspy.Highs()
+    for option, value in _highs_options(program, time_limit_s).items():
+        highs.setOptionValue(option, value)
+    highs.passModel(_highs_model(program))
+    if program.start:
+        start = highspy.HighsSolution()
+        start.col_value = [program.start.get(number, 0.0) for number in range(len(program.low))]
+        highs.setSolution(start)
+    highs.run()
+    codes = highspy.HighsModelStatus
+    ended = highs.getModelStatus()
+    if ended in (codes.kInfeasible, codes.kUnboundedOrInfeasible):
+        return SolveStatus.INFEASIBLE, ()
+    by_limit = (codes.kTimeLimit, codes.kSolutionLimit, codes.kIterationLimit, codes.kInterrupt)
+    if ended not in (codes.kOptimal, codes.kModelEmpty, *by_limit):
+        return SolveStatus.ERROR, ()
+    is_feasible = (
+        highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    )
+    if ended in by_limit and not is_feasible:
+        return SolveStatus.TIME_LIMIT, ()
+    status = SolveStatus.FEASIBLE if ended in by_limit else SolveStatus.OPTIMAL
+    return status, list(highs.getSolution().col_value)
+
+
+def _highs_options(program: LinearProgram, time_limit_s: float) -> Mapping[str, Any]:
+    options: dict[str, Any] = {
+        "output_flag": False,
+        "threads": 1,
+        "mip_rel_gap": program.gap,
+        "mip_abs_gap": program.added_gap,
+        "time_limit": time_limit_s,
+    }
+    if program.max_nodes is not None:
+        options["mip_max_nodes"] = program.max_nodes
+    if program.tolerance is not None:
+        options["mip_feasibility_tolerance"] = program.tolerance
+        options["primal_feasibility_tolerance"] = program.tolerance
+    return options
+
+
+def _highs_model(program: LinearProgram) -> Any:
+    import highspy
+
+    rows, num_columns = program.rows, len(program.low)
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = num_columns, len(rows)
+    model.col_lower_, model.col_upper_ = program.low, program.high
+    model.col_cost_ = [program.objective.weights.get(at, 0.0) for at in range(num_columns)]
+    model.offset_ = program.objective.constant
+    model.row_lower_ = [row.least - row.sum.constant for row in rows]
+    model.row_upper_ = [-row.sum.constant for row in rows]
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + len(row.sum.weights))
+    matrix = model.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    matrix.num_col_, matrix.num_row_ = num_columns, len(rows)
+    matrix.start_ = starts
+    matrix.index_ = [number for row in rows for number in row.sum.weights]
+    matrix.value_ = [weight for row in rows for weight in row.sum.weights.values()]
+    if any(program.is_integer):
+        kinds = highspy.HighsVarType
+        model.integrality_ = [
+            kinds.kInteger if own else kinds.kContinuous for own in program.is_integer
+        ]
+    return model
+
+
+def _solve_by_mip(program: LinearProgram, time_limit_s: float) -> Solved:
+    import mip
+
+    model = mip.Model(solver_name=_MIP_NAMES[program.engine])
+    model.verbose, model.threads = 0, 1
+    model.max_mip_gap, model.max_mip_gap_abs = program.gap, program.added_gap
+    if program.tolerance is not None:
+        model.infeas_tol = model.integer_tol = program.tolerance
+    columns = [
+        model.add_var(lb=low, ub=high, var_type=mip.INTEGER if is_integer else mip.CONTINUOUS)
+        for low, high, is_integer in zip(program.low, program.high, program.is_integer, strict=True)
+    ]
+
+    def expression(term: Linear) -> Any:
+        variables = [columns[number] for number in term.weights]
+        return mip.LinExpr(variables, [*term.weights.values()], term.constant)
+
+    for row in program.rows:
+        found = expression(row.sum)
+        model.add_constr(found == 0 if row.least == 0 else found <= 0)
+    model.objective = expression(program.objective)
+    model.start = [(columns[number], value) for number, value in program.start.items()]
+    try:
+        ended = model.optimize(max_seconds=time_limit_s, max_nodes=program.max_nodes or mip.INT_MAX)
     except mip.SolutionNotAvailable:
-        return SolveStatus.TIME_LIMIT
+        return SolveStatus.TIME_LIMIT, ()
     except mip.MipBaseException:
-        return SolveStatus.ERROR
+        return SolveStatus.ERROR, ()
     codes = mip.OptimizationStatus
-    if outcome in (codes.OPTIMAL, codes.FEASIBLE) and model.num_solutions < 1 and model.num_int:
-        return SolveStatus.TIME_LIMIT
-    return {
-        codes.OPTIMAL: SolveStatus.OPTIMAL,
-        codes.FEASIBLE: SolveStatus.FEASIBLE,
-        codes.INFEASIBLE: SolveStatus.INFEASIBLE,
-        codes.INT_INFEASIBLE: SolveStatus.INFEASIBLE,
-        codes.NO_SOLUTION_FOUND: SolveStatus.TIME_LIMIT,
-        codes.LOADED: SolveStatus.TIME_LIMIT,
-    }.get(outcome, SolveStatus.ERROR)
-
-
-def integer_value(variable: Any) -> int:
-    """The integer that the solved ``variable`` stands for.
-
-    Asserts that the engine's float lies within ``INTEGRALITY_TOLERANCE`` (relative above 1) of it.
-    """
-    value = float(variable.x)
-    nearest = round(value)
-    slack = INTEGRALITY_TOLERANCE * max(1.0, abs(value))
-    assert abs(value - nearest) <= slack, f"{variable.name} = {value!r} is not integral"
-    return nearest
+    if ended in (codes.INFEASIBLE, codes.INT_INFEASIBLE):
+        return SolveStatus.INFEASIBLE, ()
+    has_values = model.num_solutions > 0 or not any(program.is_integer)
+    if ended in (codes.OPTIMAL, codes.FEASIBLE) and has_values:
+        values = [float(column.x) for column in columns]
+        return (SolveStatus.OPTIMAL if ended is codes.OPTIMAL else SolveStatus.FEASIBLE), values
+    is_error = ended in (codes.ERROR, codes.UNBOUNDED, codes.INT_UNBOUNDED, codes.CUTOFF)
+    return (SolveStatus.ERROR if is_error else SolveStatus.TIME_LIMIT), ()

@@ -1,85 +1,65 @@
 """How fast a step can be under a budget at best: a bound that no plan of memo goes below.
 
-At one point p of the step the bytes above the budget must be somewhere else, whatever the plan:
-copied to the host before p and back after it, or not made yet. One linear program for each point,
-over fractions of tensors, and the largest answer counts. It knows nothing of schedules, modes,
-placement or layers as wholes, so it is never above the time of a plan.
+The step is looked at in some calls, its points, in which keeping everything takes more bytes than
+the budget has. In each of them saved tensors of so many bytes must be away: copied to the host
+before and back after it, or not recomputed yet. One linear program over fractions of tensors says
+how long the step stands still for that, and recomputes. It knows nothing of schedules, modes,
+placement, or what must be moved as a whole, so that it is never above the time of a plan. It is the
+computation alone where there is no budget, or a step has several turns (a pipeline's).
 
-Among ranks a second bound counts where it is larger: the computation with every wait for a
-collective as late as its first reader, as if memory were free, and what computation loses beside
-collectives (``comm_windows.least_of``). Recomputation and copies may hide in those waits, so that
-the two do not add up, but for the forward's with the windows below, and for what an operator that
-cannot be split takes beyond all collectives that may be in flight beside it.
+Symbols. Point k of K splits the step's time; interval k ends at point k, interval K at the end.
+Layers of one class whose tensors are made and read in the same intervals are one group of n layers:
 
-What is not on the device at p and read before a later point q of the backward must come back
-between the two, so that for points p, q, r, ... of the backward the seconds of such windows add up.
-What is read first must come first (``bound_windows``), and a window with points in it has the same
-decisions at all of them (``bound_stages``). Where few bytes are free windows take more than a
-single point, and count. The forward has such windows too: what is made between p and q and has no
-room at q must have left by then. A recomputation takes its seconds once: they count in the windows
-of one half of the step, or of the other. In the forward its waits are at least the least ``u`` of
-the program below for one of its points, whatever is recomputed. A third sum counts the copies of
-both halves, which are the same ones (``both_waits_s``).
+    x, y        layers of the group that recompute a tensor, that copy it: x + y <= n
+    out[k]      layers whose copy to the host has ended when point k begins; at most y
+    back[k]     layers whose copy back has ended when point k ends
+    made[k]     layers that have recomputed it when point k ends; 0 in the forward
+    run[o, k]   layers that run operator o again in interval k
+    w[k]        seconds for which the step stands still in interval k
 
-Nothing is copied back or made again twice. So what a recomputation reads stays on the device until
-the backward reads it too; where there is no room for it, no plan recomputes the slot, or not both
-the slot and what it is made from. An operator may allocate its result beside an arena that stays,
-which has the most of such memory beside it all the time: plans are told apart by the recomputation
-that adds most to it, and the best kind counts. All its plans have that much less for the arena.
+    minimise    sum w[k] + sum seconds[o] run[o, k]
+    bytes       in point k away = out[k] - back[k] + x - made[k], of all tensors together at least
+                what is missing there
+    lanes       what is copied in an interval takes no longer than the interval: its computation,
+                its recomputation and w[k]; so does what is made in it, from where it is made on,
+                and what is read in it, up to where it is read
+    operators   run[o, k] >= what is made of o in interval k; o runs once for several tensors
+    sources     what a tensor is recomputed from is there, and stays until it is read itself
+                (nothing is copied back or recomputed twice but what takes no time)
+    host        sum size y <= host budget
 
-Symbols, for each class of layers with n layers whose slot s is not in use at p:
-
-    y[s], x[s]    layers whose slot s is offloaded, recomputed: x + y <= n
-    z[o]          layers that run operator o a second time: z[maker of s] >= x[s], and for each
-                  input i of o: z[i] >= z[o] - (layers that have i at hand)
-    before, after seconds of computation in which a copy can run before p, and after it
-    u, v          seconds for which the step stands still before p, and after it
-
-    minimise      u + v + R,   R = sum z[o] seconds[o]
-    bytes         sum size[s] (x[s] + y[s]) >= alive[p] - budget
-    out, back     sum d2h[s] y[s] <= before + u,    sum h2d[s] y[s] <= after + v
-    host          sum size[s] y[s] <= host budget
-
-``before`` and ``after`` hold R as well where p lies in the backward.
+Among ranks the step also takes what it takes with every wait for a collective as late as its first
+reader (``comm_windows.least_of``): the larger of both counts.
 """
 
-import functools
-import heapq
+import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from memo_compile.errors import ConfigError
-from memo_compile.planners import solver
-from memo_compile.planners.bound_never import Never, never_again
-from memo_compile.planners.bound_parts import (
-    Life,
-    lives_of,
-    minimum_s,
-    off_bytes,
-    require_operators,
-    size_of,
-    slot_variables,
-    unit_of_s,
+from memo_compile.planners.comm_windows import least_of_step
+from memo_compile.planners.move_rules import (
+    StepFacts,
+    closure_of,
+    facts_of,
+    may_pass,
+    recompute_seconds,
 )
-from memo_compile.planners.bound_windows import (
-    Away,
-    backward_waits_s,
-    both_waits_s,
-    forward_waits_s,
-)
-from memo_compile.planners.comm_windows import Least, least_of_step
-from memo_compile.planners.move_rules import StepFacts, closure_of, facts_of, recompute_seconds
 from memo_compile.planners.policy.model import least_alive
-from memo_compile.planners.solver import weighted
-from memo_compile.step.movable import MovableStep, RecomputeRegion
+from memo_compile.planners.solver import Linear, LinearProgram, SolveStatus, total, weighted
+from memo_compile.step.movable import LayerClass, MovableStep, RecomputeRegion, Slot
+from memo_compile.step.problem import CallKind, Problem
 
 MAX_POINTS = 16
-"""Most linear programs that are solved for one bound; each takes milliseconds."""
+"""Most calls that are looked at; the program grows with them."""
+
+UNITS = 1e4
+"""Times that go into a step's computation, of the program's unit of time. A solver leaves out what
+costs less than 1e-7."""
 
 
 def step_lower_bound_s(
@@ -89,190 +69,98 @@ def step_lower_bound_s(
     host_budget_bytes: int | None = None,
     regions: Collection[RecomputeRegion] = (),
 ) -> float:
-    """As of ``StepBound``, asked once."""
-    bound = StepBound(
-        step=step,
-        budget_bytes=budget_bytes,
-        host_budget_bytes=host_budget_bytes,
-        regions=tuple(regions),
-    )
-    return bound.seconds()
+    """Seconds that every plan of ``step`` within the budgets takes at least; infinite without one.
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepBound:
-    """Seconds that every plan of ``step`` within the budgets takes at least."""
-
-    step: MovableStep
-    budget_bytes: int | None
-    host_budget_bytes: int | None = None
-    regions: tuple[RecomputeRegion, ...] = ()
-    """Recomputations whose seconds are known: where one is faster than its operators together, each
-    of these is taken to be as much faster."""
-
-    def seconds(self, *, rough: bool = False, enough_s: float = math.inf) -> float:
-        """The bound. What was found for it is kept for the next time.
-
-        With ``rough`` fewer windows are looked at, and likewise where they make it ``enough_s``.
-        Without a solver, or a budget, it is the computation alone, with what it waits for other
-        ranks. Infinite where no plan can be.
-        """
-        at_least_s = self._beside(_NOTHING)
-        if at_least_s >= enough_s:
-            return at_least_s
-        try:
-            return self._least_s(rough=rough, enough_s=enough_s)
-        except ConfigError:  # no engine on this machine
-            return at_least_s
-
-    @functools.cached_property
-    def _facts(self) -> StepFacts:
-        return facts_of(self.step)
-
-    @functools.cached_property
-    def _alone(self) -> Least | None:
-        """With as much memory as there may be; None where nobody is talked to."""
-        return least_of_step(self.step) if self._facts.talks else None
-
-    def _beside(self, found: "_Found") -> float:
-        """All seconds of the step, where that is ``found``."""
-        alone, facts = self._alone, self._facts
-        if alone is None:
-            return sum(facts.call_s) + found.beyond_s(0.0)
-        waits_s = max(0.0, alone.forward_s - facts.halves_s[0])
-        at_least_s = sum(facts.call_s) + found.beyond_s(waits_s)
-        return max(alone.step_s + found.unhidden_s, at_least_s)
-
-    @functools.cached_property
-    def _kinds(self) -> "tuple[_Kind, ...]":
-        in_flight_s = self._alone.in_flight_s if self._alone else math.inf
-        regions, budgets = self.regions, (self.budget_bytes, self.host_budget_bytes)
-        return tuple(_kinds_of(self.step, self._facts, *budgets, regions, in_flight_s))
-
-    def _least_s(self, *, rough: bool, enough_s: float) -> float:
-        """What plans take of the kind that takes least.
-
-        What all take is found with few windows first, with all where it may be the least.
-        """
-        if not self._kinds:
-            return self._beside(_NOTHING)
-        found = [(self._of_kind(at, False), at, rough) for at in range(len(self._kinds))]
-        heapq.heapify(found)
-        while True:
-            least_s, at, is_all = found[0]
-            if is_all or least_s >= enough_s or least_s == math.inf:
-                return least_s
-            heapq.heapreplace(found, (self._of_kind(at, True), at, True))
-
-    def _of_kind(self, at: int, in_stages: bool) -> float:
-        if (at, in_stages) not in self._known:
-            found = self._kinds[at].found(in_stages=in_stages)
-            self._known[at, in_stages] = self._beside(found)
-        return self._known[at, in_stages]
-
-    @functools.cached_property
-    def _known(self) -> dict[tuple[int, bool], float]:
-        """By the number of a kind, and by whether all windows were looked at."""
-        return {}
-
-
-class _Found(NamedTuple):
-    """Seconds beyond computation that a step takes at least, in plans of one kind."""
-
-    halves_s: tuple[tuple[float, float], ...]
-    """In the forward, which waits for copies to the host, and in the backward, which waits for
-    copies back: with recomputation counted in one of them, and in the other."""
-    whole_s: float
-    """Of the worst single point, or of both halves together."""
-    unhidden_s: float
-    """Of recomputation that no wait for other ranks hides."""
-
-    def beyond_s(self, waits_s: float) -> float:
-        """All of them, where the forward waits so long for other ranks."""
-        halves = (max(waits_s, forward_s) + backward_s for forward_s, backward_s in self.halves_s)
-        return max(self.whole_s, waits_s, *halves)
-
-
-_NOTHING = _Found((), 0.0, 0.0)
-
-
-class _Kind(NamedTuple):
-    """What keeping the budgets takes in plans of one kind."""
-
-    points: Sequence["_Added"]
-    away: Away
-
-    def found(self, *, in_stages: bool) -> _Found:
-        """What the worst point takes, and the windows."""
-        most = _Added(
-            *(max(kind) for kind in zip(_Added(0.0, 0.0, 0.0), *self.points, strict=True))
-        )
-        if most.step_s == math.inf:
-            return _Found((), math.inf, 0.0)
-        halves_s = tuple(
-            (
-                max(most.forward_s, forward_waits_s(self.away, counts=counts)),
-                backward_waits_s(self.away, counts=not counts, in_stages=in_stages),
-            )
-            for counts in (False, True)
-        )
-        whole_s = max(most.step_s, both_waits_s(self.away, in_stages=in_stages))
-        return _Found(halves_s, whole_s, most.unhidden_s)
-
-
-def _kinds_of(
-    step: MovableStep,
-    facts: StepFacts,
-    budget_bytes: int | None,
-    host_budget_bytes: int | None,
-    regions: Collection[RecomputeRegion],
-    in_flight_s: float,
-) -> Iterator[_Kind]:
-    """The kinds of plans; none where a bound knows of nothing but computation.
-
-    Collectives of ``in_flight_s`` may hide a recomputation.
+    ``regions`` are recomputations whose seconds are known: where one is faster than its operators
+    together, each of these is taken to be as much faster.
     """
-    if budget_bytes is None or not step.problem.has_one_turn:  # in pipelines: of compute alone
-        return
-    alive, beginning = least_alive(step)
-    excess, begin_excess = alive - budget_bytes, beginning - budget_bytes
-    lives, discounts = list(lives_of(step, facts)), _discounts(step, regions)
-    once = {life.value: life for life in reversed(lives)}  # the first layer moves what two share
-    moved = [life for life in once.values() if size_of(step, life)]
-    spare = off_bytes(step, moved, len(facts.call_s)) - excess
-    hosts = host_budget_bytes, discounts, in_flight_s
-    for never in never_again(step, moved, spare, regions):
-        missing = excess + never.raised_bytes
-        points = [
-            _added_s(step, _point(facts, lives, never, at), int(missing[at]), *hosts)
-            for at in _points(missing, facts.first_backward)
-        ]
-        if begin_excess + never.raised_bytes > 0:
-            point = _point(facts, lives, never, facts.first_backward, is_begun=False)
-            points.append(_added_s(step, point, begin_excess + never.raised_bytes, *hosts))
-        free = np.maximum(0, spare - never.raised_bytes)
-        yield _Kind(points, Away(step, facts, moved, free, never, discounts, {}, {}))
+    facts = facts_of(step)
+    compute_s = sum(facts.call_s)
+    least_s = least_of_step(step).step_s if facts.talks else compute_s
+    if budget_bytes is None or not step.problem.has_one_turn:
+        return least_s
+    points = _points(step, facts, budget_bytes)
+    if not points:
+        return least_s
+    bound = _Bound(step, facts, points, _shares(step, regions))
+    return max(least_s, compute_s + bound.added_s(host_budget_bytes))
 
 
-def _points(excess: Any, first_backward: int) -> list[int]:
-    """Calls at which bytes are above the budget: the worst, and some spread over the step."""
-    above = np.flatnonzero(excess > 0)
-    if not len(above):
-        return []
-    spread = np.linspace(0, len(above) - 1, min(len(above), MAX_POINTS // 2)).astype(int)
-    worst = above[np.argsort(-excess[above], kind="stable")][: MAX_POINTS // 2]
-    near = above[np.argsort(abs(above - first_backward), kind="stable")][:2]
-    return sorted({*above[spread].tolist(), *worst.tolist(), *near.tolist()})
+class Life(NamedTuple):
+    """A saved tensor of one layer."""
+
+    layer: int
+    slot: int
+    made: int
+    """The forward's call that makes it."""
+    last_use: int
+    """The forward's last call that has to do with it."""
+    read: int
+    """The backward's first that reads it."""
 
 
-def _discounts(
+class Point(NamedTuple):
+    """A call in which bytes are missing; or the border before it, where a backward begins."""
+
+    call: int
+    is_border: bool
+    missing_bytes: int
+
+    @property
+    def end(self) -> int:
+        """The first call that runs behind it."""
+        return self.call if self.is_border else self.call + 1
+
+    def may_lack(self, life: Life) -> bool:
+        """True where some of the call can run without a tensor.
+
+        One that an earlier call made may be gone before the end of the call that reads it last.
+        """
+        is_gone = life.last_use < self.call or life.made < life.last_use == self.call < self.end
+        return is_gone and self.end <= life.read
+
+
+def _points(step: MovableStep, facts: StepFacts, budget_bytes: int) -> Sequence[Point]:
+    """The calls with the most bytes above the budget in each of some equal parts of the step."""
+    alive, beginning_bytes = least_alive(step)
+    above = np.flatnonzero(alive > budget_bytes)
+    parts = np.array_split(above, max(1, min(len(above), MAX_POINTS)))
+    worst = [int(part[alive[part].argmax()]) for part in parts if len(part)]
+    points = [Point(call, False, int(alive[call]) - budget_bytes) for call in worst]
+    if beginning_bytes > budget_bytes:
+        points.append(Point(facts.first_backward, True, beginning_bytes - budget_bytes))
+    return sorted(points, key=lambda point: (point.call, point.end))
+
+
+def _lives_of(step: MovableStep, facts: StepFacts) -> Iterator[Life]:
+    """What layers save and the backward reads; what two layers save is the first one's."""
+    uses = _last_uses(step.problem) if facts.talks else facts.last_use
+    seen: set[str] = set()
+    for number, layer in enumerate(step.layers):
+        for slot, value in enumerate(layer.values):
+            readers = facts.backward_readers.get(value, ())
+            if readers and value in uses and value not in seen:
+                seen.add(value)
+                made = facts.written_at.get(value, 0)
+                yield Life(number, slot, made, max(made, uses[value]), readers[0])
+
+
+def _last_uses(problem: Problem) -> dict[str, int]:
+    """Value -> the last call of the forward that makes or reads it.
+
+    A wait reads what its collective did, and may stand right behind the beginning of that.
+    """
+    found: dict[str, int] = {}
+    for at, call in enumerate(problem.calls[: problem.first_backward]):
+        read = () if call.kind is CallKind.COMM_WAIT else call.inputs
+        found.update(dict.fromkeys((*read, *call.outputs), at))
+    return found
+
+
+def _shares(
     step: MovableStep, regions: Collection[RecomputeRegion]
 ) -> dict[tuple[str, int], float]:
-    """(class, operator) -> the least share of its seconds that it takes in a known region.
-
-    A region takes its share of its operators' seconds, which is at least the sum of theirs by the
-    least share of each.
-    """
+    """(class, operator) -> the least share of its seconds that it takes in a known region."""
     found: dict[tuple[str, int], float] = {}
     for region in regions:
         key = region.key
@@ -283,98 +171,212 @@ def _discounts(
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Point:
-    """What may be off the device during one call, and the time around it."""
+class _Kind(NamedTuple):
+    """When a saved tensor of a layer may be away, by number of points."""
 
-    num_off: "_Counts"
-    """Layers that hold a slot and do not need it all through the call."""
-    num_again: "_Counts"
-    """Those of them that may recompute it."""
-    before_s: float
-    after_s: float
-    in_backward: bool
-
-
-_Counts = Mapping[str, Mapping[int, int]]
-"""Class -> slot -> how many of its layers."""
+    slot: int
+    early: int
+    """The first point that begins behind the call that makes it."""
+    first: int
+    """The first point in which it may be away."""
+    end: int
+    """The first one behind those."""
 
 
-def _point(
-    facts: StepFacts, lives: Sequence[Life], never: Never, at: int, *, is_begun: bool = True
-) -> _Point:
-    """The point in a call; without ``is_begun`` before it."""
-    off = [life for life in lives if life.may_be_off(at if is_begun else at - 0.5)]
-    seconds = facts.call_s
-    return _Point(
-        num_off=_counted(off),
-        num_again=_counted(life for life in off if (life.layer, life.slot) not in never.alone),
-        before_s=sum(seconds[min(life.made for life in off) + 1 : at]) if off else 0.0,
-        after_s=sum(seconds[at + is_begun : max(life.read for life in off)]) if off else 0.0,
-        in_backward=at >= facts.first_backward,
-    )
+class _Tensor:
+    """The variables of one saved tensor of a group of layers; 0 where there are none."""
+
+    def __init__(self, program: LinearProgram, kind: _Kind, slot: Slot, num_layers: int, turn: int):
+        def variables(first: int, is_able: bool) -> dict[int, Linear]:
+            if not is_able:
+                return {}
+            found = {k: program.variable(high=num_layers) for k in range(first, kind.end)}
+            for earlier, later in itertools.pairwise(found.values()):
+                program.require(earlier <= later)
+            return found
+
+        self.kind = kind
+        self.out = variables(kind.early, slot.can_offload)
+        self.back = variables(kind.first + 1, slot.can_offload)
+        self.made = variables(max(kind.first + 1, turn), slot.can_recompute)
+        self.y: Linear | float = self.out.get(kind.end - 1, 0.0)
+        self.x: Linear | float = 0.0
+        if slot.can_recompute:
+            self.x = program.variable(high=num_layers)
+            program.require(self.x + self.y <= num_layers)
+        for recomputed in self.made.values():
+            program.require(recomputed <= self.x)
+        for k, copied in self.back.items():
+            program.require(copied <= self.out[k])
+
+    def in_interval(self, of: Mapping[int, Linear], all_of: Linear | float, k: int) -> Linear:
+        """How many more layers ``of`` counts at the end of interval ``k`` than at its beginning."""
+        until = all_of if k == self.kind.end else of.get(k, 0.0)
+        return total([until, -of.get(k - 1, 0.0)])
+
+    def recomputed(self, k: int) -> Linear | float:
+        """``made[k]``."""
+        return self.x if k >= self.kind.end else self.made.get(k, 0.0)
+
+    def away(self, k: int) -> Linear:
+        """Layers that lack it in point ``k``."""
+        parts = (self.out.get(k, 0.0), self.x, self.back.get(k, 0.0), self.made.get(k, 0.0))
+        return weighted((1.0, 1.0, -1.0, -1.0), parts)
 
 
-def _counted(lives: Iterable[Life]) -> _Counts:
-    found: dict[str, Counter[int]] = {}
-    for life in lives:
-        found.setdefault(life.class_key, Counter())[life.slot] += 1
-    return found
+class _Bound:
+    """The linear program of a step and its points."""
+
+    def __init__(
+        self,
+        step: MovableStep,
+        facts: StepFacts,
+        points: Sequence[Point],
+        shares: Mapping[tuple[str, int], float],
+    ) -> None:
+        self.step, self.facts, self.points, self.shares = step, facts, points, shares
+        self.unit_s = sum(facts.call_s) / UNITS or 1.0
+        self.unit_bytes = float(max(point.missing_bytes for point in points))
+        self.turn = sum(point.call < facts.first_backward for point in points)
+        self.program = LinearProgram()
+        self.lives = [life for life in _lives_of(step, facts) if self._may_move(life)]
+        count = len(points) + 1
+        self.away = _empty(len(points))
+        self.outs, self.new, self.backs, self.due = (_empty(count) for _ in range(4))
+        """Per interval the bytes that are copied to the host, and those of what it makes; that are
+        copied back, and those of what it reads."""
+        self.runs = [[self.program.variable()] for _ in range(count)]
+        """Per interval the seconds beyond computation: w, and of what runs again."""
+        self.copied: list[Linear] = []
+        """Bytes that the host holds."""
+
+    def added_s(self, host_budget_bytes: int | None) -> float:
+        """Seconds beyond computation; infinite where nothing keeps the budgets."""
+        for (class_key, kinds), num_layers in Counter(self._layers()).items():
+            self._add(self.step.classes[class_key], kinds, num_layers)
+        require = self.program.require
+        for point, away in zip(self.points, self.away, strict=True):
+            require(total(away) >= point.missing_bytes / self.unit_bytes)
+        byte_s = self.unit_bytes / self.unit_s
+        for copies, k, span_s, rate in self._copies():
+            if copies:
+                own = total(copies) * (byte_s / rate)
+                require(own <= total(self.runs[k]) + span_s / self.unit_s)
+        if host_budget_bytes is not None:
+            require(total(self.copied) <= host_budget_bytes / self.unit_bytes)
+        self.program.minimise(total(list(itertools.chain(*self.runs))))
+        status = self.program.solve()
+        if status is SolveStatus.INFEASIBLE:
+            return math.inf
+        added = self.program.value(self.program.objective) if status.has_solution else 0.0
+        return max(0.0, added * self.unit_s)
+
+    def _may_move(self, life: Life) -> bool:
+        slot = self.step.class_of(self.step.layers[life.layer]).slots[life.slot]
+        return slot.size_bytes > 0 and (slot.can_offload or slot.can_recompute)
+
+    def _intervals(self) -> Iterator[tuple[_Kind, Life]]:
+        """Each tensor that may be away in a point, and when."""
+        calls = [point.call for point in self.points]
+        for life in self.lives:
+            lacks = [k for k, point in enumerate(self.points) if point.may_lack(life)]
+            if lacks:
+                early = bisect_right(calls, life.made)
+                yield _Kind(life.slot, early, lacks[0], lacks[-1] + 1), life
+
+    def _layers(self) -> Iterator[tuple[str, tuple[_Kind, ...]]]:
+        """What tells the layers apart that lie otherwise between the points."""
+        by_layer: dict[int, list[_Kind]] = {}
+        for kind, life in self._intervals():
+            by_layer.setdefault(life.layer, []).append(kind)
+        for layer, kinds in by_layer.items():
+            yield self.step.layers[layer].class_key, tuple(kinds)
+
+    def _copies(self) -> Iterator[tuple[Sequence[Linear], int, float, float]]:
+        """What is copied, in which interval, beside how much computation, at what speed.
+
+        To the host from one point's beginning to the next one's, and back between their ends.
+        """
+        passed = [0.0, *itertools.accumulate(self.facts.call_s)]
+        begins, ends = [own.call for own in self.points], [own.end for own in self.points]
+        made, read = [*begins], [*begins, 0]
+        for kind, life in self._intervals():
+            made[kind.early] = min(made[kind.early], life.made + 1)
+            read[kind.end] = max(read[kind.end], life.read)
+        rate, back_rate = self.step.costs.d2h_bytes_per_s, self.step.costs.h2d_bytes_per_s
+        for k, begin in enumerate(begins):
+            yield self.new[k], k, passed[begin] - passed[made[k]], rate
+            yield self.due[k + 1], k + 1, passed[read[k + 1]] - passed[ends[k]], back_rate
+        for k, (before, after) in enumerate(itertools.pairwise(begins), start=1):
+            yield self.outs[k], k, passed[after] - passed[before], rate
+        for k, (before, after) in enumerate(itertools.pairwise(ends), start=1):
+            yield self.backs[k], k, passed[after] - passed[before], back_rate
+
+    def _add(self, cls: LayerClass, kinds: Sequence[_Kind], num_layers: int) -> None:
+        """Variables and constraints of a group of layers."""
+        program = self.program
+        tensors = {
+            kind.slot: _Tensor(program, kind, cls.slots[kind.slot], num_layers, self.turn)
+            for kind in kinds
+        }
+        for slot, tensor in tensors.items():
+            size = cls.slots[slot].size_bytes / self.unit_bytes
+            kind = tensor.kind
+            for k in range(kind.first, kind.end):
+                self.away[k].append(size * tensor.away(k))
+            for k in tensor.out:
+                self.outs[k].append(size * tensor.in_interval(tensor.out, tensor.y, k))
+            if tensor.out:
+                self.new[kind.early].append(size * tensor.out[kind.early])
+                for k in range(kind.first + 1, kind.end + 1):
+                    self.backs[k].append(size * tensor.in_interval(tensor.back, tensor.y, k))
+                self.due[kind.end].append(self.backs[kind.end][-1])
+                self.copied.append(size * total([tensor.y]))
+            for source in _sources_of(cls, slot) & tensors.keys():
+                other = tensors[source]
+                for k in range(max(other.kind.first, kind.first + 1, self.turn), other.kind.end):
+                    program.require(other.away(k) + tensor.recomputed(k) <= num_layers)
+        for k in range(self.turn, len(self.points) + 1):
+            made = {
+                slot: tensor.in_interval(tensor.made, tensor.x, k)
+                for slot, tensor in tensors.items()
+                if cls.slots[slot].can_recompute and tensor.kind.first < k <= tensor.kind.end
+            }
+            self.runs[k] += self._operators(cls, made)
+
+    def _operators(self, cls: LayerClass, made: Mapping[int, Linear]) -> Iterator[Linear]:
+        """The seconds of each operator that runs where so many layers recompute some tensors."""
+        makers = {op.slot: at for at, op in enumerate(cls.ops)}
+        needs: dict[int, list[Linear]] = {}
+        for at in reversed(range(len(cls.ops))):
+            op = cls.ops[at]
+            if op.slot is not None:
+                needs[at] = [made[op.slot]] if op.slot in made and makers[op.slot] == at else []
+            own = needs.get(at, [])
+            if not op.can_recompute or not own:
+                continue
+            if op.seconds > 0 and len(own) > 1:
+                run = self.program.variable()
+                for need in own:
+                    self.program.require(need <= run)
+                own = [run]
+            if op.seconds > 0:
+                share = self.shares.get((cls.key, at), 1.0)
+                yield own[0] * (op.seconds * share / self.unit_s)
+            for source in op.inputs:
+                if cls.ops[source].slot is None:
+                    found = needs.setdefault(source, [])
+                    found += [need for need in own if need not in found]
 
 
-class _Added(NamedTuple):
-    """Seconds beyond computation that a point takes at least."""
-
-    forward_s: float
-    """In the forward alone, whatever is recomputed."""
-    step_s: float
-    unhidden_s: float
-    """Of operators that cannot be split: what they take beyond the collectives in flight."""
+def _empty(count: int) -> list[list[Linear]]:
+    """So many sums without a term."""
+    return [[] for _ in range(count)]
 
 
-def _added_s(
-    step: MovableStep,
-    point: _Point,
-    excess_bytes: int,
-    host_budget_bytes: int | None,
-    discounts: Mapping[tuple[str, int], float],
-    in_flight_s: float,
-) -> _Added:
-    """The seconds beyond computation that the point's linear program finds."""
-    model = solver.make_model("bound of a step")
-    stalls = [model.add_var(name=name) for name in ("u", "v")]
-    moved: list[tuple[int, Any, Any]] = []
-    runs: list[tuple[float, Any]] = []
-    unhidden: list[tuple[float, Any]] = []
-    unit_s = unit_of_s(step)
-    for class_key, num_off in point.num_off.items():
-        cls = step.classes[class_key]
-        x, y = slot_variables(model, cls, num_off, point.num_again.get(class_key, {}))
-        for op, seconds, run in require_operators(model, cls, max(num_off.values()), x):
-            least_s = seconds * discounts.get((class_key, op), 1.0)
-            runs.append((least_s / unit_s, run))
-            if least_s > in_flight_s and not cls.ops[op].row_wise:
-                unhidden.append(((least_s - in_flight_s) / unit_s, run))
-        moved += [(cls.slots[slot].size_bytes, x.get(slot, 0), y.get(slot, 0)) for slot in x | y]
-    again = weighted([seconds for seconds, _ in runs], [run for _, run in runs])
-    sizes = [size_bytes for size_bytes, _, _ in moved]
-    offloaded = [y for _, _, y in moved]
-    off = weighted(sizes, offloaded) + weighted(sizes, [x for _, x, _ in moved])
-    model.add_constr(off >= float(excess_bytes), "bytes")
-    rates = (step.costs.d2h_bytes_per_s, step.costs.h2d_bytes_per_s)
-    for stall, seconds, rate, may_recompute in zip(
-        stalls, (point.before_s, point.after_s), rates, (point.in_backward, True), strict=True
-    ):
-        if seconds == math.inf:
-            continue
-        room = seconds / unit_s + stall + (again if may_recompute else 0.0)
-        copied = weighted([size / rate / unit_s for size in sizes], offloaded)
-        model.add_constr(copied <= room)
-    if host_budget_bytes is not None:
-        model.add_constr(weighted(sizes, offloaded) <= float(host_budget_bytes), "host")
-    step_s = minimum_s(model, stalls[0] + stalls[1] + again, unit_s)
-    is_open = 0 < step_s < math.inf
-    in_forward = is_open and not point.in_backward
-    forward_s = minimum_s(model, stalls[0] + 0.0, unit_s) if in_forward else 0.0
-    beyond = weighted(*zip(*unhidden, strict=True)) if unhidden and is_open else None
-    return _Added(forward_s, step_s, 0.0 if beyond is None else minimum_s(model, beyond, unit_s))
+def _sources_of(cls: LayerClass, slot: int) -> set[int]:
+    """The tensors of a layer from which one is recomputed, but those that take no time."""
+    if not cls.slots[slot].can_recompute:
+        return set()
+    read = {cls.ops[at].slot for op in closure_of(cls, (slot,)) for at in cls.ops[op].inputs}
+    return {own for own in read if own is not None and own != slot and not may_pass(cls, own)}

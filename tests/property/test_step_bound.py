@@ -1,15 +1,12 @@
 """The bound of a step against random plans of it: none is faster."""
 
 from dataclasses import replace
-from itertools import combinations
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from memo_compile.planners import step_bound
-from memo_compile.planners.bound_windows import filled_bytes
-from memo_compile.planners.comm_windows import least_of, overlapped
+from memo_compile.planners.comm_windows import overlapped
 from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.moves import apply_moves
@@ -130,47 +127,6 @@ def test_where_nothing_is_free_a_forward_waits_for_what_the_last_one_made():
     assert bound_s <= simulate(problem, costs_of(step, *regions_of(step, moves))).step_s
     added_s = bound_s - sum(facts_of(step).call_s)
     assert added_s >= 3 * (step.costs.d2h_s(16 * KIB) - FORWARD_S)  # x is copied beside it
-
-
-def test_what_hides_in_one_half_by_recomputing_costs_in_the_other(monkeypatch):
-    """To make b again takes longer than the backward waits for it, and less than both halves do."""
-    step = movable_step(6, bytes_per_s=16 * KIB)
-    cls = step.classes["L"]
-    slow = (replace(op, seconds=1.8, row_wise=False) if op.name == "op_b" else op for op in cls.ops)
-    step = replace(step, classes={"L": replace(cls, ops=tuple(slow), parts={})})
-    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
-    everything = Mode(actions=(Action.OFFLOAD,) * 5)
-    problem = apply_moves(step, Moves(modes=(everything,) * 6, schedule=once), recomputer(step))
-    budget = peak_live_bytes(problem)
-    together_s = step_lower_bound_s(step, budget_bytes=budget)
-    monkeypatch.setattr(step_bound, "both_waits_s", lambda away, *, in_stages: 0.0)
-    assert step_lower_bound_s(step, budget_bytes=budget) <= together_s - 1.0
-    assert together_s <= simulate(problem, step.costs).step_s
-
-
-@pytest.mark.parametrize("is_split", [False, True])
-def test_what_a_kernel_allocates_beside_an_arena_that_stays_keeps_it_from_running_again(is_split):
-    """The arena has the most of such memory beside it all the time. A part of the rows has room."""
-    step = movable_step(4, bytes_per_s=KIB)
-    cls = step.classes["L"]
-    ops = tuple(replace(op, row_wise=op.row_wise and is_split) for op in cls.ops)
-    step = replace(
-        step,
-        problem=replace(step.problem, releases_pages=False),
-        classes={"L": replace(cls, ops=ops, parts={})},
-    )
-    moves = _recompute_everything(step)
-    plain = regions_of(step, moves)
-    large = [_allocating(region, "op_d", 32 * KIB) for region in plain]
-    known = {region.key: region for region in plain}
-    most = peak_live_bytes(apply_moves(step, moves, known.__getitem__))
-    gains = []
-    for budget in range(most, most - 64 * KIB, -8 * KIB):
-        alone_s, beside_s = (
-            step_lower_bound_s(step, budget_bytes=budget, regions=own) for own in (plain, large)
-        )
-        gains.append(beside_s - alone_s if alone_s < beside_s else 0.0)
-    assert any(gains) is not is_split
 
 
 def test_what_is_read_first_is_waited_for_though_all_copies_could_hide():
@@ -335,32 +291,3 @@ def talking_step(copy_bytes_per_s=100_000, comm_slowdown=1.0):
         comm_bytes_per_s=500,
         comm_slowdown=comm_slowdown,
     )
-
-
-def test_of_an_operator_that_no_collective_is_as_long_as_something_shows():
-    """Attention takes 3 s and no more than 2.05 s of collectives are in flight at one time."""
-    step = talking_step(copy_bytes_per_s=1000)
-    alone = least_of(step.problem, step.costs)
-    assert 2 < alone.in_flight_s < 2.1
-    again = [
-        Action.RECOMPUTE if own.can_recompute else Action.SAVE for own in step.classes["L"].slots
-    ]
-    moves = Moves(modes=(Mode(actions=tuple(again)),) * 4)
-    problem = apply_moves(step, moves, recomputer(step))
-    peak_bytes, costs = peak_live_bytes(problem), costs_of(step, *regions_of(step, moves))
-    bound_s = step_lower_bound_s(step, budget_bytes=peak_bytes, host_budget_bytes=0)
-    assert bound_s > alone.step_s + 2
-    fastest = overlapped(TimedProgram(problem, costs), limit_bytes=peak_bytes).problem
-    assert bound_s <= simulate(fastest, costs).step_s
-
-
-@given(
-    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=6),
-    free=st.integers(0, 60),
-    unit=st.sampled_from([1, 512, 1 << 40]),
-)
-def test_the_bytes_that_tensors_fill_are_those_of_their_best_subset(sizes, free, unit):
-    sums = {sum(some) for n in range(len(sizes) + 1) for some in combinations(sizes, n)}
-    most = max(found for found in sums if found <= free) * unit
-    own_sizes = [size * unit for size in sizes]
-    assert filled_bytes(own_sizes, free * unit + unit // 2) == most

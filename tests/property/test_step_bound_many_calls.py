@@ -11,14 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memo_compile.errors import Infeasible, InvalidPlan
-from memo_compile.planners import bound_windows
 from memo_compile.planners.move_rules import RecomputeOf
 from memo_compile.planners.place_step import place_step
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidate import Candidate, simulated
 from memo_compile.planners.policy.candidates import CandidateSource
 from memo_compile.planners.policy.model import least_bytes, least_cost_s
-from memo_compile.planners.step_bound import StepBound, step_lower_bound_s
+from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.step.movable import MovableStep, RecomputeKey, RecomputeRegion
 from memo_compile.step.simulate import peak_live_bytes
 from tests.steps.many_calls import random_moves, random_step, varied_recomputer
@@ -141,36 +140,3 @@ def _fastest(plans: Iterator[Candidate]) -> Iterator[Candidate]:
         if plan.timeline.step_s < best_s:
             best_s = plan.timeline.step_s
             yield plan
-
-
-def test_a_window_that_goes_past_calls_with_more_room_finds_more(monkeypatch):
-    """Between two calls at which little is free there is one at which what the next reads fits."""
-    gains = []
-    for seed in range(40):
-        step, budget = _near_floor(Random(seed))
-        far_s = StepBound(step=step, budget_bytes=budget).seconds(rough=True)
-        with monkeypatch.context() as patched:
-            patched.setattr(bound_windows, "MAX_SKIP", 1)
-            near_s = StepBound(step=step, budget_bytes=budget).seconds(rough=True)
-        assert far_s >= near_s * (1 - 1e-6)
-        gains.append(far_s / near_s)
-    assert max(gains) > 1.01
-
-
-def test_a_window_with_the_same_decisions_at_all_its_points_finds_more():
-    """Its parts by themselves take a tensor as copied for one, and as made again for another."""
-    gains = []
-    for seed in range(40):
-        step, budget = _near_floor(Random(seed), pairs=bool(seed % 2))
-        rough_s = StepBound(step=step, budget_bytes=budget).seconds(rough=True)
-        all_s = step_lower_bound_s(step, budget_bytes=budget)
-        assert all_s >= rough_s * (1 - 1e-6)
-        gains.append(all_s / rough_s)
-    assert max(gains) > 1.01
-
-
-def _near_floor(rng: Random, *, pairs: bool = False) -> tuple[MovableStep, int]:
-    """A step, and the fewest bytes of greedy's plans."""
-    step = random_step(rng, max_layers=3, pairs=pairs)
-    plans = CandidateSource(step=step, recompute=recomputer(step)).greedy()
-    return step, min(plan.live_bytes for plan in plans)

@@ -100,7 +100,7 @@ def test_engines_are_tried_on_a_model():
 
 
 def test_an_engine_with_a_wrong_answer_is_named(monkeypatch):
-    monkeypatch.setattr(checkup.solver, "integer_value", lambda variable: 0)
+    monkeypatch.setattr(checkup.solver.LinearProgram, "integer_value", lambda program, term: 0)
     assert "wrong answer (0, 0) (optimal)" in checkup.try_engine(Engine.HIGHS)
 
 
@@ -108,24 +108,21 @@ def test_an_engine_that_fails_is_named(monkeypatch):
     def fail(*_arguments, **_options):
         raise OSError("libhighs.so: gone")
 
-    monkeypatch.setattr(checkup.solver, "solve", fail)
+    monkeypatch.setattr(checkup.solver.LinearProgram, "solve", fail)
     assert checkup.try_engine(Engine.HIGHS) == "fails: OSError: libhighs.so: gone"
-
-
-def test_an_absent_engine_is_named(monkeypatch):
-    monkeypatch.setattr(checkup.solver, "available_engines", lambda: ())
     findings = {finding.name: finding for finding in checkup._solvers()}
-    assert findings["HIGHS"].text == "does not start"
-    assert "pip install --no-deps mip" in findings["HIGHS"].remedy
-    assert findings["fallback"].health is Health.LIMITED
+    assert findings["HIGHS"].health is Health.LIMITED
+    assert findings["HIGHS"].remedy == "install highspy again"
 
 
-def test_cbc_is_not_missed_where_highs_solves(monkeypatch):
-    monkeypatch.setattr(checkup.solver, "available_engines", lambda: (Engine.HIGHS,))
+def test_engines_of_the_extra_are_not_missed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mip", None)
     findings = {finding.name: finding for finding in checkup._solvers()}
-    assert findings["CBC"].health is Health.OK
-    assert (findings["CBC"].value, findings["CBC"].remedy) == (None, "")
-    assert "fallback" not in findings
+    assert findings["HIGHS"].health is Health.OK
+    for name in ("CBC", "GUROBI"):
+        assert findings[name].health is Health.OK
+        assert (findings[name].value, findings[name].remedy) == (None, "")
+        assert "python-mip" in findings[name].text
 
 
 def test_a_compiler_that_works_is_found_to():

@@ -8,7 +8,7 @@ import torch
 from memo_compile.backends import entry
 from memo_compile.backends.entry import DynamoWatch
 from memo_compile.config import MemoConfig
-from memo_compile.driver import around, report_rows
+from memo_compile.driver import around
 from memo_compile.driver.report_rows import step_notes
 from memo_compile.reporting import state
 from memo_compile.step.plans import Decision
@@ -97,15 +97,6 @@ def test_parts_that_round_differently_are_named():
     assert notes([replace(RECOMPUTED, decision="OFFLOAD", token_fraction=0.25)]) == []
     (note,) = notes([], token_tiles=4)
     assert note.startswith("wide chains run in tiles")
-
-
-def test_plans_without_integer_programs_are_named(monkeypatch):
-    """python-mip is an extra: who plans without it is told so, and how to get it."""
-    monkeypatch.setattr(report_rows, "available_engines", lambda: ())
-    (note,) = notes([])
-    assert note.startswith("planned by greed")
-    assert "pip install --no-deps mip" in note
-    assert notes([], policy="greedy") == []
 
 
 def test_large_results_are_named_under_a_budget():

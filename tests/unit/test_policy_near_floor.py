@@ -2,12 +2,9 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from memo_compile.planners.bound_never import never_again
-from memo_compile.planners.bound_parts import lives_of
-from memo_compile.planners.move_rules import facts_of, recompute_keys
+from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy import modes as policy_modes
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import ONCE, CandidateSource
@@ -16,7 +13,7 @@ from memo_compile.planners.policy.model import MAX_LAST, build_model, last_layer
 from memo_compile.planners.policy.modes import class_modes, layer_modes
 from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.planners.policy.slot_by_slot import MAX_WAYS, slot_by_slot
-from memo_compile.step.movable import Action, Moves, RecomputeKey
+from memo_compile.step.movable import Action, Moves
 from memo_compile.step.problem import OutsideBuffer
 from memo_compile.step.residency import ordinary_bytes
 from tests.steps.movable import KIB, movable_step, recomputer
@@ -87,34 +84,6 @@ def test_layers_with_most_gradients_beside_them_allocate_less(releases_pages):
     for own, first in zip(others, firsts, strict=True):
         assert own.modes[first:] == (plain,) * (6 - first)
         assert all(2 not in mode.slots(Action.RECOMPUTE) for mode in own.modes[:first])
-
-
-@pytest.mark.parametrize(
-    ("free", "expected"),
-    [
-        (100 * KIB, [(0, 5), (2, 3), (4, 1), (6, 0)]),
-        (3 * KIB, [(0, 6), (1, 5), (2, 4), (3, 3)]),
-        (-1, [(0, 6)]),
-    ],
-)
-def test_a_bound_tells_plans_apart_by_what_kernels_allocate_beside_gradients(free, expected):
-    """b's kernel takes 8 KiB; beside gradients that is 6, 5, 4, ... KiB above the most, 7.
-
-    For each kind of plans: the KiB that it adds, and how many first layers do not recompute b.
-    """
-    step = movable_step(6)
-    cls = step.classes["L"]
-    ops = tuple(replace(op, row_wise=False) for op in cls.ops)
-    problem = replace(step.problem, releases_pages=False)
-    step = replace(step, problem=problem, classes={"L": replace(cls, ops=ops)})
-    region = allocating(recomputer(step), 8 * KIB)(RecomputeKey(class_key="L", slots=(2,)))
-    facts = facts_of(step)
-    moved = list(lives_of(step, facts))
-    spare = np.full(len(facts.call_s), free)
-    kinds = list(never_again(step, moved, spare, [region]))
-    assert [never.raised_bytes // KIB for never in kinds] == [raised for raised, _ in expected]
-    for never, (_, num_layers) in zip(kinds, expected, strict=True):
-        assert {at for at, slot in never.alone if slot == 2} == set(range(num_layers))
 
 
 def smallest(step, recompute):

@@ -9,7 +9,6 @@ from benchmarks.layer_steps import Setting, gpt_step, recompute_of
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.errors import Infeasible
-from memo_compile.planners import solver
 from memo_compile.planners.move_rules import can_split, recompute_keys
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidate import simulated
@@ -419,23 +418,6 @@ def test_bundles_are_single_layers_or_equal_parts():
     parts = make_bundles(model_of(12), num_bundles=7)
     assert [layer for part in parts for layer in part] == list(range(12))
     assert [len(part) for part in parts] == [2, 2, 2, 2, 2, 1, 1]
-
-
-def test_without_an_engine_the_choice_is_greedys(monkeypatch):
-    step = movable_step(4)
-    budget_bytes = int(peak_live_bytes(step.problem) * 0.75)
-    monkeypatch.setattr(solver, "available_engines", lambda: ())
-    assert solve_modes(model_of(3), bound_bytes=1 << 40).status is SolveStatus.ERROR
-    assert lowest_peak(model_of(3)).status is SolveStatus.ERROR
-    choice = choose(
-        step,
-        budget_bytes=budget_bytes,
-        host_budget_bytes=None,
-        policy="auto",
-        recompute=recomputer(step),
-        place=Live,
-    )
-    assert choice.plan.peak_bytes <= budget_bytes
 
 
 def test_every_candidate_names_who_proposed_it():

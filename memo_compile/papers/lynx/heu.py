@@ -9,10 +9,11 @@ and memory in units of the budget.
 """
 
 import dataclasses
+import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from memo_compile.papers.lynx.fields import Number
 from memo_compile.papers.lynx.lynx_instance import NUM_PHASES, NUM_WINDOWS, HeuInstance
@@ -28,24 +29,30 @@ from memo_compile.papers.lynx.solution import (
     fraction_value,
     within_budget,
 )
-from memo_compile.planners import solver
-from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
+from memo_compile.planners.solver import (
+    Linear,
+    LinearProgram,
+    SolveStatus,
+    exact_program,
+    total,
+    weighted,
+)
 
 ON_DEMAND = NUM_PHASES - 1
 """Index of the phase on the critical path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Program:
-    """The model, its variables, and the linear forms that are minimised one after the other."""
+class _Phases:
+    """The program, its variables, and the linear forms that are minimised one after the other."""
 
-    model: Any
-    keep: list[Any]
-    recompute: list[list[Any]]
+    program: LinearProgram
+    keep: list[Linear]
+    recompute: list[list[Linear | int]]
     """``[phase][operator]``; the constant 0 where equation 6 or the last-stage rule forbids it."""
-    critical: Any
-    total: Any
-    memory: Any
+    critical: Linear
+    total: Linear
+    memory: Linear
 
 
 def solve_heu(
@@ -77,19 +84,19 @@ def _solve_one(
     """The optimum of one of the two programs, with whole operators or with cut ones."""
 
     def attempt(budget: Number) -> HeuSolution:
-        program = _build(instance, token_split, budget)
-        return _minimise(program, instance, break_ties, deadline_s)
+        phases = _build(instance, token_split, budget)
+        return _minimise(phases, instance, break_ties, deadline_s)
 
     return within_budget(instance.budget, attempt, lambda: _conflict(instance, token_split))
 
 
 def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number:
     """The least budget under which ``instance`` has a plan, by the same program."""
-    program = _build(instance, token_split, None)
-    program.model.objective = program.memory
-    status = solver.solve(program.model)
+    phases = _build(instance, token_split, None)
+    phases.program.minimise(phases.memory)
+    status = phases.program.solve()
     assert status is SolveStatus.OPTIMAL, f"memory floor: {status}"
-    return _read(program, instance, status).peak
+    return _read(phases, instance, status).peak
 
 
 def _keep_everything(instance: HeuInstance) -> HeuSolution | None:
@@ -106,25 +113,25 @@ def _keep_everything(instance: HeuInstance) -> HeuSolution | None:
     return everything if everything.peak <= instance.budget else None
 
 
-def _build(instance: HeuInstance, token_split: bool, budget: Number | None) -> _Program:
+def _build(instance: HeuInstance, token_split: bool, budget: Number | None) -> _Phases:
     """The program without objective; None leaves memory without a bound."""
     ops = instance.ops
-    model = exact_model("lynx-heu")
-    keep = [model.add_var(f"S_{i}", var_type="B") for i in range(ops.count)]
-    recompute = _recompute_variables(model, instance, token_split)
-    model.add_constr(keep[-1] == 1, "output_kept")
-    _add_availability(model, instance, keep, recompute)
+    program = exact_program()
+    keep = [program.choice() for _ in range(ops.count)]
+    recompute = _recompute_variables(program, instance, token_split)
+    program.require(keep[-1].equals(1))
+    _add_availability(program, instance, keep, recompute)
     unit = float(max(*ops.times, 0)) or 1.0
     cost = [t / unit for t in ops.times]
     for phase, limit in enumerate(instance.window_limits):
         load = weighted(cost, recompute[phase])
-        model.add_constr(load <= limit / unit, f"window_{phase + 1}_eq5")
+        program.require(load <= limit / unit)  # equation 5
     memory_unit = float(max(instance.budget, *ops.sizes)) or 1.0
     memory = _memory(instance, keep, recompute, memory_unit)
     if budget is not None:
-        model.add_constr(memory <= float(budget) / memory_unit, "memory_eq7")
-    return _Program(
-        model=model,
+        program.require(memory <= float(budget) / memory_unit)  # equation 7
+    return _Phases(
+        program=program,
         keep=keep,
         recompute=recompute,
         critical=weighted(cost, recompute[ON_DEMAND]),
@@ -133,24 +140,28 @@ def _build(instance: HeuInstance, token_split: bool, budget: Number | None) -> _
     )
 
 
-def _recompute_variables(model: Any, instance: HeuInstance, token_split: bool) -> list[list[Any]]:
+def _recompute_variables(
+    program: LinearProgram, instance: HeuInstance, token_split: bool
+) -> list[list[Linear | int]]:
     """R_ti, without communications in windows (equation 6) and without windows of length 0."""
     ops, limits = instance.ops, (*instance.window_limits, math.inf)
 
-    def variable(phase: int, i: int) -> Any:
+    def variable(phase: int, i: int) -> Linear | int:
         barred = phase < NUM_WINDOWS and (i in ops.comm or limits[phase] == 0 < ops.times[i])
         if barred or (phase < 2 and not instance.forward_windows):
             return 0
-        name = f"R_{phase + 1}_{i}"
         if token_split and i not in ops.whole:
-            return add_share(model, name, ops.num_slices)
-        return model.add_var(name, var_type="B")
+            return add_share(program, ops.num_slices)
+        return program.choice()
 
     return [[variable(phase, i) for i in range(ops.count)] for phase in range(NUM_PHASES)]
 
 
 def _add_availability(
-    model: Any, instance: HeuInstance, keep: list[Any], recompute: list[list[Any]]
+    program: LinearProgram,
+    instance: HeuInstance,
+    keep: list[Linear],
+    recompute: list[list[Linear | int]],
 ) -> None:
     """Equation 3 (what backward reads is kept or recomputed once) and 4 (inputs come first).
 
@@ -158,17 +169,19 @@ def _add_availability(
     """
     for i in range(instance.ops.count):
         made = total([row[i] for row in recompute])
-        model.add_constr(made + keep[i] <= 1, f"once_{i}_eq3")
+        program.require(made + keep[i] <= 1)
         if instance.need[i]:
-            model.add_constr(made + keep[i] >= 1, f"needed_{i}_eq3")
+            program.require(made + keep[i] >= 1)
         for phase in range(NUM_PHASES):
             so_far = total([row[i] for row in recompute[: phase + 1]])
             for j in instance.ops.deps[i]:
                 have = total([keep[j], *(row[j] for row in recompute[: phase + 1])])
-                model.add_constr(so_far <= have, f"causal_{phase + 1}_{i}_{j}_eq4")
+                program.require(so_far <= have)
 
 
-def _memory(instance: HeuInstance, keep: list[Any], recompute: list[list[Any]], unit: float) -> Any:
+def _memory(
+    instance: HeuInstance, keep: list[Linear], recompute: list[list[Linear | int]], unit: float
+) -> Linear:
     """Left side of equation 7' in units of ``unit``.
 
     Kept outputs count in every layer and micro-batch in flight, what phases 1 and 2 rebuild in
@@ -177,37 +190,38 @@ def _memory(instance: HeuInstance, keep: list[Any], recompute: list[list[Any]], 
     layers = instance.num_layers
     copies = (layers * instance.num_batches, layers, layers, 1, 1, 1)
     weights = [count * (m / unit) for count in copies for m in instance.ops.sizes]
-    variables = [x for row in (keep, *recompute) for x in row]
-    return weighted(weights, variables) + instance.static / unit
+    rows: list[Sequence[Linear | int]] = [keep, *recompute]
+    return weighted(weights, itertools.chain.from_iterable(rows)) + instance.static / unit
 
 
 def _minimise(
-    program: _Program, instance: HeuInstance, break_ties: bool, deadline_s: float
+    phases: _Phases, instance: HeuInstance, break_ties: bool, deadline_s: float
 ) -> HeuSolution:
     """Solve for the critical path; then, with what came before held fixed, for each tie-break."""
     best: HeuSolution | None = None
     status = SolveStatus.TIME_LIMIT
-    goals = (program.critical, program.total, program.memory)
+    program = phases.program
+    goals = (phases.critical, phases.total, phases.memory)
     for goal in goals if break_ties else goals[:1]:
-        program.model.objective = goal
-        status = solver.solve(program.model, deadline_s - time.monotonic())
+        program.minimise(goal)
+        status = program.solve(deadline_s - time.monotonic())
         if not status.has_solution:
             break
-        found = _read(program, instance, status)
+        found = _read(phases, instance, status)
         if best is not None and exceeds(found.critical_time, best.critical_time, SPLIT_TOLERANCE):
             break
         best = found if best is None else dataclasses.replace(found, status=best.status)
         if status is not SolveStatus.OPTIMAL or found.peak > instance.budget:
             break
-        program.model.add_constr(goal <= float(program.model.objective_value) + TIE_SLACK)
+        program.require(goal <= program.value(goal) + TIE_SLACK)
     return best or HeuSolution(status=status)
 
 
-def _read(program: _Program, instance: HeuInstance, status: SolveStatus) -> HeuSolution:
+def _read(phases: _Phases, instance: HeuInstance, status: SolveStatus) -> HeuSolution:
     """The solution that the solved variables hold, with exact times and peak, not yet judged."""
-    keep = tuple(bool(solver.integer_value(s)) for s in program.keep)
+    keep = tuple(bool(phases.program.integer_value(s)) for s in phases.keep)
     slices = instance.ops.num_slices
-    values = [[fraction_value(r, slices) for r in row] for row in program.recompute]
+    values = [[fraction_value(phases.program, r, slices) for r in row] for row in phases.recompute]
     windows = tuple(
         tuple(Part(op=i, fraction=x) for i, x in enumerate(row) if x > 0) for row in values
     )

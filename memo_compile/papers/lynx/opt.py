@@ -32,28 +32,34 @@ from memo_compile.papers.lynx.solution import (
     fraction_value,
     within_budget,
 )
-from memo_compile.planners import solver
-from memo_compile.planners.solver import SolveStatus, exact_model, total, weighted
+from memo_compile.planners.solver import (
+    Linear,
+    LinearProgram,
+    SolveStatus,
+    exact_program,
+    total,
+    weighted,
+)
 
 Matrix = Any
-"""An array of the model's variables, and of ints where an entry is fixed; or of their values."""
+"""An array of the program's variables, and of ints where an entry is fixed; or of their values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Program:
-    """The model and its matrices; row = phase, entries beyond the phase's operator are 0.
+class _Schedule:
+    """The program and its matrices; row = phase, entries beyond the phase's operator are 0.
 
     S has one row more than there are phases: what must be resident at the end. Without a token
     split Xc is 0 and Z is Ro; else Z is 1 where Ro > 0.
     """
 
-    model: Any
+    program: LinearProgram
     resident: Matrix  # S
     critical: Matrix  # Rc
     started: Matrix  # Xc
     overlapped: Matrix  # Ro
     hidden: Matrix  # Z
-    bound: Any
+    bound: Linear | float
     """Limit on memory, in units of ``memory_unit``: a number, or a variable to be minimised."""
     memory_unit: float
     time_unit: float
@@ -83,23 +89,24 @@ def _solve_one(instance: OptInstance, token_split: bool, deadline_s: float) -> O
     """The optimum of one of the two programs, with whole operators or with cut ones."""
 
     def attempt(budget: Number) -> OptSolution:
-        program = _build(instance, token_split, budget)
-        costs = [t / program.time_unit for t in instance.ops.times]
-        rows = [*program.critical, *program.started]
-        program.model.objective = weighted(costs * len(rows), [x for row in rows for x in row])
-        status = solver.solve(program.model, deadline_s - time.monotonic())
+        schedule = _build(instance, token_split, budget)
+        costs = [t / schedule.time_unit for t in instance.ops.times]
+        rows = [*schedule.critical, *schedule.started]
+        critical = weighted(costs * len(rows), [x for row in rows for x in row])
+        schedule.program.minimise(critical)
+        status = schedule.program.solve(deadline_s - time.monotonic())
         if not status.has_solution:
             return OptSolution(status=status)
-        solution = _read(program, instance, status)
+        solution = _read(schedule, instance, status)
         if exceeds(solution.peak, instance.budget):
             return solution
-        return _with_least_hidden(program, instance, solution, deadline_s)
+        return _with_least_hidden(schedule, instance, solution, deadline_s)
 
     return within_budget(instance.budget, attempt, lambda: _floor_conflict(instance, token_split))
 
 
 def _with_least_hidden(
-    program: _Program, instance: OptInstance, solution: OptSolution, deadline_s: float
+    schedule: _Schedule, instance: OptInstance, solution: OptSolution, deadline_s: float
 ) -> OptSolution:
     """A solution as fast as ``solution`` that hides the least recomputation.
 
@@ -108,62 +115,61 @@ def _with_least_hidden(
     """
     if solution.status is not SolveStatus.OPTIMAL or not any(solution.windows):
         return solution
-    model, costs = program.model, [t / program.time_unit for t in instance.ops.times]
-    model.add_constr(model.objective <= solution.critical_time / program.time_unit + TIE_SLACK)
-    hidden = [x for row in program.overlapped for x in row]
-    model.objective = weighted(costs * instance.ops.count, hidden)
-    if not solver.solve(model, deadline_s - time.monotonic()).has_solution:
+    program, costs = schedule.program, [t / schedule.time_unit for t in instance.ops.times]
+    as_fast = solution.critical_time / schedule.time_unit + TIE_SLACK
+    program.require(program.objective <= as_fast)
+    hidden = [x for row in schedule.overlapped for x in row]
+    program.minimise(weighted(costs * instance.ops.count, hidden))
+    if not program.solve(deadline_s - time.monotonic()).has_solution:
         return solution
-    found = _read(program, instance, solution.status)
+    found = _read(schedule, instance, solution.status)
     slower = exceeds(found.critical_time, solution.critical_time, SPLIT_TOLERANCE)
     return solution if slower or exceeds(found.peak, instance.budget) else found
 
 
-def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _Program:
+def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _Schedule:
     """The program without objective; without a budget its bound is a variable to minimise."""
-    model = exact_model("lynx-opt")
+    program = exact_program()
     ops, num_ops = instance.ops, instance.ops.count
     unit = float(max(budget or 0, *ops.sizes, instance.static)) or 1.0
 
-    binary = functools.partial(model.add_var, var_type="B")
-    share = functools.partial(add_share, model, num_slices=ops.num_slices)
+    share = functools.partial(add_share, program, ops.num_slices)
 
-    def matrix(name: str, cells: set[tuple[int, int]], make: Callable[[str], Any]) -> Matrix:
+    def matrix(cells: set[tuple[int, int]], make: Callable[[], Linear]) -> Matrix:
         found = np.zeros((num_ops, num_ops), dtype=object)
-        for t, i in sorted(cells):
-            found[t, i] = make(f"{name}_{t}_{i}")
+        for cell in sorted(cells):
+            found[cell] = make()
         return found
 
     before = {(t, i) for t in range(num_ops) for i in range(t)}
     can_hide = {(t, i) for t, i in before if t in ops.comm and i not in ops.comm}
     splittable = {(t, i) for t, i in can_hide if i not in ops.whole} if token_split else set()
-    hidden = matrix("Z" if token_split else "Ro", can_hide, binary)
-    resident, critical = matrix("S", before, binary), matrix("Rc", before, binary)
+    choice = program.choice
+    hidden, resident, critical = (matrix(cells, choice) for cells in (can_hide, before, before))
     np.fill_diagonal(critical, 1)  # D3: phase t computes operator t
-    started, overlapped = matrix("Xc", splittable, share), matrix("Ro", splittable, share)
+    started, overlapped = matrix(splittable, share), matrix(splittable, share)
     for cell in before - splittable:
         overlapped[cell] = hidden[cell]
-    program = _Program(
-        model=model,
+    schedule = _Schedule(
+        program=program,
         resident=np.vstack([resident, np.array([int(kept) for kept in instance.keep], object)]),
         critical=critical,
         started=started,
         overlapped=overlapped,
         hidden=hidden,
-        bound=model.add_var("peak") if budget is None else budget / unit,
+        bound=program.variable() if budget is None else budget / unit,
         memory_unit=unit,
         time_unit=float(max(ops.times)) or 1.0,
     )
-    for t, i in sorted(splittable):
-        parts = program.started[t][i] + program.overlapped[t][i]
-        model.add_constr(parts == hidden[t][i], f"split_{t}_{i}")
+    for cell in sorted(splittable):
+        program.require((started[cell] + overlapped[cell]).equals(hidden[cell]))
     for t in range(num_ops):
-        _add_causality(program, instance, t)
-        _add_memory(program, instance, t)
-    return program
+        _add_causality(schedule, instance, t)
+        _add_memory(schedule, instance, t)
+    return schedule
 
 
-def _add_causality(program: _Program, instance: OptInstance, t: int) -> None:
+def _add_causality(schedule: _Schedule, instance: OptInstance, t: int) -> None:
     """Constraints of phase ``t`` on what may be computed and what may stay.
 
     D1c: before operator t an operator reads what is resident or computed before it. D1o: behind
@@ -171,47 +177,47 @@ def _add_causality(program: _Program, instance: OptInstance, t: int) -> None:
     neither had nor made. C2: what is hidden fits the communication. An output is made at most
     once, and never when it is resident: a second copy would cost time or memory for nothing.
     """
-    model, ops = program.model, instance.ops
-    have, crit = program.resident[t], program.critical[t]
-    begun, hide = program.started[t], program.hidden[t]
+    require, ops = schedule.program.require, instance.ops
+    have, crit = schedule.resident[t], schedule.critical[t]
+    begun, hide = schedule.started[t], schedule.hidden[t]
     for i in range(t + 1):
         for j in ops.deps[i]:
             ready = total([crit[j], have[j]])
-            model.add_constr(total([crit[i]]) <= ready, f"D1c_{t}_{i}_{j}")
+            require(total([crit[i]]) <= ready)
             if isinstance(hide[i], int):
                 continue
-            model.add_constr(begun[i] <= ready + begun[j], f"D1x_{t}_{i}_{j}")
-            model.add_constr(hide[i] <= ready + hide[j], f"D1o_{t}_{i}_{j}")
+            require(begun[i] <= ready + begun[j])
+            require(hide[i] <= ready + hide[j])
         made = total([have[i], crit[i], hide[i]])
-        model.add_constr(total([program.resident[t + 1][i]]) <= made, f"D2_{t}_{i}")
+        require(total([schedule.resident[t + 1][i]]) <= made)
         if i < t:
-            model.add_constr(made <= 1, f"once_{t}_{i}")
+            require(made <= 1)
     if t in ops.comm:
-        load = weighted([c / program.time_unit for c in ops.times], program.overlapped[t])
-        model.add_constr(load <= ops.times[t] / program.time_unit, f"C2_{t}")
+        load = weighted([c / schedule.time_unit for c in ops.times], schedule.overlapped[t])
+        require(load <= ops.times[t] / schedule.time_unit)
 
 
-def _add_memory(program: _Program, instance: OptInstance, t: int) -> None:
+def _add_memory(schedule: _Schedule, instance: OptInstance, t: int) -> None:
     """U of phase ``t`` stays within the bound while each operator runs.
 
     An operator t that communicates has its input, its output and all behind it at once.
     """
-    ops, unit = instance.ops, program.memory_unit
+    ops, unit = instance.ops, schedule.memory_unit
     sizes = [m / unit for m in ops.sizes]
-    freed = _freed_variables(program, instance, t)
-    level = weighted(sizes, program.resident[t]) + instance.static / unit
+    freed = _freed_variables(schedule, instance, t)
+    level = weighted(sizes, schedule.resident[t]) + instance.static / unit
     for i in range(t + 1):
-        level = level + weighted([sizes[i]] * 2, [program.critical[t][i], program.started[t][i]])
-        at_once = level + weighted(sizes, program.overlapped[t]) if i == t else level
-        program.model.add_constr(at_once <= program.bound, f"M_{t}_{i}")
+        level = level + weighted([sizes[i]] * 2, [schedule.critical[t][i], schedule.started[t][i]])
+        at_once = level + weighted(sizes, schedule.overlapped[t]) if i == t else level
+        schedule.program.require(at_once <= schedule.bound)
         for d in (*ops.deps[i], i):
             if (d, i) in freed:
                 level = level - sizes[d] * freed[d, i]
 
 
 def _freed_variables(
-    program: _Program, instance: OptInstance, t: int
-) -> dict[tuple[int, int], Any]:
+    schedule: _Schedule, instance: OptInstance, t: int
+) -> dict[tuple[int, int], Linear]:
     """F of phase ``t``, by (output d, operator i after which it is freed), for i < t.
 
     An output is freed at most once, only if it is there, and not before its last reader of the
@@ -219,32 +225,33 @@ def _freed_variables(
     0 or 1 and freeing only ever helps, so F may stay continuous; stating each obstacle for all
     earlier operators at once cuts off fractional solutions that free one output several times.
     """
-    model, critical = program.model, program.critical[t]
-    freed: dict[tuple[int, int], Any] = {}
+    program, critical = schedule.program, schedule.critical[t]
+    freed: dict[tuple[int, int], Linear] = {}
     for d in range(t):
         readers = [i for i, row in enumerate(instance.ops.deps) if d in row]
         moments = [i for i in (d, *readers) if i < t]
         for i in moments:
-            freed[d, i] = model.add_var(f"F_{t}_{d}_{i}", ub=1.0)
-            model.add_constr(freed[d, i] <= critical[i])
+            freed[d, i] = program.variable(high=1.0)
+            program.require(freed[d, i] <= critical[i])
         once = total([freed[d, i] for i in moments])
-        model.add_constr(once <= total([program.resident[t][d], critical[d]]))
-        behind = [program.hidden[t][j] for j in readers if j < t]
-        for obstacle in (program.resident[t + 1][d], *behind):
-            model.add_constr(once + obstacle <= 1)
+        program.require(once <= total([schedule.resident[t][d], critical[d]]))
+        behind = [schedule.hidden[t][j] for j in readers if j < t]
+        for obstacle in (schedule.resident[t + 1][d], *behind):
+            program.require(once + obstacle <= 1)
         for j in readers:
             if j <= t:
                 before = total([freed[d, i] for i in moments if i < j])
-                model.add_constr(before + critical[j] <= 1)
+                program.require(before + critical[j] <= 1)
     return freed
 
 
-def _read(program: _Program, instance: OptInstance, status: SolveStatus) -> OptSolution:
+def _read(schedule: _Schedule, instance: OptInstance, status: SolveStatus) -> OptSolution:
     """The schedule that the solved variables hold, pruned, with the cost that its replay counts."""
-    value, slices = np.vectorize(fraction_value, otypes=[float]), instance.ops.num_slices
-    resident = value(program.resident[:-1]).round().astype(int)
-    whole, overlapped = value(program.critical), value(program.overlapped, slices)
-    critical: Matrix = np.where(whole, whole, value(program.started, slices))
+    in_solution = functools.partial(fraction_value, schedule.program)
+    value, slices = np.vectorize(in_solution, otypes=[float]), instance.ops.num_slices
+    resident = value(schedule.resident[:-1]).round().astype(int)
+    whole, overlapped = value(schedule.critical), value(schedule.overlapped, slices)
+    critical: Matrix = np.where(whole, whole, value(schedule.started, slices))
     _prune(instance, resident, critical, overlapped)
     matrices = [matrix.tolist() for matrix in (resident, critical, overlapped)]
     return _judged(replace(instance, budget=math.inf), status, *matrices)
@@ -302,14 +309,14 @@ def _floor_conflict(instance: OptInstance, token_split: bool) -> Conflict:
     """The first operator that no schedule reaches within the budget, and the least it needs."""
     for count in range(2, instance.ops.count + 1):
         prefix = _prefix(instance, count)
-        reach = solver.solve(_build(prefix, token_split, instance.budget).model)
+        reach = _build(prefix, token_split, instance.budget).program.solve()
         if reach is not SolveStatus.INFEASIBLE:
             continue
-        program = _build(prefix, token_split, None)
-        program.model.objective = total([program.bound])
-        status = solver.solve(program.model)
+        schedule = _build(prefix, token_split, None)
+        schedule.program.minimise(total([schedule.bound]))
+        status = schedule.program.solve()
         assert status is SolveStatus.OPTIMAL, f"memory floor: {status}"
-        floor = _read(program, prefix, status).peak
+        floor = _read(schedule, prefix, status).peak
         message = (
             f"no schedule reaches operator {count - 1} with less than {floor} "
             f"> budget {instance.budget}; raise the budget"

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from memo_compile.papers.lynx.fields import Number
-from memo_compile.planners.solver import SolveStatus
+from memo_compile.planners.solver import Linear, LinearProgram, SolveStatus
 
 SUM_TOLERANCE = 1e-12
 """A sum of floats may exceed a bound by this share: 0.1 + 0.2 fits a bound of 0.3."""
@@ -116,20 +116,20 @@ def better_plan(whole: PlanT, split: PlanT) -> PlanT:
     return whole
 
 
-def add_share(model: Any, name: str, num_slices: int) -> Any:
+def add_share(program: LinearProgram, num_slices: int) -> Linear:
     """A variable in [0, 1], with ``num_slices`` > 0 a multiple of 1 / num_slices."""
-    share = model.add_var(name, ub=1.0)
+    share = program.variable(high=1.0)
     if num_slices:
-        slices = model.add_var(f"{name}_slices", ub=float(num_slices), var_type="I")
-        model.add_constr(num_slices * share == slices, f"{name}_sliced")
+        slices = program.variable(high=float(num_slices), is_integer=True)
+        program.require((num_slices * share).equals(slices))
     return share
 
 
-def fraction_value(variable: Any, num_slices: int = 0) -> float:
+def fraction_value(program: LinearProgram, variable: Linear | int, num_slices: int = 0) -> float:
     """The solved variable in [0, 1], snapped to 0, 1 and whole slices; a fixed int stays."""
+    value = program.value(variable)
     if isinstance(variable, int):
-        return float(variable)
-    value = float(variable.x)
+        return value
     if num_slices:
         return round(value * num_slices) / num_slices
     if value < FRACTION_TOLERANCE:

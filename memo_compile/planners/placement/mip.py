@@ -16,13 +16,12 @@ big-M stays small. A_i is an integer multiple of its alignment where that exceed
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from memo_compile.planners.placement.effort import SLOWER, Effort
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, Overlaps, find_overlaps
-from memo_compile.planners.solver import Engine, SolveStatus, limit_nodes, make_model, solve
+from memo_compile.planners.solver import Engine, Linear, LinearProgram, SolveStatus
 
 MOST_PAIRS = 30_000
 """With more pairs the program is not even written down: it would not beat its warm start."""
@@ -45,7 +44,7 @@ def mip_offsets(
     bound: int,
     effort: Effort,
     *,
-    engine: Engine | None = None,
+    engine: Engine = Engine.HIGHS,
     by_nodes: bool = False,
 ) -> MipResult:
     """Solves the program from the valid offsets ``start`` (N,); ``bound`` in bytes.
@@ -56,15 +55,16 @@ def mip_offsets(
     overlaps = find_overlaps(instance)
     if len(overlaps.other) // 2 > MOST_PAIRS:
         return MipResult(offsets=start, status=SolveStatus.TIME_LIMIT)
-    model, offsets = _program(instance, overlaps, start, bound, engine)
+    program, offsets = _program(instance, overlaps, start, bound)
+    program.engine = engine
     if by_nodes:
-        limit_nodes(model, int(min(NODES_PER_S * effort.left_s, MOST_NODES)))
-    status = solve(model, effort.left_s * (SLOWER if by_nodes else 1))
+        program.max_nodes = int(min(NODES_PER_S * effort.left_s, MOST_NODES))
+    status = program.solve(effort.left_s * (SLOWER if by_nodes else 1))
     if not status.has_solution:
         return MipResult(offsets=start, status=status)
-    low = np.array([float(a.x) for a in offsets])
+    low = np.array([program.value(offset) for offset in offsets])
     found = sink(instance, overlaps, np.lexsort((np.arange(len(low)), low)))
-    reached = round(float(model.objective_value)) * _unit(instance)
+    reached = round(program.value(program.objective)) * _unit(instance)
     if found is None or instance.height(found) > instance.height(start):
         return MipResult(offsets=start, status=SolveStatus.FEASIBLE)
     if instance.height(found) > reached:
@@ -95,42 +95,37 @@ def _unit(instance: Instance) -> int:
 
 
 def _program(
-    instance: Instance, overlaps: Overlaps, start: Ints, bound: int, engine: Engine | None
-) -> tuple[Any, list[Any]]:
-    """The model of this file's head, and its offset expressions in units."""
-    import mip
-
+    instance: Instance, overlaps: Overlaps, start: Ints, bound: int
+) -> tuple[LinearProgram, list[Linear]]:
+    """The program of this file's head, and its offsets in units."""
     unit = _unit(instance)
     cap = instance.height(start) // unit
     size = [int(s) // unit for s in instance.size]
-    model = make_model("placement", engine=engine)
-    model.max_mip_gap = 0.0
-    model.max_mip_gap_abs = 0.5
-    height = model.add_var(name="M", lb=-(-bound // unit), ub=cap)
-    model.objective = height
-    offsets, starts = [], [(height, float(cap))]
+    program = LinearProgram(gap=0.0, added_gap=0.5)
+    height = program.variable(low=-(-bound // unit), high=cap)
+    program.begin_at(height, cap)
+    program.minimise(height)
+    offsets = []
     for i in range(instance.num_buffers):
         step = int(instance.align[i]) // unit
-        kind = mip.CONTINUOUS if step == 1 else mip.INTEGER
         free = instance.fixed[i] == FREE
-        lower, upper = (0, cap // step) if free else (instance.fixed[i] // instance.align[i],) * 2
-        multiple = model.add_var(name=f"A{i}", lb=int(lower), ub=int(upper), var_type=kind)
-        starts.append((multiple, float(start[i] // instance.align[i])))
-        offsets.append(multiple if step == 1 else multiple * step)
-        model += offsets[i] + size[i] <= height, f"fits_{i}"
+        low, high = (0, cap // step) if free else (instance.fixed[i] // instance.align[i],) * 2
+        multiple = program.variable(low=int(low), high=int(high), is_integer=step > 1)
+        program.begin_at(multiple, float(start[i] // instance.align[i]))
+        offsets.append(multiple * step)
+        program.require(offsets[i] + size[i] <= height)  # fits
     for i in range(instance.num_buffers):
         for j in overlaps.other[overlaps.start[i] : overlaps.start[i + 1]].tolist():
             if j < i:
                 continue
             if _are_twins(instance, i, j):
-                model += offsets[i] + size[i] <= offsets[j], f"twins_{i}_{j}"
+                program.require(offsets[i] + size[i] <= offsets[j])  # twins
                 continue
-            below = model.add_var(name=f"z{i}_{j}", var_type=mip.BINARY)
-            starts.append((below, float(start[i] < start[j])))
-            model += offsets[i] + size[i] <= offsets[j] + cap * (1 - below), f"below_{i}_{j}"
-            model += offsets[j] + size[j] <= offsets[i] + cap * below, f"above_{i}_{j}"
-    model.start = starts
-    return model, offsets
+            is_below = program.choice()
+            program.begin_at(is_below, float(start[i] < start[j]))
+            program.require(offsets[i] + size[i] <= offsets[j] + cap * (1 - is_below))  # below
+            program.require(offsets[j] + size[j] <= offsets[i] + cap * is_below)
+    return program, offsets
 
 
 def _are_twins(instance: Instance, i: int, j: int) -> bool:

@@ -27,7 +27,7 @@ from memo_compile.planners.placement.instance import FREE, Instance, Ints, build
 from memo_compile.planners.placement.mip import mip_offsets
 from memo_compile.planners.placement.placement_problem import Placement, PlacementProblem
 from memo_compile.planners.placement.portfolio import Searcher
-from memo_compile.planners.solver import SolveStatus, available_engines
+from memo_compile.planners.solver import Engine, SolveStatus, require_engine
 
 _MANY_BUFFERS = 1500
 """With more buffers `auto` takes a placement that is good enough, as it always does for steps."""
@@ -63,6 +63,12 @@ class Solver(Enum):
     GREEDY = "greedy"
     MIP = "mip"
     SEARCH = "search"
+    CBC = "cbc"
+    GUROBI = "gurobi"
+
+
+_ENGINES = {Solver.MIP: Engine.HIGHS, Solver.CBC: Engine.CBC, Solver.GUROBI: Engine.GUROBI}
+"""What solves the integer program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,15 +104,18 @@ def place(
     With a capacity it stops at the first placement that fits, else at the lower bound. A slow
     solver never fails the planning: what greedy found stands. ``time_limit_s`` are seconds of a
     quiet machine, counted by the work that is done (``effort``), so that a busy one gives the same
-    answer; only solver ``mip`` goes by the clock. The first greedy placement always completes.
-    ``bilevel`` plans blocks before the whole. ``use_numba`` is the search's: None chooses by what
-    is installed and by size. Raises ConfigError: an unknown ``solver``, or a negative time limit.
+    answer; only the integer program goes by the clock, where it is asked for: ``mip`` (by HiGHS),
+    ``cbc``, ``gurobi``. The first greedy placement always completes. ``bilevel`` plans blocks
+    before the whole. ``use_numba`` is the search's: None chooses by what is installed and by size.
+    Raises ConfigError: an unknown ``solver``, one that is not installed, or a negative limit.
     """
     try:
         chosen = Solver(solver)
     except ValueError:
         known = ", ".join(member.value for member in Solver)
         raise ConfigError(f"solver: expected one of {known}, got {solver!r}") from None
+    if chosen in _ENGINES:
+        require_engine(_ENGINES[chosen])
     if not time_limit_s >= 0:
         raise ConfigError(f"time_limit_s: expected at least 0 seconds, got {time_limit_s}")
     begin = time.perf_counter()
@@ -172,9 +181,9 @@ def _solve(
     if not bilevel and is_auto and not has_numba():
         # The plain search may be too slow for a whole step; two levels are a second greedy.
         answer = _bilevel(answer, effort, solver)
-    if solver is Solver.MIP:
-        return _mip(answer, effort)
-    tries_mip = is_auto and instance.num_buffers <= _MIP_MOST_BUFFERS and bool(available_engines())
+    if solver in _ENGINES:
+        return _mip(answer, effort, _ENGINES[solver])
+    tries_mip = is_auto and instance.num_buffers <= _MIP_MOST_BUFFERS
     share = _SEARCH_SHARE if tries_mip else 1.0
     answer = _search(answer, effort.part(share * effort.left_s), use_numba)
     if tries_mip and answer.bound <= target < answer.height:
@@ -244,8 +253,12 @@ def _bilevel(answer: _Answer, effort: Effort, solver: Solver) -> _Answer:
     return answer if solver is Solver.AUTO and found.height >= answer.height else found
 
 
-def _mip(answer: _Answer, effort: Effort, *, by_nodes: bool = False) -> _Answer:
-    result = mip_offsets(answer.instance, answer.offsets, answer.bound, effort, by_nodes=by_nodes)
+def _mip(
+    answer: _Answer, effort: Effort, engine: Engine = Engine.HIGHS, *, by_nodes: bool = False
+) -> _Answer:
+    result = mip_offsets(
+        answer.instance, answer.offsets, answer.bound, effort, engine=engine, by_nodes=by_nodes
+    )
     found = replace(answer, offsets=result.offsets, solver="mip")
     if result.status is SolveStatus.OPTIMAL:
         return replace(found, bound=found.height)

@@ -2,7 +2,7 @@
 
 What a recomputation adds to the most of such memory, the arena loses in all calls: most of it late
 in the backward, when most gradients are there. So the layers whose backward comes last copy what
-the others recompute. Plans are told apart as the bound of a step does it (``bound_never``).
+the others recompute.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -33,12 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from memo_compile.errors import ConfigError
-from memo_compile.planners import solver
 from memo_compile.planners.policy.cheapest_first import MAX_KEYS
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel
 from memo_compile.planners.policy.modes import ModeCost
-from memo_compile.planners.solver import SolveStatus, total, weighted
+from memo_compile.planners.solver import Linear, LinearProgram, SolveStatus, total, weighted
 
 NUM_BUNDLES = 10
 """Most bundles of a run of equal layers: 120 binaries. 14 took twice as long and saved 0.02 %."""
@@ -82,10 +80,7 @@ def solve_modes(
     gap: float = GAP,
 ) -> MilpSolution:
     """Modes of the fastest step within ``bound_bytes``; deterministic unless the time runs out."""
-    try:
-        program = _Program(model, gap)
-    except ConfigError:  # no engine on this machine
-        return MilpSolution(status=SolveStatus.ERROR)
+    program = _Program(model, gap)
     if not program.require_bytes(bound_bytes):
         return MilpSolution(status=SolveStatus.INFEASIBLE)
     program.require_host(host_budget_bytes)
@@ -100,10 +95,7 @@ def lowest_peak(
     time_limit_s: float = math.inf,
 ) -> MilpSolution:
     """The modes with the smallest peak, whatever they cost in time."""
-    try:
-        program = _Program(model, FLOOR_GAP)
-    except ConfigError:
-        return MilpSolution(status=SolveStatus.ERROR)
+    program = _Program(model, FLOOR_GAP)
     program.minimise_bytes()
     program.require_host(host_budget_bytes)
     return program.solve(time_limit_s)
@@ -138,61 +130,51 @@ class _Program:
         self.totals = [sum(model.deltas[layer] for layer in bundle) for bundle in bundles]
         self.unit_s = sum(model.facts.call_s) or 1.0
         self.unit_bytes = float(max(model.base_bytes)) or 1.0
-        self.model = solver.make_model("modes")
-        self.model.max_mip_gap = gap
-        self.model.max_mip_gap_abs = min(gap, ADDED_GAP)
-        solver.limit_nodes(self.model, MAX_NODES)
-        self.x = [
-            [
-                self.model.add_var(f"x_{at}_{m}", var_type="B")
-                for m in range(len(model.modes[bundle[0]]))
-            ]
-            for at, bundle in enumerate(bundles)
-        ]
-        for at, variables in enumerate(self.x):
-            self.model.add_constr(total(variables) == 1, f"one_{at}")
+        self.program = LinearProgram(gap=gap, added_gap=min(gap, ADDED_GAP), max_nodes=MAX_NODES)
+        self.x = [[self.program.choice() for _ in model.modes[bundle[0]]] for bundle in bundles]
+        for variables in self.x:  # one
+            self.program.require(total(variables).equals(1))
         self._few_regions()
 
     def _few_regions(self) -> None:
         """Constraint ``regions``."""
-        uses: dict[str, dict[Any, list[Any]]] = {}
+        uses: dict[str, dict[Any, list[Linear]]] = {}
         for at, bundle in enumerate(self.bundles):
             keys = uses.setdefault(self.step.class_keys[bundle[0]], {})
             for variable, mode in zip(self.x[at], self.step.modes[bundle[0]], strict=True):
                 if mode.keys:
                     keys.setdefault(mode.keys, []).append(variable)
-        for class_key, keys in uses.items():
+        for keys in uses.values():
             if len(keys) <= MAX_KEYS:
                 continue
             used = []
-            for number, variables in enumerate(keys.values()):
-                y = self.model.add_var(f"y_{class_key}_{number}", var_type="B")
-                used.append(y)
+            for variables in keys.values():
+                used.append(self.program.choice())
                 for variable in variables:
-                    self.model.add_constr(variable <= y, f"regions_{y.name}_{variable.name}")
-            self.model.add_constr(total(used) <= MAX_KEYS, f"regions_{class_key}")
+                    self.program.require(variable <= used[-1])
+            self.program.require(total(used) <= MAX_KEYS)
 
     def require_bytes(self, bound_bytes: int) -> bool:
         """Adds constraint ``bytes`` where it can bind; False when a point can never obey it."""
         if self._least() > bound_bytes:
             return False
-        for number, (terms, base) in enumerate(self._byte_rows(bound_bytes)):
-            self.model.add_constr(terms <= bound_bytes / self.unit_bytes - base, f"bytes_{number}")
+        for terms, base in self._byte_rows(bound_bytes):
+            self.program.require(terms <= bound_bytes / self.unit_bytes - base)
         return True
 
     def minimise_bytes(self) -> None:
         """Adds constraint ``bytes`` with the bound as a variable, and that as the objective."""
-        peak = self.model.add_var("peak")
-        for number, (terms, base) in enumerate(self._byte_rows(self._least() - 1)):
-            self.model.add_constr(terms - peak <= -base, f"bytes_{number}")
-        self.model.objective = peak
+        peak = self.program.variable()
+        for terms, base in self._byte_rows(self._least() - 1):
+            self.program.require(terms - peak <= -base)
+        self.program.minimise(peak)
 
     def _least(self) -> int:
         """The highest point when each has the fewest bytes that any choice can give it."""
         fewest = sum(deltas.min(axis=0) for deltas in self.totals)
         return int((self.step.base_bytes + fewest).max())
 
-    def _byte_rows(self, bound_bytes: int) -> Iterator[tuple[Any, float]]:
+    def _byte_rows(self, bound_bytes: int) -> Iterator[tuple[Linear, float]]:
         """(sum x delta, base) of the points that can exceed the bound, in units.
 
         A point is left out when another one has at least its bytes whatever is chosen.
@@ -226,53 +208,52 @@ class _Program:
             for mode in self.step.modes[bundle[0]]
         )
         copied = weighted(weights, itertools.chain.from_iterable(self.x))
-        self.model.add_constr(copied <= host_budget_bytes / self.unit_bytes, "host")
+        self.program.require(copied <= host_budget_bytes / self.unit_bytes)
 
-    def _seconds(self, layer: int, seconds_of: Callable[[ModeCost], float]) -> Any:
+    def _seconds(self, layer: int, seconds_of: Callable[[ModeCost], float]) -> Linear:
         """``sum_m x[i,m]`` times d, h or r, in units."""
         scaled = [seconds_of(mode) / self.unit_s for mode in self.step.modes[layer]]
         return weighted(scaled, self.x[self.bundle_of[layer]])
 
     def require_times(self) -> None:
         """Adds the times and the objective."""
-        step, model = self.step, self.model
+        step, require = self.step, self.program.require
         layers = range(step.num_layers)
-        start = [model.add_var(f"t_{c}") for c in range(len(step.facts.call_s) + 1)]
-        out = [model.add_var(f"out_{i}") for i in layers]
-        back = [model.add_var(f"back_{i}") for i in layers]
+        start = [self.program.variable() for _ in range(len(step.facts.call_s) + 1)]
+        out = [self.program.variable() for _ in layers]
+        back = [self.program.variable() for _ in layers]
         seconds = [call_s / self.unit_s for call_s in step.facts.call_s]
         outs = [self._seconds(i, lambda mode: mode.d2h_s(step.costs)) for i in layers]
         backs = [self._seconds(i, lambda mode: mode.h2d_s(step.costs)) for i in layers]
-        for call, own_s in enumerate(seconds):
+        for call, own_s in enumerate(seconds):  # order
             # With a recomputation, t[c] is when it begins: `ready` then also waits before it.
             recomputing = [i for i in layers if step.facts.backward_at[i] == call]
-            more = sum(self._seconds(i, lambda mode: mode.recompute_s) for i in recomputing)
-            model.add_constr(start[call + 1] >= start[call] + more + own_s, f"order_{call}")
+            more = total([self._seconds(i, lambda mode: mode.recompute_s) for i in recomputing])
+            require(start[call + 1] >= start[call] + more + own_s)
         for i in layers:
             made = step.facts.forward_at[i]
-            model.add_constr(out[i] >= start[made] + seconds[made] + outs[i], f"out_{i}")
-            model.add_constr(start[step.freed_at[i]] >= out[i], f"freed_{i}")
-            model.add_constr(back[i] >= start[step.reload_at[i]] + backs[i], f"back_{i}")
-            model.add_constr(start[step.facts.backward_at[i]] >= back[i], f"ready_{i}")
+            require(out[i] >= start[made] + seconds[made] + outs[i])  # out
+            require(start[step.freed_at[i]] >= out[i])  # freed
+            require(back[i] >= start[step.reload_at[i]] + backs[i])  # back
+            require(start[step.facts.backward_at[i]] >= back[i])  # ready
             if i:
-                model.add_constr(out[i] >= out[i - 1] + outs[i], f"out_lane_{i}")
-                model.add_constr(back[i - 1] >= back[i] + backs[i - 1], f"back_lane_{i}")
+                require(out[i] >= out[i - 1] + outs[i])  # out_lane
+                require(back[i - 1] >= back[i] + backs[i - 1])  # back_lane
         ties = [
             TIE * max(bundle) / step.num_layers * variable
             for at, bundle in enumerate(self.bundles)
             for variable in self.x[at][1:]
         ]
-        copies = itertools.chain.from_iterable(zip(outs, backs, strict=True))
-        added = start[-1] - sum(seconds)
-        model.objective = added + sum(COPY_WEIGHT * copy for copy in copies) + sum(ties)
+        copies = [COPY_WEIGHT * copy for copy in (*outs, *backs)]
+        self.program.minimise(total([start[-1], -sum(seconds), *copies, *ties]))
 
     def solve(self, time_limit_s: float) -> MilpSolution:
         """The modes of the solution, and how the solve ended."""
-        status = solver.solve(self.model, time_limit_s)
+        status = self.program.solve(time_limit_s)
         if not status.has_solution:
             return MilpSolution(status=status)
         taken = [
-            next(m for m, variable in enumerate(some) if solver.integer_value(variable) == 1)
+            next(m for m, variable in enumerate(some) if self.program.integer_value(variable) == 1)
             for some in self.x
         ]
         chosen = tuple(taken[self.bundle_of[layer]] for layer in range(self.step.num_layers))
