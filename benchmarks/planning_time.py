@@ -6,11 +6,9 @@ budget is halfway between the floor and what policy save needs, where there is m
 
 Passes when the 32-layer model takes under 10 s and the 80-layer one under 15 s, on two cores. Each
 model is planned again under a profiler, which tells where the time goes. Then ``memo plan`` as a
-user calls it, from the start of the process to its answer, and to its end; what it remembers is
-empty at first, and its modules and the placement search are compiled, as once on each machine. A
-command that traces leaves a process behind that remembers what other budgets need; some questions
-are asked at once, and the others when that process has ended. Judged are the processor seconds to
-the answer, which others on the machine change less than seconds.
+user calls it, from the start of the process to its end; what it remembers is empty at first, and
+its modules and the placement search are compiled, as once on each machine. Judged are processor
+seconds, which others on the machine change less than seconds.
 """
 
 import argparse
@@ -29,8 +27,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
-
 from benchmarks import harness
 from memo_compile.units import format_bytes
 
@@ -40,24 +36,22 @@ MAX_PLANNING_S = {32: 10.0, 80: 15.0}
 MODELS = ("llama3-8b", "llama3-70b")
 LLAMA = "llama3-8b --seq 131072"
 LARGE = "llama3-70b --seq 16384 --tp 8"
-AT_ONCE, LATER = False, True
 COMMANDS = (
-    (LLAMA, 15.0, LATER),
-    (LLAMA, 5.0, AT_ONCE),
-    (f"{LLAMA} --budget 90GiB", 5.0, AT_ONCE),
-    *((f"{LLAMA} --budget {size}GiB", 5.0, LATER) for size in (120, 105, 101, 100, 95, 90, 85, 80)),
-    *((f"{LLAMA} --budget {size}GiB", 5.0, LATER) for size in (75, 70, 64)),
-    (f"{LLAMA} --host-budget 400GiB", 5.0, LATER),
-    ("llama3-8b --seq 65536", 5.0, LATER),
-    (LARGE, 25.0, LATER),
-    *((f"{LARGE} --budget {size}GiB", 5.0, LATER) for size in (100, 80, 75)),
-    (f"{LARGE} --budget 60GiB", 10.0, LATER),
-    ("llama3-8b --max-seq", 60.0, LATER),
-    (f"{LLAMA} --sweep budget", math.inf, LATER),
+    (LLAMA, 15.0),
+    (LLAMA, 5.0),
+    *((f"{LLAMA} --budget {size}GiB", 25.0) for size in (120, 105, 100, 95, 90, 85, 80, 75)),
+    *((f"{LLAMA} --budget {size}GiB", 25.0) for size in (70, 64)),
+    (f"{LLAMA} --budget 90GiB", 5.0),
+    (f"{LLAMA} --host-budget 400GiB", 25.0),
+    ("llama3-8b --seq 65536", 15.0),
+    (LARGE, 25.0),
+    *((f"{LARGE} --budget {size}GiB", 30.0) for size in (100, 80, 60)),
+    ("llama3-8b --max-seq", 60.0),
+    (f"{LLAMA} --sweep budget", math.inf),
 )
-"""Arguments of ``memo plan``, its most processor seconds, and whether it is asked when nothing is
-prepared any more; each may use what those before remembered. 70 and 64 GiB, and 60 of the large
-one, fit nothing: the answer is the smallest plan. 65,536 tokens are another length."""
+"""Arguments of ``memo plan`` and its most processor seconds; each may use what those before
+recorded. 70 and 64 GiB, and 60 of the large one, fit nothing: the answer is the smallest plan.
+Another length, 65,536 tokens, is traced."""
 STAGES = (
     ("lowering", "lower.py", "lower_regions"),
     ("choosing", "decide.py", "decide"),
@@ -102,7 +96,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     compile_search()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         commands = [run_command(*command, cache) for command in asked_commands(options)]
-        wait_until_prepared(cache)
     late = [row for row in commands if row["most_s"] and row["cpu_s"] > row["most_s"]]
     return {
         "rows": rows,
@@ -122,61 +115,44 @@ def compile_search() -> None:
     place(PlacementProblem(buffers=buffers), solver="search", use_numba=True)
 
 
-def wait_until_prepared(cache: str) -> float:
-    """Seconds until no process prepares anything any more."""
-    begin, idle = time.perf_counter(), 0
-    while idle < 3:  # it claims one task after the other
-        idle = 0 if any(Path(cache).rglob("*.claim")) else idle + 1
-        time.sleep(0.1)
-    return time.perf_counter() - begin
-
-
-def asked_commands(options: argparse.Namespace) -> list[tuple[str, float, bool]]:
+def asked_commands(options: argparse.Namespace) -> list[tuple[str, float]]:
     """Those of COMMANDS that are not left out."""
     left_out = [word for word in options.without.split(",") if word]
     asked = () if options.no_commands else COMMANDS
     return [command for command in asked if not any(word in command[0] for word in left_out)]
 
 
-def run_command(arguments_: str, most_s: float, later: bool, cache: str) -> dict[str, Any]:
-    """``memo plan`` with these arguments in a process of its own; seconds to its answer and end.
+def run_command(arguments_: str, most_s: float, cache: str) -> dict[str, Any]:
+    """``memo plan`` with these arguments in a process of its own.
 
-    ``cache`` is the folder of what it remembers. It is asked ``later``: once what those before left
-    behind has ended.
+    ``cache`` is the folder of what it remembers.
 
     Raises:
         CalledProcessError: it did not answer.
     """
-    waited_s = wait_until_prepared(cache) if later else 0.0
-    if waited_s > 1:
-        print(f"other budgets were prepared for {waited_s:.0f} s more")
     call = [sys.executable, "-m", "memo_compile.cli.main", "plan"]
-    variables = {**os.environ, "XDG_CACHE_HOME": cache}
     begin, before_s = time.perf_counter(), children_cpu_s()
-    with subprocess.Popen(
+    done = subprocess.run(
         [*call, *arguments_.split(), "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=variables,
-    ) as process:
-        assert process.stdout is not None
-        shown = process.stdout.readline()
-        seconds, used = time.perf_counter() - begin, psutil.Process(process.pid).cpu_times()
-        process.stdout.read()
-    if process.returncode not in (0, 1):  # 1: the smallest plan is over the budget
-        raise subprocess.CalledProcessError(process.returncode, call)
-    cpu_s, whole_s = used.user + used.system, children_cpu_s() - before_s
-    command = f"memo plan {arguments_}{'' if later else ', at once'}"
-    print(
-        f"{command}: {seconds:.1f} s, {cpu_s:.1f} of a processor (at most {most_s:.0f}); "
-        f"{whole_s:.1f} to its end",
-        flush=True,
+        check=False,
+        env={**os.environ, "XDG_CACHE_HOME": cache},
     )
-    answer = {name: json.loads(shown).get(name) for name in ("fits", "max_seq", "step_s")}
-    most = most_s if most_s < math.inf else None
-    measured = {"seconds": seconds, "cpu_s": cpu_s, "whole_cpu_s": whole_s, "most_s": most}
-    return {"command": command, "waited_s": waited_s, **measured, **answer}
+    if done.returncode not in (0, 1):  # 1: the smallest plan is over the budget
+        raise subprocess.CalledProcessError(done.returncode, call)
+    seconds, cpu_s = time.perf_counter() - begin, children_cpu_s() - before_s
+    command = f"memo plan {arguments_}"
+    print(f"{command}: {seconds:.1f} s, {cpu_s:.1f} of a processor (at most {most_s:.0f})")
+    body = json.loads(done.stdout)
+    return {
+        "command": command,
+        "seconds": seconds,
+        "cpu_s": cpu_s,
+        "most_s": most_s if most_s < math.inf else None,
+        **{name: body.get(name) for name in ("fits", "max_seq", "step_s")},
+    }
 
 
 def children_cpu_s() -> float:

@@ -21,11 +21,6 @@ from typing import Any
 
 from memo_compile.errors import InputError
 
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
-
 log = logging.getLogger("memo")
 
 MAX_BYTES = 256 * 2**20
@@ -73,35 +68,10 @@ class RememberedFile:
 
     path: Path
     kind: str
-    """What it remembers: step, sizes, facts ...; UNKNOWN where it does not say."""
+    """What it remembers: model, step ...; UNKNOWN where it does not say."""
     num_bytes: int
     fault: str | None = None
     """Why it is not used."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """Work that no other process does, until it is released or the last holder has ended."""
-
-    path: Path
-    file: int
-
-    def release(self) -> None:
-        """Others may do it."""
-        with contextlib.suppress(OSError):
-            self.path.unlink(missing_ok=True)
-        os.close(self.file)
-
-
-def _locked(file: int) -> bool:
-    """True where the open file is now locked for this process; never without such locks."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,40 +115,6 @@ class FileStore:
         except OSError as error:
             log.info("memo: %s is not remembered: %s", said["kind"], error)
 
-    def variants(self, key: Mapping[str, Any]) -> frozenset[str]:
-        """Which bodies of ``key`` there are, without reading them."""
-        return frozenset(path.name for path in self.folder.glob(f"{digest_of(key)}.*.json"))
-
-    def claim(self, key: Mapping[str, Any]) -> "Claim | None":
-        """What ``key`` stands for is this process's, and that of its children; None: another's."""
-        path = self._claimed(key)
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return None
-        if _locked(file):
-            return Claim(path=path, file=file)
-        os.close(file)
-        return None
-
-    def is_claimed(self, key: Mapping[str, Any]) -> bool:
-        """True while a process, this one included, has claimed ``key``."""
-        try:
-            file = os.open(self._claimed(key), os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            return not _locked(file)
-        finally:
-            os.close(file)
-
-    def _claimed(self, key: Mapping[str, Any]) -> Path:
-        return self.folder / f"{digest_of(key)}.claim"
-
-    def is_writable(self) -> bool:
-        """True where the folder is there, as it is once something was written, and takes more."""
-        return os.access(self.folder, os.W_OK | os.X_OK)
-
     def stored(self) -> list[RememberedFile]:
         """Every file of the folder, by name; each is read and checked."""
         return [_stored(path) for path in sorted(self.folder.glob("*.json"))]
@@ -189,11 +125,10 @@ class FileStore:
         What processes left that were killed is removed as well.
         """
         removed = self.stored()
-        for rest in (*self.folder.glob("*.claim"), *self.folder.glob("tmp*/whole")):
+        for rest in self.folder.glob("tmp*/whole"):
             with contextlib.suppress(OSError):
                 rest.unlink()
-                if rest.parent != self.folder:
-                    rest.parent.rmdir()
+                rest.parent.rmdir()
         for entry in removed:
             try:
                 entry.path.unlink(missing_ok=True)

@@ -282,34 +282,21 @@ class StepCapture:
         ):
             yield
 
-    @property
-    def joint(self) -> fx.GraphModule | None:
-        """What the partitioner was given, where nothing is going to run."""
-        return None if self._joint is None else self._joint[0]
-
-    def captured_again(
-        self, step: CapturedStep, config: MemoConfig, joint: fx.GraphModule | None = None
-    ) -> "tuple[CapturedStep, StepCapture]":
+    def captured_again(self, step: CapturedStep, config: MemoConfig) -> CapturedStep:
         """``step``, which this captured and nothing runs, as it is under another ``config``.
 
         Only the joint graph is cut anew: what AOTAutograd traced does not depend on memo's options.
-        With ``joint`` it is that graph in its place, which differs in sizes only.
         """
         assert self._joint is not None, "nothing runs, and the partitioner was called"
         traced, joint_inputs, settings = self._joint
-        if joint is not None:
-            values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
-            num_primals = len(joint_inputs[0])
-            joint_inputs = values[:num_primals], values[num_primals:]
         other = StepCapture(config, self.facts, next_graph_name(), self.finish, is_run=False)
         other._made_outside, other._num_examples = self._made_outside, self._num_examples
         other._written_between = self._written_between
         with other.settings(other.partition):
-            graph = fx_graphs.copied(traced if joint is None else joint)
-            forward, backward = other.partition(graph, joint_inputs, **settings)
+            forward, backward = other.partition(fx_graphs.copied(traced), joint_inputs, **settings)
         other.runner.write_times()
         assert other._units is not None, "the partitioner has run"
-        made = replace(
+        return replace(
             step,
             name=other.name,
             forward=without_tokens(fx_graphs.copied(forward)),
@@ -318,7 +305,6 @@ class StepCapture:
             droppable=other._droppable,
             runner=other.runner,
         )
-        return made, other
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **settings: Any

@@ -13,7 +13,6 @@ import sys
 import typer
 from typer.exceptions import TyperException
 
-from memo_compile.cli import background
 from memo_compile.cli.options import RAW_ARGUMENTS
 from memo_compile.errors import Infeasible, MemoError
 
@@ -73,7 +72,6 @@ def _register(name: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and leave the process with the exit code of the table above."""
     atexit.register(gc.freeze)  # else cycles are looked for at the end: 2 s of a plan
-    background.tell(is_own=argv is None)
     asked = (sys.argv[1:] if argv is None else argv)[:1]
     for name in asked if asked and asked[0] in _COMMANDS else _COMMANDS:  # the help names them all
         _register(name)

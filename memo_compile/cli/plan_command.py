@@ -1,11 +1,9 @@
 """``memo plan``: will it fit? A training step planned without its memory and without the device."""
 
-import contextlib
 import dataclasses
 import json
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +13,9 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from memo_compile.cli import background
 from memo_compile.cli.options import AsJson, Hardware, parse_count
 from memo_compile.cli.plan_text import numbers, plan_lines, verdict
-from memo_compile.cli.progress import StepBar, working
+from memo_compile.cli.progress import StepBar
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.garbage import seldom_collected
@@ -30,7 +27,7 @@ from memo_compile.text_files import write_text
 from memo_compile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from memo_compile.offline.forecast import Forecast, Question, Remembering
+    from memo_compile.offline.forecast import Forecast, Question
 
 
 LENGTHS = 6
@@ -48,14 +45,6 @@ NUM_BUDGETS = 8
 """A sweep plans for so many budgets, where no other number is given."""
 
 OPTIMIZER_HELP = "adamw, adamw-fp32 (float32 master weights), sgd, sgd-momentum, none."
-
-Prepares = Annotated[
-    bool,
-    typer.Option(
-        "--prepare/--no-prepare",
-        help="In the background, afterwards, remember what other budgets need.",
-    ),
-]
 
 
 def plan_command(
@@ -99,7 +88,6 @@ def plan_command(
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
-    prepare: Prepares = True,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Every tensor with its reason, and whole notes.")
     ] = False,
@@ -127,13 +115,13 @@ def plan_command(
     if sweep is not None:
         _sweep(question, sweep, NUM_BUDGETS if budgets is None else budgets, as_json=as_json)
         return
-    with _answered(question, max_seq, prepare, as_json=as_json) as (answer, longest_seq):
-        _write(answer, report, out)
-        if emit is not None:
-            print(_settings_text(emit, answer), end="")
-        else:
-            _show(answer, longest_seq, as_json=as_json, verbose=verbose)
-        _tell_over(answer)
+    answer, longest_seq = _answered(question, max_seq, as_json=as_json)
+    _write(answer, report, out)
+    if emit is not None:
+        print(_settings_text(emit, answer), end="")
+    else:
+        _show(answer, longest_seq, as_json=as_json, verbose=verbose)
+    _tell_over(answer)
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -178,55 +166,29 @@ def _require_one_question(sweep: str | None, budgets: int | None, *, max_seq: bo
         raise InputError("budgets: of a sweep; give --sweep budget with it")
 
 
-@contextlib.contextmanager
+@seldom_collected(GARBAGE)
 def _answered(
-    question: "Question", max_seq: bool, prepare: bool, *, as_json: bool
-) -> "Iterator[tuple[Forecast, int | None]]":
-    """The forecast, and with ``max_seq`` the longest sequence that it is for.
-
-    What the next questions need is remembered at the end, after the answer was shown.
-    """
-    from memo_compile.offline.forecast import forecasting, longest
-    from memo_compile.offline.subject import ModelLengths
+    question: "Question", max_seq: bool, *, as_json: bool
+) -> "tuple[Forecast, int | None]":
+    """The forecast, and with ``max_seq`` the longest sequence that it is for."""
+    from memo_compile.offline.forecast import forecast, longest
 
     console = Console(stderr=True, highlight=False)
-    found, lengths = None, None
-    with seldom_collected(GARBAGE), contextlib.ExitStack() as stack:
-        try:
-            if max_seq:
-                lengths = stack.enter_context(ModelLengths())
-                with StepBar(console, LENGTHS) as bar:
-                    found = longest(question, _told(console, bar), lengths)
-                if found == 0:
-                    raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
-                question = dataclasses.replace(question, seq=found)
-            with StepBar(console, 1) as bar:
-                made = forecasting(question, bar, lengths)
-                answer, remembering = stack.enter_context(made)
-        except Infeasible as error:
-            if as_json:
-                more = {} if found is None else {"max_seq": found}
-                print(json.dumps({"fits": False, "conflict": str(error)} | more))
-            raise
-        yield answer, found
-        if sys.stdout is not None:  # closed by who calls
-            with contextlib.suppress(BrokenPipeError):
-                sys.stdout.flush()
-        if prepare:
-            _remember(remembering)
-
-
-def _remember(remembering: "Remembering") -> None:
-    """Leave that to a process in the background, or do a part of it: who waits may interrupt it."""
-    if background.can_be_left():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the answer is given, and the rest is short
-        if not remembering.is_needed():
-            return
-        with contextlib.suppress(OSError):
-            background.leave(remembering.fully)
-        return
-    with contextlib.suppress(KeyboardInterrupt), working("remembering for smaller budgets"):
-        remembering.briefly()
+    longest_seq = None
+    try:
+        if max_seq:
+            with StepBar(console, LENGTHS) as bar:
+                longest_seq = longest(question, _told(console, bar))
+            if longest_seq == 0:
+                raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
+            question = dataclasses.replace(question, seq=longest_seq)
+        with StepBar(console, 1) as bar:
+            return forecast(question, bar), longest_seq
+    except Infeasible as error:
+        if as_json:
+            more = {} if longest_seq is None else {"max_seq": longest_seq}
+            print(json.dumps({"fits": False, "conflict": str(error)} | more))
+        raise
 
 
 def _told(console: Console, bar: StepBar) -> Callable[[int, bool], None]:

@@ -34,7 +34,7 @@ class StepBar:
     """A bar of steps, whose total grows where a further step turns out to be needed.
 
     A context; the bar is gone at its end. Called with what is done next, and with how many steps
-    follow that at least (``memo_compile.offline.subject.Say``).
+    follow that at least (``memo_compile.offline.asked_model.Say``).
     """
 
     def __init__(self, console: Console, total: int) -> None:

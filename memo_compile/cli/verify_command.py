@@ -125,7 +125,14 @@ def _run(
     how = _RUNS[arm]
     _say(f"{how}: up to {steps} steps of {script}")
     began = time.monotonic()
-    command = [sys.executable, "-m", "memo_compile.offline.record", arm, str(out), str(steps)]
+    command = [
+        sys.executable,
+        "-m",
+        "memo_compile.offline.recorded_script",
+        arm,
+        str(out),
+        str(steps),
+    ]
     done = subprocess.run([*command, str(script), *arguments], stdout=_STDERR, check=False)
     took = f"{time.monotonic() - began:.1f} s"
     if not out.exists():

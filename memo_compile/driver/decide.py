@@ -12,10 +12,9 @@ from collections.abc import Callable, Set
 from memo_compile.config import MemoConfig
 from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.planners.policy import Choice, choose
-from memo_compile.planners.policy.candidates import CandidateSource, SearchedMoves, SearchMemory
+from memo_compile.planners.policy.candidates import SearchedMoves, SearchMemory
 from memo_compile.planners.policy.chooser import Decisions, NothingFits
 from memo_compile.planners.policy.frontier import confirmed
-from memo_compile.planners.policy.modes import with_launches
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
@@ -24,25 +23,6 @@ LOWERED_ROUND = 5
 """In this round only lowered regions may be chosen. The others also use estimates, which are so
 close that the first choice is nearly always confirmed. Where it is not, this round ends the search
 with the best lowered step; if none fits, rounds with estimates follow."""
-
-
-def propose(
-    step: MovableStep,
-    library: RecomputeLibrary,
-    config: MemoConfig,
-    *,
-    host_budget_bytes: int | None,
-    memory: SearchMemory,
-) -> None:
-    """What ``decide`` simulates first under any budget is in ``memory``, and ``library`` known."""
-    source = CandidateSource(
-        step=step,
-        recompute=with_launches(step, library),
-        host_budget_bytes=host_budget_bytes,
-        exact=config.exact,
-        searched=SearchedMoves(memory=memory, regions=library.known_names()),
-    )
-    source.propose()
 
 
 def decide(

@@ -52,7 +52,7 @@ class GraphFacts:
         self.device = _main_device(tensors) if gpu is None else torch.device("cuda", 0)
         self._parameter_bytes = sum(map(self._allocated_bytes, parameters))
         self._trained_bytes = sum(map(self._allocated_bytes, trained))
-        self._num_trained = sum(parameter.numel() for parameter in trained)
+        self.num_trained = sum(parameter.numel() for parameter in trained)
         self.static_names: frozenset[str] = frozenset()
         self.ties_inputs = False
         self._untraced_bytes = sum(map(self._allocated_bytes, untraced))
@@ -128,7 +128,7 @@ class GraphFacts:
         """
         state = OPTIMIZER_TENSORS * self._trained_bytes
         if state_bytes_per_parameter is not None:
-            state = int(self._num_trained * state_bytes_per_parameter)
+            state = int(self.num_trained * state_bytes_per_parameter)
         existing = {"fresh": 0, "accumulated": self._trained_bytes}
         if gradients not in existing:
             existing[gradients] = self.existing_gradient_bytes()

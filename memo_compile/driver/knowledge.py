@@ -30,7 +30,6 @@ from memo_compile.driver.shared_costs import first_told, region_key
 from memo_compile.driver.stages import LoweredStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
 from memo_compile.errors import MemoError, UnsupportedGraph, described
-from memo_compile.passes.recompute import ClassGraph
 from memo_compile.planners.comm_windows import has_collectives, least_wait_s, whole_compute_s
 from memo_compile.planners.placement import Placement, PlacementProblem, place
 from memo_compile.reporting import state
@@ -272,10 +271,6 @@ class StepKnowledge:
         """What runs in tiles, as it was before."""
         halves = self.lowered.cut.forward, self.lowered.cut.backward
         return {name: region for half in halves for name, region in half.whole_regions.items()}
-
-    def class_graphs(self, host_store: str) -> Mapping[str, ClassGraph]:
-        """The forward of each layer class."""
-        return self._layers_of_step(host_store).graphs
 
     def _plain_costs(self) -> StepCosts:
         """Of computation and communication: nothing is copied."""

@@ -1,7 +1,7 @@
 """The recompute regions of a step, as the policies see them: asked for by key, refused or known.
 
 Where regions come from is another question: from a layer's graph (``recompute_regions``), or from
-what an earlier ``memo plan`` remembered (``offline.remembered_step``). No torch here.
+what an earlier ``memo plan`` recorded (``offline.step_record``). No torch here.
 """
 
 import logging

@@ -23,7 +23,7 @@ from memo_compile.costs.host import (
     host_memory,
     require_store,
 )
-from memo_compile.driver.decide import decide, propose
+from memo_compile.driver.decide import decide
 from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
@@ -177,13 +177,6 @@ def plan_known(known: KnownStep, config: MemoConfig, request: PlanRequest) -> Pl
         tiles=known.whole.tiles(),
     )
     return replace(planned, plan=plan, planning_s=time.perf_counter() - start)
-
-
-def propose_known(known: KnownStep, config: MemoConfig) -> None:
-    """What plans of ``known`` under any budget choose from is found; no plan is made."""
-    request = PlanRequest()
-    problem = known.requested(request)
-    StepPlanner(known=known, config=config, request=request, problem=problem).propose()
 
 
 def require_fast(plan: Plan, config: MemoConfig, known: KnownStep) -> None:
@@ -400,17 +393,6 @@ class StepPlanner:
         if config.max_step_s < math.inf or config.max_over_compute < 1:  # its seconds are compared
             saved = replace(saved, compute_s=self.compute_s)
         return self._planned(problem, saved)
-
-    def propose(self) -> None:
-        """As ``decide.propose``."""
-        host_bytes = self._host_budget_bytes()
-        propose(
-            self.step,
-            self.known.library(self.config.host_store),
-            self.config,
-            host_budget_bytes=host_bytes,
-            memory=self.known.searches(host_bytes, exact=self.config.exact) or SearchMemory(),
-        )
 
     def _choose(self, budget_bytes: int | None) -> Choice:
         try:

@@ -1,10 +1,9 @@
 """In which tiles of tokens a step is tried, one after the other, until one of its plans is taken.
 
 The first try is the one that will mostly do. No graph is read here: a step that was lowered before
-is tried in the same way (``offline.remembered_step``).
+is tried in the same way (``offline.step_record``).
 """
 
-import itertools
 import logging
 import math
 import sys
@@ -223,27 +222,6 @@ class Sizes(NamedTuple):
     """Bytes of the widest two products' results, which differ."""
     constant_bytes: int
     """Parameters, a gradient for each that is trained, and optimizer state."""
-
-
-def orders_below(
-    sizes: Sizes, config: MemoConfig, budget_bytes: int, bounds: Iterable[int]
-) -> tuple[Tiles, ...]:
-    """What smaller budgets try, what they try first before what they try later.
-
-    ``bounds`` are the bytes with which rooms are compared: at each of them other tiles follow.
-    """
-    budgets = (budget_bytes, *budgets_below(sizes, budget_bytes, bounds))
-    ranks = itertools.zip_longest(*(order_of(sizes, config, budget) for budget in budgets))
-    return tuple(dict.fromkeys(tiles for rank in ranks for tiles in rank if tiles is not None))
-
-
-def budgets_below(sizes: Sizes, budget_bytes: int, bounds: Iterable[int]) -> list[int]:
-    """The largest budget below each of ``bounds``, as in ``orders_below``; largest first."""
-    budgets = (
-        math.ceil((bound - 1 + sizes.constant_bytes) / (1 - REST))
-        for bound in sorted(bounds, reverse=True)
-    )
-    return [budget for budget in budgets if 0 < budget < budget_bytes]
 
 
 def order_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tuple[Tiles, ...]:

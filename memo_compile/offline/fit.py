@@ -16,12 +16,12 @@ from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.host import host_memory
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.pipeline import first_request
-from memo_compile.driver.tile_order import TOKEN_TILES, first_of, order_of
-from memo_compile.driver.tries import ends_planning
+from memo_compile.driver.tile_order import TOKEN_TILES
+from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import ConfigError, Infeasible, InputError, described
 from memo_compile.offline.first_call import FirstCall, parameter_names
 from memo_compile.offline.forecast import CONTEXT_BYTES
-from memo_compile.offline.length_search import LengthSearch, Need
+from memo_compile.offline.length_search import LengthSearch, Need, need_of
 from memo_compile.offline.offline_step import OfflineStep, offline_config, planned_offline
 from memo_compile.offline.plan_offline import (
     TracedModel,
@@ -35,9 +35,6 @@ from memo_compile.units import format_bytes, parse_budget
 
 TOKEN_GRANULE = 128
 """Sequences are searched in multiples of this, or of the script's own length if that is less."""
-
-NEAR = 1.2
-"""Greed's smallest plan, in tiles everywhere, may take so many times what the whole choice does."""
 
 ROUNDER = TOKEN_TILES
 """Multiples of so many granules divide into tiles."""
@@ -268,14 +265,15 @@ class Fitting:
             constant_bytes=self._constant_bytes(),
             rounder=ROUNDER,
         )
-        while (count := search.next_count()) is not None and count * granule <= MAX_SIZE:
-            if search.num_told == MAX_TRIES:
-                return search.low * granule, (
-                    f"{MAX_TRIES} sizes were tried: one between {search.low * granule:,} and "
-                    f"{count * granule:,} may fit as well, --multiple-of asks for fewer",
-                )
-            search.tell(count, need(count * granule))
-        return search.low * granule, ()
+        untried = search.largest(
+            lambda count: need(count * granule), MAX_SIZE // granule, MAX_TRIES
+        )
+        if untried is None:
+            return search.low * granule, ()
+        return search.low * granule, (
+            f"{MAX_TRIES} sizes were tried: one between {search.low * granule:,} and "
+            f"{untried * granule:,} may fit as well, --multiple-of asks for fewer",
+        )
 
     def _constant_bytes(self) -> int:
         """Parameters, gradients, optimizer state; 0 where what is compiled is a function."""
@@ -297,10 +295,7 @@ class Fitting:
         return notes
 
     def need(self, varied: Varied, size: int) -> Need:
-        """What a plan of few bytes takes at ``size``, and whether any plan fits.
-
-        Where greed's smallest one is just too large, the whole choice is asked as well.
-        """
+        """What a plan of few bytes takes at ``size``, and whether any plan fits."""
         available = self.available_bytes
         if self._arguments.bytes_with(varied, size) > available:
             return Need(math.inf, False)
@@ -308,12 +303,12 @@ class Fitting:
         function, hardware = self._call.function, self._question.hardware
         with tracing(function, inputs.args, inputs.kwargs, hardware=hardware) as traced:
             config = offline_config(self._config, hardware)
-            least = self._bytes_of(lambda: _smallest(traced, config))
-            if not available < least <= NEAR * available:
-                return Need(least, least <= available)
-            config = self.room.configured(config)
-            chosen = self._bytes_of(lambda: _any_that_fits(traced, config))
-            return Need(min(chosen, least), chosen <= available)
+            within = self.room.configured(config)
+            return need_of(
+                available,
+                lambda: self._bytes_of(lambda: _smallest(traced, config)),
+                lambda: self._bytes_of(lambda: _any_that_fits(traced, within)),
+            )
 
     def least_bytes(self, varied: Varied, size: int) -> float:
         """What greed's smallest plan takes at ``size``; infinite where that is unknown."""
@@ -355,13 +350,8 @@ def _smallest(traced: TracedModel, config: MemoConfig) -> OfflineStep:
 
 def _any_that_fits(traced: TracedModel, config: MemoConfig) -> OfflineStep:
     """A plan within the budget, in whatever tiles and at whatever speed."""
-    if config.exact or config.token_tiles is not None:
-        tiles = 1 if config.exact else config.token_tiles
-        return _planned(traced, replace(config, token_tiles=tiles))
-    budget_bytes = config.budget_bytes(None)
-    order = order_of(traced.sizes(config), config, budget_bytes)
-    at_any_speed = (tiles._replace(max_over_compute=math.inf) for tiles in order)
-    return first_of(at_any_speed, config, lambda options: _planned(traced, options), ends_planning)
+    facts = traced.facts()
+    return first_that_fits(traced.gm, facts, config, lambda _, options: _planned(traced, options))
 
 
 def _planned(traced: TracedModel, options: MemoConfig) -> OfflineStep:

@@ -3,7 +3,6 @@
 import bisect
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +13,11 @@ from memo_compile.costs.models import find_model
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.gpus import missing_for_target, target_of, version_of
-from memo_compile.offline.length_search import LengthSearch, Need
+from memo_compile.offline.asked_model import AskedModel, Say, is_shape, nobody_watches
+from memo_compile.offline.length_search import LengthSearch, Need, need_of
 from memo_compile.offline.offline_step import OfflineStep
-from memo_compile.offline.remembered_keys import Say, nobody_watches
 from memo_compile.offline.room import Room, is_exact
 from memo_compile.offline.shapes.degrees import Degrees
-from memo_compile.offline.subject import ModelLengths, Subject, is_shape
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_level
@@ -206,62 +204,27 @@ class Forecast:
         return self.step.model_flops / (self.step_s * rate) if self.step_s else 0.0
 
 
-def forecast(
-    question: Question, say: Say = nobody_watches, lengths: ModelLengths | None = None
-) -> Forecast:
+def forecast(question: Question, say: Say = nobody_watches) -> Forecast:
     """The plan of the step that is asked for; where nothing fits, that of the smallest peak.
 
-    ``say`` is told what is done next. ``lengths`` is shared by questions that differ in ``seq``.
+    ``say`` is told what is done next.
 
     Raises:
         InputError: the model or a degree cannot be used.
         MemoError: the model cannot be planned.
     """
-    with forecasting(question, say, lengths) as (answer, remembering):
-        remembering.briefly()
-        return answer
+    with _asked(question, say) as model:
+        return _forecast(question, model)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remembering:
-    """What can be remembered for later questions about other budgets, after the answer."""
-
-    subject: Subject
-    answer_s: float
-    """Processor seconds that the answer took."""
-
-    def briefly(self) -> None:
-        """What the next smaller budgets need, in a fifth of the answer's time or a little more."""
-        self.subject.prepare(self.answer_s)
-
-    def is_needed(self) -> bool:
-        """True where ``fully`` has something to do."""
-        return self.subject.lacks()
-
-    def fully(self) -> None:
-        """What every budget needs, in several times the seconds of the answer."""
-        self.subject.prepare_all()
-
-
-@contextlib.contextmanager
-def forecasting(
-    question: Question, say: Say = nobody_watches, lengths: ModelLengths | None = None
-) -> Iterator[tuple[Forecast, Remembering]]:
-    """As ``forecast``: the answer, which can be shown before more is remembered."""
-    begin = time.process_time()
-    with _subject(question, say, lengths) as subject:
-        answer = _forecast(question, subject)
-        yield answer, Remembering(subject=subject, answer_s=time.process_time() - begin)
-
-
-def _forecast(question: Question, subject: Subject) -> Forecast:
+def _forecast(question: Question, model: AskedModel) -> Forecast:
     try:
-        return _within_budget(question, subject)
+        return _within_budget(question, model)
     except Infeasible as error:
         floor, room = error.floor_bytes, question.room
         if floor is None or (room.arena_percent == 100 and floor <= room.available_bytes):
             raise
-        return _answer(question, subject, _plan(question, subject, plan_bytes=floor))
+        return _answer(question, model, _plan(question, model, plan_bytes=floor))
 
 
 def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
@@ -272,72 +235,65 @@ def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
     """
     if num_budgets < 2:
         raise InputError(f"budgets: expected at least 2, got {num_budgets}")
-    with _subject(question) as subject:
+    with _asked(question) as model:
         least, most = (
-            _forecast(replace(question, budget=budget), subject) for budget in (1, UNBOUNDED_BYTES)
+            _forecast(replace(question, budget=budget), model) for budget in (1, UNBOUNDED_BYTES)
         )
         span = most.peak_bytes - least.peak_bytes
         yield replace(least, budget_bytes=least.peak_bytes)
         for number in range(1, num_budgets - 1 if span else 0):
             budget = least.peak_bytes + span * number // (num_budgets - 1)
-            yield _forecast(replace(question, budget=budget), subject)
+            yield _forecast(replace(question, budget=budget), model)
         yield replace(most, budget_bytes=most.peak_bytes)
 
 
-def least_needed(question: Question, lengths: ModelLengths | None = None) -> Need:
-    """The smallest plan in tiles, made without solvers; known long before the fastest plan is."""
-    if question.degrees.pp > 1:
-        return needed(question, lengths)
-    policy = "greedy" if question.policy == "auto" else question.policy
-    smallest = replace(question, policy=policy)
-    with _subject(question, lengths=lengths) as subject:
-        return _need_in_tiles(smallest, subject)
+def needed(question: Question) -> Need:
+    """What the step needs, and whether any plan of it fits."""
+    with _asked(question) as model:
+
+        def whole() -> float:
+            return _whole_bytes(question, model)
+
+        if question.degrees.pp > 1:  # greed's smallest plan is that of one frame
+            return need_of(question.available_bytes, whole, lambda: math.inf)
+        return need_of(question.available_bytes, lambda: _least_bytes(question, model), whole)
 
 
-def _need_in_tiles(question: Question, subject: Subject) -> Need:
-    """A floor does not tell what lies beside its arena: where that matters, its plan is made."""
-    room = question.room
+def _whole_bytes(question: Question, model: AskedModel) -> float:
+    """What the plan of the whole choice takes; infinite where none is known to be enough."""
     try:
-        made = _plan(question, subject, plan_bytes=1, token_tiles=TOKEN_TILES)
-        return _need(room, room.taken_bytes(made.plan))
+        return question.room.taken_bytes(_forecast(question, model).step.plan)
+    except Infeasible as error:
+        return error.floor_bytes or math.inf
+
+
+def _least_bytes(question: Question, model: AskedModel) -> float:
+    """What the smallest plan in tiles takes, made without solvers; infinite where it is unknown.
+
+    A floor does not tell what lies beside its arena: where that matters, its plan is made.
+    """
+    room, policy = question.room, "greedy" if question.policy == "auto" else question.policy
+    question = replace(question, policy=policy)
+    try:
+        made = _plan(question, model, plan_bytes=1, token_tiles=TOKEN_TILES)
+        return room.taken_bytes(made.plan)
     except Infeasible as error:
         floor = error.floor_bytes
     if floor is None:
-        return Need(math.inf, False)
+        return math.inf
     if floor <= room.available_bytes < room.counted_bytes(floor, 0):
-        made = _plan(question, subject, plan_bytes=floor, token_tiles=TOKEN_TILES)
-        return _need(room, room.taken_bytes(made.plan))
-    constant = subject.constant_bytes(_state_bytes(question, subject))
-    return _need(room, room.counted_bytes(floor, constant))
+        made = _plan(question, model, plan_bytes=floor, token_tiles=TOKEN_TILES)
+        return room.taken_bytes(made.plan)
+    return room.counted_bytes(floor, model.constant_bytes(_state_bytes(question, model)))
 
 
-def _need(room: Room, num_bytes: int) -> Need:
-    return Need(num_bytes, num_bytes <= room.available_bytes)
-
-
-def needed(question: Question, lengths: ModelLengths | None = None) -> Need:
-    """Whether any plan fits, by the whole choice."""
-    with _subject(question, lengths=lengths) as subject:
-        try:
-            answer = _forecast(question, subject)
-        except Infeasible as error:
-            return Need(error.floor_bytes or math.inf, False)
-    taken = question.room.taken_bytes(answer.step.plan)
-    return Need(math.inf if answer.fits else taken, answer.fits)
-
-
-def longest(
-    question: Question, tried: Callable[[int, bool], None], lengths: ModelLengths | None = None
-) -> int:
+def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     """The longest sequence that fits, a multiple of SEQ_GRANULE x tp x cp; 0 where none does.
 
-    None above MAX_SEQ is tried. Raises as ``forecast``, and InputError: the length does not change
-    the step.
+    None above MAX_SEQ is tried. ``tried`` is told each length and whether it fits. Each is traced;
+    mostly four to six are.
 
-    ``tried`` is told each length and whether it fits. The least bytes of a length grow about
-    linearly from those of the parameters and their state, so that those of one length tell which
-    one just fits. Cost: mostly three to five lengths, of which two are traced where ``lengths`` is
-    given, and the whole choice for the next longer one.
+    Raises as ``forecast``, and InputError: the length does not change the step.
     """
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
     most = max(1, MAX_SEQ // granule)
@@ -346,21 +302,19 @@ def longest(
         budget_bytes=question.available_bytes,
         constant_bytes=_constant_bytes(replace(question, seq=granule)),
     )
-    while search.low < most and (count := search.next_count()) is not None:
-        count = min(count, most)
-        need = least_needed(replace(question, seq=count * granule), lengths)
-        search.tell(count, need)
-        tried(count * granule, need.fits)
+
+    def need(count: int) -> Need:
+        found = needed(replace(question, seq=count * granule))
+        tried(count * granule, found.fits)
+        return found
+
+    search.largest(need, most)
     if search.low == most and search.is_flat:
         raise InputError(
             f"max-seq: the step needs as many bytes with {most * granule} tokens as with fewer: "
             "the length changes nothing"
         )
-    longest = search.low + 1
-    while longest <= most and needed(replace(question, seq=longest * granule), lengths).fits:
-        tried(longest * granule, True)
-        longest += 1
-    return (longest - 1) * granule
+    return search.low * granule
 
 
 def _constant_bytes(question: Question) -> int:
@@ -368,20 +322,18 @@ def _constant_bytes(question: Question) -> int:
 
     Raises InputError: it is one of no length.
     """
-    with _subject(question) as subject:
-        if subject.facts.num_tokens is None:
+    with _asked(question) as model:
+        if model.facts.num_tokens is None:
             raise InputError(f"max-seq: {question.model} takes no seq; leave out --max-seq")
-        return subject.constant_bytes(_state_bytes(question, subject))
+        return model.constant_bytes(_state_bytes(question, model))
 
 
-def _state_bytes(question: Question, subject: Subject) -> float:
-    return question.state_bytes_per_parameter(subject.facts.parameter_bytes)
+def _state_bytes(question: Question, model: AskedModel) -> float:
+    return question.state_bytes_per_parameter(model.facts.parameter_bytes)
 
 
-def _subject(
-    question: Question, say: Say = nobody_watches, lengths: ModelLengths | None = None
-) -> Subject:
-    return Subject(
+def _asked(question: Question, say: Say = nobody_watches) -> AskedModel:
+    return AskedModel(
         model=question.model,
         seq=question.seq,
         batch=question.batch,
@@ -390,11 +342,10 @@ def _subject(
         hardware=question.hardware,
         store=user_store() if question.remembers else None,
         say=say,
-        lengths=lengths if is_shape(question.model) else None,
     )
 
 
-def _within_budget(question: Question, subject: Subject) -> Forecast:
+def _within_budget(question: Question, model: AskedModel) -> Forecast:
     """The answer; the budget is of all micro-batches in flight together.
 
     Each of n holds a frame of its own, of which an estimate may miss a part, so that an arena
@@ -403,13 +354,13 @@ def _within_budget(question: Question, subject: Subject) -> Forecast:
     step that keeps everything. A plan may have a smaller F and a larger arena: then its F counts.
     With a larger F a faster plan may be within the budget.
     """
-    answer, room = _answer(question, subject, _plan(question, subject)), question.room
+    answer, room = _answer(question, model, _plan(question, model)), question.room
     for _ in range(MAX_FRAME_PLANS):
         plan = answer.step.plan
         plan_bytes = room.plan_bytes(plan.peak_bytes - plan.arena_bytes)
         if room.arena_percent == 100 or (answer.fits and not _is_faster_within(plan, plan_bytes)):
             break
-        other = _answer(question, subject, _plan(question, subject, plan_bytes=plan_bytes))
+        other = _answer(question, model, _plan(question, model, plan_bytes=plan_bytes))
         if answer.fits:
             return other if other.fits and other.step_s < answer.step_s else answer
         answer = other
@@ -426,34 +377,34 @@ def _is_faster_within(plan: Plan, plan_bytes: int) -> bool:
 
 
 def _plan(
-    question: Question, subject: Subject, *, plan_bytes: int | None = None, **more: Any
+    question: Question, model: AskedModel, *, plan_bytes: int | None = None, **more: Any
 ) -> OfflineStep:
     """The plan within the budget, or of a peak of at most ``plan_bytes``."""
     options: dict[str, Any] = {
         **more,
         "policy": question.policy,
         "placement_time_limit_s": PLACEMENT_S,
-        "optimizer_state_bytes_per_parameter": _state_bytes(question, subject),
+        "optimizer_state_bytes_per_parameter": _state_bytes(question, model),
     }
     if question.host_budget is not None:
         options["host_budget"] = question.host_budget
     config = resolve(options, None)
     if plan_bytes is None:
-        return subject.plan(question.room.configured(config))
-    return subject.plan(replace(config, memory_budget=plan_bytes))
+        return model.plan(question.room.configured(config))
+    return model.plan(replace(config, memory_budget=plan_bytes))
 
 
-def _answer(question: Question, subject: Subject, step: OfflineStep) -> Forecast:
+def _answer(question: Question, model: AskedModel, step: OfflineStep) -> Forecast:
     plan, room = step.plan, question.room
     assert plan.timeline is not None, "an offline plan is simulated"
     frames_bytes = plan.peak_bytes + (room.num_frames - 1) * plan.arena_bytes
     peak_bytes = room.taken_bytes(plan) + room.missed_bytes
     tokens_per_s = None
-    if subject.facts.num_tokens is not None and plan.timeline.step_s:
-        tokens_per_s = subject.facts.num_tokens * question.degrees.dp / plan.timeline.step_s
+    if model.facts.num_tokens is not None and plan.timeline.step_s:
+        tokens_per_s = model.facts.num_tokens * question.degrees.dp / plan.timeline.step_s
     return Forecast(
         question=question,
-        name=subject.facts.name,
+        name=model.facts.name,
         step=step,
         peak_bytes=peak_bytes,
         budget_bytes=question.budget_bytes,
@@ -464,7 +415,7 @@ def _answer(question: Question, subject: Subject, step: OfflineStep) -> Forecast
         peak_at=_peak_at(step),
         notes=(
             *_above_device(question),
-            *subject.facts.notes,
+            *model.facts.notes,
             *step.notes,
             *_why_estimated(question.hardware),
         ),

@@ -1,7 +1,11 @@
 """The largest size that fits, found from the bytes that a few sizes need."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
+
+NEAR = 1.2
+"""Greed's smallest plan, in tiles everywhere, may take so many times what the whole choice does."""
 
 LONGER, LONGEST = 4, 64
 """The next length is LONGER times the last while all fit and their bytes are unknown, and at most
@@ -16,6 +20,18 @@ class Need(NamedTuple):
 
     num_bytes: float
     fits: bool
+
+
+def need_of(available_bytes: int, least: Callable[[], float], whole: Callable[[], float]) -> Need:
+    """What a size needs, and whether it fits.
+
+    ``least`` tells what greed's smallest plan takes, which is known soon. Only where that is just
+    too large the whole choice is asked as well.
+    """
+    num_bytes = least()
+    if available_bytes < num_bytes <= NEAR * available_bytes:
+        num_bytes = min(num_bytes, whole())
+    return Need(num_bytes, num_bytes <= available_bytes)
 
 
 class LengthSearch:
@@ -38,6 +54,20 @@ class LengthSearch:
         """How many counts were tried."""
         self.is_flat = False
         """The last two sizes that fit need as many bytes: a line says nothing of larger ones."""
+
+    def largest(
+        self, need: Callable[[int], Need], most: int, max_tries: float = math.inf
+    ) -> int | None:
+        """Ask ``need`` until ``low`` is the most granules that fit, ``most`` or fewer.
+
+        None then; the count that would come next where so many tries did not tell.
+        """
+        while self.low < most and (count := self.next_count()) is not None:
+            count = min(count, most)
+            if self.num_told >= max_tries:
+                return count
+            self.tell(count, need(count))
+        return None
 
     def tell(self, count: int, need: Need) -> None:
         """``count`` granules fit, or do not, and need as many bytes."""

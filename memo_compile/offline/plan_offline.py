@@ -6,7 +6,6 @@ be fakes.
 """
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,9 @@ from typing import Any, Never
 import torch
 from torch import fx
 
+from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.structure import GRADIENT
+from memo_compile.analysis.tile_chains import transient_bytes
 from memo_compile.backends.capture import StepCapture, next_graph_name
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
@@ -24,6 +25,7 @@ from memo_compile.costs.work import NodeCost
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.pipeline import cut_step, fastest, first_request, lower_step
+from memo_compile.driver.recompute_library import RegionMaker
 from memo_compile.driver.stages import CapturedStep, CutStep, PlannedStep
 from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tile_order import Sizes
@@ -39,11 +41,19 @@ from memo_compile.offline.offline_step import (
     offline_config,
     planned_offline,
 )
-from memo_compile.offline.other_length import OtherLength, TracedLength
+from memo_compile.offline.step_record import (
+    ClassRecord,
+    StepRecord,
+    Threshold,
+    TilesRecord,
+    Tiling,
+    tiling_of,
+)
 from memo_compile.passes.bodies import with_plain_bodies
+from memo_compile.passes.cut import Cut
 from memo_compile.reporting import state
 from memo_compile.step.plans import ReportedPlan
-from memo_compile.torch_private import autograd, dynamo, fx_graphs, kernels
+from memo_compile.torch_private import dynamo, fx_graphs, kernels
 from memo_compile.torch_private.absent_gpu import lowering_for
 
 NOTHING_TRAINS = (
@@ -146,14 +156,12 @@ def tracing(
         yield TracedModel(gm=gm, examples=examples, hardware=hardware, more=more, gpu=gpu)
 
 
-Tiling = tuple[int | None, ...]
-"""How a graph is tried: tiles, above which bytes, and what may be saved."""
+@dataclass(kw_only=True)
+class TracedModel:
+    """A Dynamo graph, which is lowered in one tiling after another, each once."""
 
-
-@dataclass
-class OfflineModel(ABC):
-    """A model that is lowered in one tiling after another, each once."""
-
+    gm: fx.GraphModule
+    examples: Sequence[Any]
     hardware: HardwareProfile | None = None
     more: MoreLayers | None = None
     gpu: GpuFacts | None = None
@@ -163,16 +171,30 @@ class OfflineModel(ABC):
     _captured: dict[int | None, CapturedStep] = field(default_factory=dict)
     """By what may be saved; all are cut from one joint graph."""
     _capture: StepCapture | None = None
+    _planned: dict[Tiling, tuple[StepKnowledge, PlannedStep, OfflineStep]] = field(
+        default_factory=dict
+    )
 
-    @abstractmethod
+    def facts(self) -> GraphFacts:
+        """What is known of the graph's inputs."""
+        return GraphFacts(self.examples, self.more.untraced if self.more else (), self.gpu)
+
     def sizes(self, config: MemoConfig) -> Sizes:
         """What the order of tiles is made of."""
+        return sizes_of(products_bytes(self.gm), self.facts(), config)
 
-    @abstractmethod
-    def _captured_first(
-        self, options: MemoConfig, graph: fx.GraphModule | None
-    ) -> tuple[CapturedStep, StepCapture]:
-        """The step and its joint graph. Raises UnsupportedGraph: nothing trains."""
+    def attempt(self, graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
+        """The plan in the tiles that ``options`` name. Raises TooSlow, Infeasible."""
+        tiles = tiling_of(options)
+        if tiles not in self._planned:
+            known, made_first = fastest(
+                self.lowered(options, graph),
+                lambda own: planned_offline(own, options, offline_facts(own), first_request(own)),
+            )
+            self._planned[tiles] = known, *made_first
+        known, planned, made = self._planned[tiles]
+        require_fast(planned.plan, options, known)
+        return made
 
     def lowered(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> StepKnowledge:
         """The step in the tiles that ``options`` name, lowered."""
@@ -194,15 +216,53 @@ class OfflineModel(ABC):
             figures=self.figures,
         )
 
+    def recorded(self, options: MemoConfig) -> tuple[StepRecord, RegionMaker]:
+        """The step in the tiles that ``options`` name as a record, and what makes its regions."""
+        try:
+            known, captured = self.lowered(options), self.captured(options)
+        except Exception as error:
+            raise_bare(error)
+        movable = known.movable(known.requested(first_request(known)), options.host_store)
+        facts, drops = offline_facts(known), options.drops_above()
+        halves = known.lowered.cut.forward, known.lowered.cut.backward
+        transients = tuple(_transients(*halves)) if (options.token_tiles or 1) > 1 else ()
+        tiles = TilesRecord(
+            tile_above=Threshold(bound_bytes=options.tile_above_bytes, sizes=transients),
+            drop_above=Threshold(
+                bound_bytes=drops or 0, sizes=() if drops is None else captured.droppable
+            ),
+        )
+        record = StepRecord(
+            tiles=tiles,
+            problem=movable.problem,
+            whole=known.whole,
+            classes=tuple(
+                ClassRecord(key=cls.key, slots=cls.slots, ops=cls.ops)
+                for cls in movable.classes.values()
+            ),
+            layers=movable.layers,
+            token_granule=movable.token_granule,
+            costs=facts.costs,
+            whole_compute_s=known.whole_compute_s(),
+            labels=known.labels(),
+            leased_bytes=known.leased_bytes(),
+            device_type=known.device_type,
+            model_flops=facts.model_flops,
+            exact=facts.exact,
+            tiled=tuple(facts.tiled),
+        )
+        return record, known.library(options.host_store).maker
+
     def captured(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> CapturedStep:
         """The step before it is cut."""
         drops = self._drops_alike(options.drops_above())
         if drops not in self._captured:
             if self._capture is None:
-                step, self._capture = self._captured_first(options, graph)
+                own = self.gm if graph is None else graph
+                step, self._capture = _captured(own, self.facts(), self.examples, options)
             else:
                 first = next(iter(self._captured.values()))
-                step, _ = self._capture.captured_again(first, options)
+                step = self._capture.captured_again(first, options)
             self._captured[drops] = step
         return self._captured[drops]
 
@@ -216,82 +276,14 @@ class OfflineModel(ABC):
         return drops
 
 
-@dataclass(kw_only=True)
-class TracedModel(OfflineModel):
-    """A Dynamo graph."""
-
-    gm: fx.GraphModule
-    examples: Sequence[Any]
-    _planned: dict[Tiling, tuple[StepKnowledge, PlannedStep, OfflineStep]] = field(
-        default_factory=dict
-    )
-
-    def facts(self) -> GraphFacts:
-        """What is known of the graph's inputs."""
-        return GraphFacts(self.examples, self.more.untraced if self.more else (), self.gpu)
-
-    def sizes(self, config: MemoConfig) -> Sizes:
-        """What the order of tiles is made of."""
-        return sizes_of(products_bytes(self.gm), self.facts(), config)
-
-    def attempt(self, graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
-        """The plan in the tiles that ``options`` name. Raises TooSlow, Infeasible."""
-        tiles = options.token_tiles, options.tile_above_bytes, options.drops_above()
-        if tiles not in self._planned:
-            known, made_first = fastest(
-                self.lowered(options, graph),
-                lambda own: planned_offline(own, options, offline_facts(own), first_request(own)),
-            )
-            self._planned[tiles] = known, *made_first
-        known, planned, made = self._planned[tiles]
-        require_fast(planned.plan, options, known)
-        return made
-
-    def at_length(self, length: int) -> TracedLength | None:
-        """What was traced, of ``length`` tokens; None where nothing was captured.
-
-        None also for a GPU that is not here, whose operators are chosen by their sizes.
-        """
-        if self._capture is None or self.gpu is not None:
-            return None
-        return TracedLength(
-            length=length,
-            step=next(iter(self._captured.values())),
-            capture=self._capture,
-            products=products_bytes(self.gm),
-            constant_bytes=self.facts().constant_bytes(),
-            more=self.more,
-        )
-
-    def _captured_first(
-        self, options: MemoConfig, graph: fx.GraphModule | None
-    ) -> tuple[CapturedStep, StepCapture]:
-        return _captured(self.gm if graph is None else graph, self.facts(), self.examples, options)
-
-
-@dataclass(kw_only=True)
-class ModelAtLength(OfflineModel):
-    """A model at a length at which it was not traced."""
-
-    other: OtherLength
-
-    def sizes(self, config: MemoConfig) -> Sizes:
-        """What the order of tiles is made of."""
-        return sizes_of(self.other.products, self.other.facts, config)
-
-    def _captured_first(
-        self, options: MemoConfig, graph: fx.GraphModule | None
-    ) -> tuple[CapturedStep, StepCapture]:
-        assert graph is None, "there is no Dynamo graph"
-        return self.other.captured(options)
-
-
-@contextlib.contextmanager
-def not_tracing(other: OtherLength, *, hardware: HardwareProfile | None) -> Iterator[ModelAtLength]:
-    """As ``tracing``, of what needs no trace."""
-    kernels = _without_kernels(hardware)
-    with torch.enable_grad(), kernels, lowered_once(), autograd.fresh_static_tracing():
-        yield ModelAtLength(other=other, hardware=hardware, more=other.first.more)
+def _transients(*halves: Cut) -> Iterator[int]:
+    """What was compared with ``tile_above_bytes``: of every region as it was before any tiles."""
+    for half in halves:
+        called: dict[str, RegionGraph] = {
+            call.region: half.whole_regions.get(call.region) or half.regions[call.region]
+            for call in half.whole_calls
+        }
+        yield from (transient_bytes(region.gm) for region in called.values())
 
 
 def _without_kernels(hardware: HardwareProfile | None) -> contextlib.AbstractContextManager[None]:
@@ -302,7 +294,7 @@ def _without_kernels(hardware: HardwareProfile | None) -> contextlib.AbstractCon
 def offline_facts(known: StepKnowledge) -> OfflineFacts:
     """What an answer says beside the plan."""
     step, host_store = known.lowered.cut, known.config.host_store
-    forward_flops = sum(cost.flops for cost in forward_costs(known))
+    forward_flops = sum(cost.flops for cost in _forward_costs(known))
     return OfflineFacts(
         costs=known.costs(host_store),
         model_flops=FORWARD_AND_BACKWARD * forward_flops,
@@ -312,7 +304,7 @@ def offline_facts(known: StepKnowledge) -> OfflineFacts:
     )
 
 
-def forward_costs(known: StepKnowledge) -> Iterator[NodeCost]:
+def _forward_costs(known: StepKnowledge) -> Iterator[NodeCost]:
     """What the operators of the forward cost, in all calls, but for gradients that it makes."""
     step = known.lowered.cut
     of_region: dict[str, list[NodeCost]] = {}

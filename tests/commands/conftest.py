@@ -4,7 +4,7 @@ import pytest
 
 from memo_compile import gpus
 from memo_compile.file_store import FileStore
-from memo_compile.offline import forecast, plan_offline, preparing
+from memo_compile.offline import forecast, plan_offline
 from tests.commands.tiny import CPU_BUILD
 
 
@@ -36,9 +36,3 @@ def no_gpu_is_lowered_for(monkeypatch):
     monkeypatch.setattr(
         gpus, "version_of", lambda of: CPU_BUILD if of == "torch" else version_of(of)
     )
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_prepared(monkeypatch):
-    """For other budgets: that takes a part of each answer."""
-    monkeypatch.setattr(preparing, "BRIEFLY", 0.0)

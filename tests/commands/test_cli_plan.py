@@ -1,6 +1,5 @@
 """``memo plan``: what it prints, how shapes are cut over devices, what it refuses."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -8,7 +7,6 @@ import sys
 import textwrap
 from collections import Counter
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from memo_compile.offline import forecast as forecasting
 from memo_compile.offline.forecast import Need, Question, forecast, longest
 from memo_compile.offline.shapes.parallel import behind
 from memo_compile.offline.shapes.transformer import Degrees, first_stage
-from memo_compile.offline.subject import Subject
 from memo_compile.planners.place_step import placed_step
 from memo_compile.reporting.emit import Settings, emit
 from memo_compile.step.plans import Decision, Plan
@@ -103,22 +100,6 @@ def question(model="tiny-gpt", seq=1024, **more):
     degrees = Degrees(**{key: more.pop(key) for key in ("tp", "cp", "pp", "dp") if key in more})
     hardware = find_hardware(more.pop("hardware", "a100"))
     return Question(model=model, seq=seq, hardware=hardware, degrees=degrees, **more)
-
-
-def test_the_answer_is_shown_before_smaller_budgets_are_prepared(capsys, monkeypatch):
-    def interrupted(subject, answer_s):
-        assert answer_s > 0
-        print("prepared")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Subject, "prepare", interrupted)
-    code, out, _ = plan(capsys, "tiny-llama", "--seq", "1024", "--json")
-    shown, prepared = out.splitlines()
-    assert json.loads(shown)["fits"]
-    assert prepared == "prepared"
-    assert code == 0  # who does not wait for it has the answer
-    monkeypatch.setattr(sys, "stdout", None)  # closed
-    assert plan(capsys, "tiny-llama", "--seq", "1024", "--json")[0] == 0
 
 
 @pytest.mark.usefixtures("inductor")
@@ -202,8 +183,7 @@ def test_a_budget_between_floor_and_saving_moves_tensors(capsys, monkeypatch):
 
 def test_the_answer_is_one_screen_and_tables_are_verbose(capsys, tmp_path, monkeypatch):
     answer = forecast(question("tiny-gpt", 1024))
-    made = contextlib.nullcontext((answer, Mock()))
-    monkeypatch.setattr(forecasting, "forecasting", lambda *_, **__: made)
+    monkeypatch.setattr(forecasting, "forecast", lambda *_: answer)
     report, saved = tmp_path / "out.html", tmp_path / "plan.json"
     arguments = ("--seq", "1024", "--report", str(report), "--out", str(saved))
     code, out, _ = plan(capsys, "tiny-gpt", *arguments)
@@ -419,7 +399,7 @@ def test_the_operators_of_shapes_do_not_run():
 def _needing(limit, curve=1.0):
     """A model of which ``limit`` tokens fit; the bytes of all grow with that exponent."""
 
-    def needed(setting, _lengths=None):
+    def needed(setting):
         constant = forecasting._constant_bytes(setting)
         room = setting.available_bytes - constant
         num_bytes = constant + room * (setting.seq / (limit + 1)) ** curve
@@ -434,8 +414,7 @@ def _needing(limit, curve=1.0):
 )
 def test_the_longest_sequence_fits_and_the_next_does_not(monkeypatch, limit, start, curve):
     granule = 1024 * 4
-    for name in ("least_needed", "needed"):
-        monkeypatch.setattr(forecasting, name, _needing(limit * granule, curve))
+    monkeypatch.setattr(forecasting, "needed", _needing(limit * granule, curve))
     tried = {}
     found = longest(question(seq=start * granule, tp=2, cp=2), tried.__setitem__)
     assert found == limit * granule
@@ -446,23 +425,22 @@ def test_the_longest_sequence_fits_and_the_next_does_not(monkeypatch, limit, sta
 
 
 def test_the_longest_sequence_is_found_where_nothing_is_known_of_the_floor(monkeypatch):
-    def unknown(setting, _lengths=None):
+    def unknown(setting):
         return Need(math.inf, setting.seq <= 77 * 1024)
 
-    monkeypatch.setattr(forecasting, "least_needed", unknown)
     monkeypatch.setattr(forecasting, "needed", unknown)
     assert longest(question(seq=None), lambda *_: None) == 77 * 1024
 
 
 def test_a_length_for_which_only_the_whole_choice_has_a_plan_counts(monkeypatch):
-    monkeypatch.setattr(forecasting, "least_needed", _needing(70 * 1024))
-    monkeypatch.setattr(forecasting, "needed", _needing(72 * 1024))
+    for name, limit in (("_least_bytes", 70 * 1024), ("_whole_bytes", 72 * 1024)):
+        needed = _needing(limit)
+        monkeypatch.setattr(forecasting, name, lambda asked, _, of=needed: of(asked).num_bytes)
     assert longest(question(seq=None), lambda *_: None) == 72 * 1024
 
 
 def test_max_seq_is_in_the_answer(capsys, monkeypatch):
-    for name in ("least_needed", "needed"):
-        monkeypatch.setattr(forecasting, name, _needing(3 * 1024))
+    monkeypatch.setattr(forecasting, "needed", _needing(3 * 1024))
     code, out, err = plan(capsys, "tiny-gpt", "--max-seq", "--hardware", "a100", "--json")
     body = json.loads(out)
     assert (code, body["max_seq"], body["seq"]) == (0, 3072, 3072)

@@ -2,30 +2,26 @@
 
 import dataclasses
 import json
-import math
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from memo_compile import file_store
 from memo_compile.cli.main import main
 from memo_compile.config import resolve, user_store
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.file_store import FileStore
+from memo_compile.offline import asked_model, plan_offline
 from memo_compile.offline import forecast as forecasting
-from memo_compile.offline import model_plans, plan_offline, preparing, remembered_places
+from memo_compile.offline.asked_model import AskedModel
 from memo_compile.offline.forecast import Question, forecast
-from memo_compile.offline.long_length import LongStep
 from memo_compile.offline.offline_step import offline_config
-from memo_compile.offline.remembered_places import RememberedPlaces
-from memo_compile.offline.remembered_step import Threshold
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.shapes.load import load
+from memo_compile.offline.step_record import StepRecord, Threshold
 from memo_compile.passes.runner import graph_text
-from memo_compile.planners.placement import Buffer, PlacementProblem, place
 from memo_compile.planners.policy import candidates
 from memo_compile.step.serialise import plain, restore, to_json
 from memo_compile.torch_private import inductor_api
@@ -85,37 +81,6 @@ def test_answers_are_the_same_with_and_without_memory(store, traces):
     assert not traces
 
 
-def test_what_smaller_budgets_need_is_prepared(store, traces, monkeypatch):
-    smaller = {"policy": "greedy", "budget": "130MiB"}
-    alone = answer(**smaller, remembers=False)
-    monkeypatch.setattr(preparing, "BRIEFLY", math.inf)
-    answer(**smaller | {"budget": "200MiB"})
-    assert len([known for known in store.stored() if known.kind == "long step"]) > 1
-    traces.clear()
-    assert answer(**smaller) == alone
-    assert not traces
-
-
-def test_what_cannot_be_prepared_leaves_the_answer(store, monkeypatch):
-    asked = {"policy": "greedy", "budget": "200MiB"}
-    alone = answer(**asked, remembers=False)
-    refused = []
-
-    def fails(plans, step, options):
-        refused.append(options.token_tiles)
-        raise RuntimeError("no such region")
-
-    monkeypatch.setattr(preparing, "BRIEFLY", math.inf)
-    monkeypatch.setattr(model_plans.ModelPlans, "_complete", fails)
-    assert answer(**asked) == alone
-    assert len(refused) > 1
-    refused.clear()
-    store.clear()
-    monkeypatch.setattr(FileStore, "is_writable", lambda _: False)
-    assert answer(**asked) == alone
-    assert not refused
-
-
 @pytest.fixture
 def simulations(monkeypatch):
     """How many candidates were simulated."""
@@ -129,37 +94,33 @@ def simulations(monkeypatch):
     return seen
 
 
-def test_what_was_simulated_for_one_budget_is_known_for_another(store, simulations):
-    alone = answer(**BUDGETED, remembers=False)
-    answer(**BUDGETED | {"budget": "204MiB"})
+def test_what_was_simulated_for_one_budget_is_known_for_another(simulations):
+    """In one process, as of a sweep."""
+    config = offline_config(resolve({"policy": "greedy", "memory_budget": "206MiB"}, None), None)
+    config = dataclasses.replace(config, optimizer_state_bytes_per_parameter=4.0)
+    alone, seen = planned(config), len(simulations)
+    assert seen
     simulations.clear()
-    assert answer(**BUDGETED) == alone
+    with model_asked() as model:
+        model.plan(dataclasses.replace(config, memory_budget="204MiB"))
+        simulations.clear()
+        assert text_of(model.plan(config)) == alone
     assert not simulations
 
 
-@pytest.mark.full
-def test_searches_under_another_bound_on_the_host_are_others(store, simulations):
-    other = BUDGETED | {"host_budget": "1MiB"}
-    alone = answer(**other, remembers=False)
-    answer(**BUDGETED)
-    simulations.clear()
-    assert answer(**other) == alone
-    assert simulations
+def model_asked():
+    names = ("model", "seq", "batch", "dtype", "degrees", "hardware")
+    return AskedModel(**{name: getattr(ASKED, name) for name in names})
 
 
-def test_searches_that_are_damaged_are_made_anew(store, simulations, caplog):
-    found = answer(**BUDGETED)
-    (path,) = (known.path for known in store.stored() if known.kind == "searches")
-    head, body = path.read_text().split("\n", 1)
-    content = json.loads(body)
-    content["figures"][0]["moves"] = len(content["moves"])
-    wrong = json.dumps(content, separators=(",", ":"))
-    said = json.loads(head) | {"sha256": file_store._digest(wrong.encode())}
-    path.write_text(json.dumps(said) + "\n" + wrong)
-    simulations.clear()
-    assert answer(**BUDGETED) == found
-    assert simulations
-    assert "what was searched before is not used" in caplog.text
+def planned(config):
+    with model_asked() as model:
+        return text_of(model.plan(config))
+
+
+def text_of(step):
+    plan = dataclasses.replace(step.plan, planning_s=0.0, lowering_s=0.0)
+    return to_json(step.problem), to_json(plan), to_json(step.costs)
 
 
 def test_what_takes_seconds_is_said(store):
@@ -212,12 +173,12 @@ def test_what_is_no_step_is_ignored_though_its_digest_is_right(kept, caplog, mon
 
     def other(self, key):
         for body in read(self, key):
-            yield {**body, "long": "7"} if "long" in body else body
+            yield {**body, "token_granule": "7"} if "token_granule" in body else body
 
     with monkeypatch.context() as patched:
         patched.setattr(FileStore, "read", other)
         assert answer(**KEEPS) == kept
-    assert "what was remembered of a step is not used" in caplog.text
+    assert "what was recorded of a step is not used" in caplog.text
 
 
 def test_a_region_that_is_not_remembered_is_made(store, traces):
@@ -229,9 +190,7 @@ def test_a_region_that_is_not_remembered_is_made(store, traces):
         for path, body in read.items()
         if isinstance(body, dict) and body.get("regions")
     )
-    assert plain(restore(record, LongStep, "step")) == record
-    # Of a large model they are no digits of a number in base LONG: they are in model_flops alone.
-    assert json.loads(record["text"])["model_flops"] == 0 < len(record["model_flops"])
+    assert plain(restore(record, StepRecord, "step")) == record
 
     def forgetful(self, key):
         for found in read(self, key):
@@ -245,6 +204,21 @@ def test_a_region_that_is_not_remembered_is_made(store, traces):
     assert traces
     again = json.loads(path.read_text().split("\n")[1])
     assert all(region in again["regions"] for region in record["regions"])
+
+
+def test_what_stands_for_a_model(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+
+    def stands(model):
+        return dataclasses.replace(model_asked(), model=model)._content
+
+    shape, file = stands(SHAPE.name), stands(str(config))
+    assert shape["model"]["hidden"] == SHAPE.hidden
+    config.write_text("{ }")
+    assert stands(str(config))["model"] != file["model"]
+    assert stands(str(tmp_path / "other.json")) is None  # it is not there
+    assert stands("models:small") is None  # a function's code may change unseen
 
 
 class TracedError(Exception):
@@ -263,8 +237,7 @@ def test_what_a_record_depends_on_is_in_its_name(kept, monkeypatch):
     ):
         with pytest.raises(TracedError):
             answer(**KEEPS, **change)
-    monkeypatch.setattr(model_plans, "code_version", lambda: "another memo")
-    monkeypatch.setattr("memo_compile.offline.subject.code_version", lambda: "another memo")
+    monkeypatch.setattr(asked_model, "code_version", lambda: "another memo")
     with pytest.raises(TracedError):
         answer(**KEEPS)
 
@@ -316,66 +289,6 @@ def lowered_in(tries):
             halves = graph_text(captured.forward), graph_text(captured.backward)
             found.append((*halves, captured.units.structure, to_json(known.problem), known.whole))
     return found
-
-
-PLACED = PlacementProblem(
-    buffers=tuple(
-        Buffer(id=f"b{number}", lower=number % 3, upper=number % 3 + 2, size=3 + number % 4)
-        for number in range(12)
-    )
-)
-LIMITS = {"solver": "auto", "time_limit_s": 1.0}
-
-
-@pytest.fixture
-def placements(monkeypatch):
-    """How often something was placed, of which all is worth remembering."""
-    made = []
-
-    def counted(problem, **limits):
-        made.append(1)
-        return place(problem, **limits)
-
-    monkeypatch.setattr(remembered_places, "place", counted)
-    monkeypatch.setattr(remembered_places, "WORTH_S", 0.0)
-    return made
-
-
-def test_equal_buffers_are_placed_once(store, placements):
-    first = RememberedPlaces(store=store, code="memo")(PLACED, **LIMITS)
-    again = RememberedPlaces(store=store, code="memo")(PLACED, **LIMITS)
-    assert dataclasses.replace(again, seconds=first.seconds) == first
-    assert len(placements) == 1
-    RememberedPlaces(store=store, code="another memo")(PLACED, **LIMITS)
-    RememberedPlaces(store=store, code="memo")(PLACED, solver="greedy", time_limit_s=1.0)
-    RememberedPlaces(store=store, code="memo")(dataclasses.replace(PLACED, alignment=2), **LIMITS)
-    assert len(placements) == 4
-    places = RememberedPlaces(store=None, code="memo")
-    assert places(PLACED, **LIMITS) is places(PLACED, **LIMITS)
-
-
-@pytest.mark.parametrize(
-    "poison",
-    [
-        lambda body: {**body, "offsets": [0] * len(body["offsets"])},  # all at one place
-        lambda body: {**body, "offsets": body["offsets"][:-1]},
-        lambda body: {**body, "height_bytes": body["height_bytes"] - 1},
-        lambda body: {**body, "status": "guessed"},
-        lambda body: [],
-    ],
-)
-def test_a_wrong_placement_is_made_anew_though_its_digest_is_right(
-    store, placements, caplog, monkeypatch, poison
-):
-    places = RememberedPlaces(store=store, code="memo")
-    first = places(PLACED, **LIMITS)
-    read = FileStore.read
-    poisoned = lambda self, key: map(poison, read(self, key))  # noqa: E731
-    monkeypatch.setattr(FileStore, "read", poisoned)
-    again = RememberedPlaces(store=store, code="memo")(PLACED, **LIMITS)
-    assert dataclasses.replace(again, seconds=first.seconds) == first
-    assert len(placements) == 2
-    assert "a remembered placement is not used" in caplog.text
 
 
 def test_a_remembered_plan_needs_no_torch(tmp_path, monkeypatch, capsys):

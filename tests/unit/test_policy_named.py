@@ -9,7 +9,7 @@ from memo_compile.planners.policy import choose, reasons
 from memo_compile.planners.policy.candidates import CandidateSource
 from memo_compile.planners.policy.chooser import unbeaten
 from memo_compile.planners.policy.frontier import Choice
-from memo_compile.planners.policy.named import NAMED, QUANTA, memo_alpha, named_moves
+from memo_compile.planners.policy.named import memo_alpha, named_moves
 from memo_compile.step.movable import Action, MovableStep, RecomputeKey, RecomputeRegion
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import peak_live_bytes
@@ -278,28 +278,3 @@ def test_candidates_above_the_host_budget_are_left_out():
     kept = unbeaten(source.auto(), 200 * KIB)
     assert max(candidate.host_bytes for candidate in kept) <= 200 * KIB
     assert any(candidate.host_bytes for candidate in kept)
-
-
-@pytest.mark.parametrize("speed", [KIB, 4 * KIB, 1024 * KIB])
-def test_what_is_proposed_asks_for_all_that_named_policies_ask_for(monkeypatch, speed):
-    """But for other rows of the same slots: two numbers of rows tell all others."""
-
-    def asked(search):
-        keys: set[RecomputeKey] = set()
-        plain = recomputer(step)
-
-        def noting(key: RecomputeKey):
-            keys.add(replace(key, rows=key.rows and 1))
-            return plain(key)
-
-        search(CandidateSource(step=step, recompute=noting))
-        return keys
-
-    step = movable_step(6, bytes_per_s=speed)
-    monkeypatch.setattr(CandidateSource, "_greedy", lambda source: ())
-    some = asked(lambda source: source.propose())
-    for policy in NAMED:
-        alphas = QUANTA if policy == "memo" else (None,)
-        found = asked(lambda source: source.named(policy, alphas))  # noqa: B023 (it is called here)
-        assert found <= some
-        assert found or policy in ("save", "full-offload", "kwai")

@@ -366,17 +366,6 @@ def test_where_logits_fit_the_whole_comes_first():
     assert tries.tile_order(gm, facts, config, None) == (Tiles(1), Tiles(TOKEN_TILES))
 
 
-def test_what_smaller_budgets_try_comes_by_rank_and_once():
-    sizes = tile_order.Sizes((1000, 10), 500)
-    config = MemoConfig(memory_budget=4000, costs="roofline")
-    here = tile_order.order_of(sizes, config, 4000)
-    below = tile_order.orders_below(sizes, config, 4000, (900, 300, 10**6))
-    assert below[:3] == (here[0], Tiles(16, 899, 899, 1.02), Tiles(16, 299, 299, 1.02))
-    assert {*here, Tiles(TOKEN_TILES, 0, 899, 1.03)} < {*below}
-    assert len({*below}) == len(below)
-    assert tile_order.orders_below(sizes, config, 4000, ()) == here
-
-
 def test_a_slow_whole_leads_to_tiles_and_is_taken_where_they_are_slower(monkeypatch):
     order = (Tiles(1, max_over_compute=1.05), Tiles(8, 3, 3, 1.05), Tiles(8))
     monkeypatch.setattr(tries, "tile_order", lambda *_: order)

@@ -15,7 +15,6 @@ from memo_compile.costs.models import ModelShape, find_model
 from memo_compile.errors import InputError, require_at_least
 from memo_compile.offline.more_layers import MoreLayers
 from memo_compile.offline.shapes.degrees import Degrees
-from memo_compile.offline.shapes.files_read import FILES_READ
 from memo_compile.offline.shapes.transformer import default_dtype, first_stage
 from memo_compile.text_files import read_json
 from memo_compile.torch_private.fx_graphs import fake_mode
@@ -38,19 +37,13 @@ class Loaded:
     model: Callable[..., Any]
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    shorter: "Shorter | None" = None
+    shorter: "Loaded | None" = None
+    """The same step with fewer layers, which is traced in seconds."""
+    more: MoreLayers | None = None
+    """What a shorter step lacks."""
     num_tokens: int | None = None
     """Tokens of the step on one data-parallel replica; None where that is unknown."""
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shorter:
-    """The same step with fewer layers, which is traced in seconds; ``more`` is what it lacks."""
-
-    model: torch.nn.Module
-    args: Sequence[Any]
-    more: MoreLayers
 
 
 def load(
@@ -91,7 +84,7 @@ def load(
 
 def _shorter(
     model: torch.nn.Module, shape: ModelShape, degrees: Degrees, **sizes: Any
-) -> Shorter | None:
+) -> Loaded | None:
     """A stage of TRACED_LAYERS of the same layers; None where ``model`` has hardly more."""
     num_layers = shape.num_layers // degrees.pp
     if num_layers <= TRACED_LAYERS:
@@ -101,7 +94,7 @@ def _shorter(
     traced = {name for name, _ in _tensors(made)}
     untraced = tuple(tensor for name, tensor in _tensors(model) if name not in traced)
     more = MoreLayers(num_layers=num_layers, untraced=untraced)
-    return Shorter(model=made, args=inputs, more=more)
+    return Loaded(name=few.name, model=made, args=inputs, more=more)
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -159,8 +152,7 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` has it
     try:
-        with FILES_READ.watched():
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise InputError(f"{text}: cannot import {module_name}: {error}") from error
     function = getattr(module, function_name, None)
@@ -195,7 +187,7 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
 def _called(function: Callable[..., Any], arguments: Mapping[str, Any], text: str) -> Any:
     """What the user's function gives on fakes. Raises InputError where it does not run on them."""
     try:
-        with FILES_READ.watched(), model_of_fakes():
+        with model_of_fakes():
             return function(**arguments)
     except RuntimeError as error:  # of torch's fakes too
         file = getattr(getattr(function, "__code__", None), "co_filename", None)

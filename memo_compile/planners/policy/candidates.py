@@ -233,14 +233,6 @@ class CandidateSource:
             self._least_bytes[moves] = least_bytes(self.step, moves)
         return self._least_bytes[moves]
 
-    def propose(self) -> None:
-        """Find all that ``greedy`` simulates, and ask for the regions of the named plans."""
-        self._greedy()
-        steady_moves(self.step, self.recompute)
-        for policy in NAMED:
-            for alpha in (None, 0.0, 0.5) if policy == "memo" else (None,):  # all, and some rows
-                self._named(policy, alpha)
-
     def bounded(
         self, *, near_floor: bool, most_bytes: int | None, others: Iterable[Moves] = ()
     ) -> list[tuple[float, Moves]]:

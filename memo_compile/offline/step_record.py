@@ -1,27 +1,23 @@
-"""A lowered step as plain data: what a plan needs of it when nothing is traced or lowered again.
+"""A lowered step as plain data, which ``memo plan`` keeps on disk. No torch here.
 
-``StepRecord`` holds all that ``driver.step_planner`` asks of a step, and every recompute region
-that was asked for. A region that was not raises ``NotRemembered``: the step is traced then.
+A ``StepRecord`` holds all that a plan asks of a step that never runs, so that another budget is
+planned without tracing the model again. Of recompute regions it has those that plans have asked for
+so far. For any other one the model is traced and lowered, and the record grows.
 """
 
-import contextlib
-import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from memo_compile.check.check_moves import Recomputation, recomputations_of
+from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.recompute_library import Estimated, Lowered, RecomputeLibrary, RegionMaker
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.offline.remembered_places import RememberedPlaces
-from memo_compile.planners.move_rules import recompute_keys
-from memo_compile.planners.placement import Placement, PlacementProblem
+from memo_compile.planners.placement import Placement, PlacementProblem, place
 from memo_compile.planners.policy.candidates import SearchMemory
-from memo_compile.planners.policy.modes import EIGHTHS
 from memo_compile.step.movable import (
     Layer,
     LayerClass,
@@ -33,15 +29,21 @@ from memo_compile.step.movable import (
     StepCosts,
 )
 from memo_compile.step.problem import Problem, RegionProfile
-from memo_compile.step.serialise import plain, restore
 from memo_compile.step.tilings import WholeStep
 
 if TYPE_CHECKING:
     from memo_compile.analysis.regions import LoweredRegion
 
+GRAPH_NAME = "graph0"
+"""What plans call the step: a model that is forecast is one graph."""
 
-class NotRemembered(Exception):
-    """A plan asks for a recompute region that no plan before it has asked for."""
+Tiling = tuple[int | None, ...]
+"""How a graph is tried: tiles, above which bytes, and what may be saved."""
+
+
+def tiling_of(options: MemoConfig) -> Tiling:
+    """What of ``options`` says how a graph is tried."""
+    return options.token_tiles, options.tile_above_bytes, options.drops_above()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,22 @@ class Threshold:
     def above(self, bound_bytes: int) -> list[bool]:
         """Which of the sizes are above that bound; 0 is below all."""
         return [size > bound_bytes or not bound_bytes for size in self.sizes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilesRecord:
+    """The two bounds that a step was cut into tiles with: another budget has other bounds."""
+
+    tile_above: Threshold
+    """Regions whose transients are no larger run whole."""
+    drop_above: Threshold
+    """Tensors that are no larger may be saved."""
+
+    def suits(self, options: MemoConfig) -> bool:
+        """True where the bounds of ``options`` make the same tiles, and save the same."""
+        return self.tile_above.tells_like(options.tile_above_bytes) and self.drop_above.tells_like(
+            options.drops_above() or 0
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +107,7 @@ class RegionRecord:
 class StepRecord:
     """A step in certain tiles, lowered for a certain device."""
 
-    tile_above: Threshold
-    drop_above: Threshold
+    tiles: TilesRecord
     problem: Problem
     """The step that keeps everything."""
     whole: WholeStep
@@ -110,36 +127,32 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class RememberedRegions:
-    """Recompute regions that are made once; a ``recompute_library.RegionMaker``.
+class RecordedRegions:
+    """The recompute regions of a step, each made once; a ``recompute_library.RegionMaker``."""
 
-    Without a ``maker`` nothing is made, and what is not known raises NotRemembered.
-    """
-
-    known: dict[RecomputeKey, RegionRecord] = field(default_factory=dict)
-    maker: RegionMaker | None = None
-    num_made: int = 0
-    """How many answers ``maker`` gave."""
+    known: dict[RecomputeKey, RegionRecord]
+    make: Callable[[], RegionMaker]
+    """Traces and lowers the step, for a region that is not known."""
+    has_grown: bool = False
+    """True once a region was made."""
 
     def estimated(self, key: RecomputeKey) -> Estimated:
         """The region of ``key`` before it is lowered. Raises UnsupportedGraph: there is none."""
         if key not in self.known:
-            self.known[key] = self._made(key)
+            self.known[key] = self._estimate(key)
         record = self.known[key]
         if record.unsupported is not None:
             raise UnsupportedGraph(record.unsupported)
         assert record.estimate is not None, f"{key.region} is supported and has no profile"
         return Estimated(record.estimate, record.inputs)
 
-    def _made(self, key: RecomputeKey) -> RegionRecord:
-        if self.maker is None:
-            raise NotRemembered(f"{key.region} is not remembered")
-        self.num_made += 1
+    def _estimate(self, key: RecomputeKey) -> RegionRecord:
+        maker, self.has_grown = self.make(), True
         try:
-            found = self.maker.estimated(key)
+            made = maker.estimated(key)
         except UnsupportedGraph as error:
             return RegionRecord(key=key, unsupported=str(error))
-        return RegionRecord(key=key, estimate=found.profile, inputs=found.inputs)
+        return RegionRecord(key=key, estimate=made.profile, inputs=made.inputs)
 
     def lowered(self, keys: Sequence[RecomputeKey]) -> Mapping[RecomputeKey, Lowered | str]:
         """Each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
@@ -149,78 +162,15 @@ class RememberedRegions:
         return {key: _lowered(self.known[key]) for key in keys}
 
     def _lower(self, keys: Sequence[RecomputeKey]) -> None:
-        if self.maker is None:
-            raise NotRemembered(f"{keys[0].region} is not remembered as lowered")
-        self.num_made += len(keys)
+        maker, self.has_grown = self.make(), True
         for key in keys:
-            self.maker.estimated(key)  # its graph, where the estimate itself was remembered
-        for key, made in self.maker.lowered(keys).items():
+            maker.estimated(key)  # its graph, where the estimate itself was recorded
+        for key, made in maker.lowered(keys).items():
+            record = self.known[key]
             if isinstance(made, str):
-                self.known[key] = replace(self.known[key], refused=made)
+                self.known[key] = replace(record, refused=made)
             else:
-                self.known[key] = replace(
-                    self.known[key], profile=made.profile, seconds=made.seconds
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsBetween:
-    """A ``RegionMaker`` that knows regions for some rows from the same ones for others.
-
-    All that an estimate has is a multiple of the rows, or no function of them.
-    """
-
-    known: Mapping[RecomputeKey, RegionRecord]
-
-    def estimated(self, key: RecomputeKey) -> Estimated:
-        """The region of ``key``. Raises NotRemembered, and UnsupportedGraph where others do."""
-        others = [
-            record
-            for own, record in self.known.items()
-            if own.rows and key.rows and replace(own, rows=key.rows) == key
-        ]
-        for record in others:
-            if record.unsupported is not None:
-                raise UnsupportedGraph(record.unsupported)
-        if len(others) < 2 or key.rows is None:
-            raise NotRemembered(f"{key.region} is not remembered")
-        first, second = others[:2]
-        assert first.estimate is not None, "it is supported"
-        assert second.estimate is not None, "it is supported"
-        assert first.key.rows, "it has rows"
-        assert second.key.rows, "it has rows"
-        between = _Line(first.key.rows, second.key.rows, key.rows)
-        profile = restore(
-            between.of(plain(first.estimate), plain(second.estimate)), RegionProfile, "profile"
-        )
-        return Estimated(replace(profile, name=key.region), first.inputs)
-
-    def lowered(self, keys: Sequence[RecomputeKey]) -> Mapping[RecomputeKey, Lowered | str]:
-        """Raises NotRemembered."""
-        raise NotRemembered(f"{keys[0].region} is not remembered as lowered")
-
-
-class _Line(NamedTuple):
-    """A straight line through what is known at two numbers of rows, at a third."""
-
-    first: int
-    second: int
-    wanted: int
-
-    def of(self, first: Any, second: Any) -> Any:
-        """Raises NotRemembered: they do not differ in integers alone."""
-        if first == second or isinstance(first, str):  # names
-            return first
-        if isinstance(first, dict) and first.keys() == second.keys():
-            return {name: self.of(own, second[name]) for name, own in first.items()}
-        if isinstance(first, list) and len(first) == len(second):
-            return [self.of(own, other) for own, other in zip(first, second, strict=True)]
-        if type(first) is not int or type(second) is not int:
-            raise NotRemembered("regions for other rows differ")
-        more, rest = divmod((second - first) * (self.wanted - self.first), self.second - self.first)
-        if rest:
-            raise NotRemembered("regions for other rows are no multiples of them")
-        return first + more
+                self.known[key] = replace(record, profile=made.profile, seconds=made.seconds)
 
 
 def _is_lowered(record: RegionRecord) -> bool:
@@ -235,23 +185,24 @@ def _lowered(record: RegionRecord) -> Lowered | str:
 
 
 @dataclass(slots=True, kw_only=True)
-class RememberedStep:
+class RecordedStep:
     """A step of a record, as the planner knows it; a ``step_planner.KnownStep``."""
 
     record: StepRecord
-    name: str
     hardware: HardwareProfile
-    maker: RememberedRegions
-    places: RememberedPlaces
-    searches_of: Callable[[int | None, bool], SearchMemory]
-    """By the bound on the host, and whether slices of rows are forbidden."""
+    maker: RecordedRegions
+    name: str = GRAPH_NAME
     _library: RecomputeLibrary | None = None
     _classes: dict[str, LayerClass] = field(default_factory=dict)
-    _searched: list[SearchMemory] = field(default_factory=list)
+    _searches: dict[tuple[int | None, bool], SearchMemory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for known in self.record.classes:
             self._classes[known.key] = LayerClass(key=known.key, slots=known.slots, ops=known.ops)
+
+    def grown_record(self) -> StepRecord:
+        """The record with all regions that are known by now."""
+        return replace(self.record, regions=tuple(self.maker.known.values()))
 
     @property
     def whole(self) -> WholeStep:
@@ -303,40 +254,15 @@ class RememberedStep:
         return recomputations_of(self._library.step, moved, self._library.regions.values())
 
     def searches(self, host_budget_bytes: int | None, *, exact: bool) -> SearchMemory:
-        """What was found for other budgets, and is kept for more."""
-        self._searched.append(self.searches_of(host_budget_bytes, exact))
-        return self._searched[-1]
-
-    def lower_found(self) -> None:
-        """Lower what the plans that were found recompute with, which other budgets may choose."""
-        searches = (found for memory in self._searched for found in memory.moves.values())
-        taken = {
-            (layer.class_key, mode)
-            for moves in itertools.chain.from_iterable(searches)
-            for layer, mode in zip(self.record.layers, moves.modes, strict=True)
-        }
-        wanted = {key for name, mode in taken for key in recompute_keys(self._classes[name], mode)}
-        known = self.maker.known.items()
-        self.maker.lowered([key for key, own in known if key in wanted and own.estimate])
-        self._estimate_rows()
-
-    def _estimate_rows(self) -> None:
-        """What is known for one number of rows is made for another, which tells all others."""
-        counts = Counter(replace(key, rows=1) for key in self.maker.known if key.rows)
-        for key in [*self.maker.known]:
-            if key.rows and counts[replace(key, rows=1)] == 1:
-                num_rows = self._classes[key.class_key].slots[key.slots[0]].num_rows
-                others = (num_rows // EIGHTHS * number for number in (1, 2))
-                other = next(rows for rows in others if rows != key.rows)
-                with contextlib.suppress(UnsupportedGraph):
-                    self.maker.estimated(replace(key, rows=other))
+        """What was found in this process for other budgets, and is kept for more."""
+        return self._searches.setdefault((host_budget_bytes, exact), SearchMemory())
 
     def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
-        """Offsets for the buffers of ``problem``, those that were found before."""
-        return self.places(problem, solver=solver, time_limit_s=time_limit_s)
+        """Offsets for the buffers of ``problem``."""
+        return place(problem, solver=solver, time_limit_s=time_limit_s)
 
     def regions(self) -> "Mapping[str, LoweredRegion]":
-        """Nothing: no code is remembered."""
+        """Nothing: no code is recorded."""
         return {}
 
     def labels(self) -> Mapping[str, str | None]:
