@@ -24,6 +24,7 @@ from memo_compile.driver.around import apart, has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.assumed import assumed_of, fixed_of
 from memo_compile.driver.bind import bind_group
+from memo_compile.driver.checkpoints import CheckpointRound
 from memo_compile.driver.declared import Stages, declared_around, stages_around
 from memo_compile.driver.early_gradients import own_leaves
 from memo_compile.driver.facts import allocated_bytes, gradient_bytes
@@ -31,7 +32,7 @@ from memo_compile.driver.group_members import GroupMembers
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
-from memo_compile.driver.step_watch import StepWatch, key_of
+from memo_compile.driver.step_watch import StepWatch, first_key, key_of
 from memo_compile.errors import Infeasible, MemoError, without_frames
 from memo_compile.reporting import state
 from memo_compile.reporting.write import write_pictures
@@ -92,6 +93,8 @@ class GroupedSteps:
     _deviating: tuple[object | None, int] = (None, 0)
     """What the last steps were that had more members than are planned, or another order, and how
     many steps."""
+    _round: CheckpointRound = field(default_factory=CheckpointRound)
+    """What the user's checkpoints run again."""
     _num_alone: int = 0
     """So many times in a row a microbatch of a pipeline ran by itself."""
     _num_unplannable: int = 0
@@ -129,6 +132,7 @@ class GroupedSteps:
             lease = leases.find(results[self._handle_result])
             if lease is not None:
                 self._members[lease.number] = number
+                watch.lease = lease.number
             watch.end((False, number), results)
         return results
 
@@ -200,9 +204,10 @@ class GroupedSteps:
 
     def _may_be_group(self) -> bool:
         """True where several modules' steps are live together, as far as was seen."""
-        keys = () if self._watch is None else self._watch.keys
-        are_apart = self._is_pipeline() or len({*keys}) == len(keys)
-        return len(keys) > 1 and are_apart and None not in keys
+        watch = self._watch
+        if watch is None or len(watch.members) < 2:
+            return False
+        return None not in watch.keys if watch.is_pipeline else watch.are_apart
 
     def _is_pipeline(self) -> bool:
         return self._watch is not None and self._watch.is_pipeline
@@ -239,9 +244,15 @@ class GroupedSteps:
     def _begin_step(self, args: Sequence[Any]) -> None:
         """No step of the graph is live: what was seen of the last one is planned for."""
         seen, self._watch = self._watch, None
+        in_backward = autograd.in_backward()
         if seen is not None:
             seen.stop()
             self._before, self._waiting_bytes = seen, seen.waiting_gradient_bytes()
+            self._end_in_round(seen)
+        unseen = self._round.begin(first_key(args), in_backward=in_backward)
+        if seen is not None:
+            if unseen:
+                seen.checkpointed, seen.is_first_again = unseen, True
             if len(seen.members) > 1:
                 self._num_unplannable = 0 if seen.is_group() else self._num_unplannable + 1
             if not seen.is_learned:
@@ -260,11 +271,13 @@ class GroupedSteps:
         self._watch = StepWatch(
             problem.halves[1],
             num_user_results(*problem.halves),
-            dict(problem.tangents),
+            problem.tangents,
             is_first,
             is_new and self._num_unplannable < MAX_UNPLANNABLE,
         )
-        self._watch.dropped = () if seen is None else seen.dropped_now()
+        self._watch.in_backward, self._watch.checkpointed = in_backward, self._round.dropped
+        self._watch.is_first_again = self._round.is_whole(in_backward=in_backward)
+        self._watch.is_brief = not (is_new or self._deviating[1])
         self._watch.is_pipeline = stages.num_stages > 0
         self._watch.keep(stages.kept())
         expects = self.planned is None and self._num_alone <= MAX_ALONE
@@ -274,6 +287,12 @@ class GroupedSteps:
         self._members.clear()
         if self.planned is not None:
             self._count_existing(self.planned, args)
+
+    def _end_in_round(self, seen: StepWatch) -> None:
+        """The last step has ended, which may be one of those that checkpoints run again."""
+        self._round.end(
+            seen.as_checkpointed(), has_backward=seen.has_backward, in_backward=seen.in_backward
+        )
 
     def _runs_alone(self, seen: StepWatch | None, stages: Stages) -> bool:
         """True for what was taken to be a part of a step, and is none as far as was seen."""
@@ -304,6 +323,8 @@ class GroupedSteps:
             if seen.is_group() and seen.learns:
                 self._plan(seen)
             return
+        if planned.members.num_dropped and seen.in_backward and not seen.is_first_again:
+            return
         now = self._other_than_planned(seen, planned)
         if now is None:
             self._deviating = (None, 0)
@@ -317,29 +338,29 @@ class GroupedSteps:
     def _other_than_planned(self, seen: StepWatch, planned: PlannedGroup) -> object | None:
         """What the step was that its plan does not serve; None: it does, or nothing would.
 
-        The frame of blocks serves fewer as well. A pipeline's serves its own order.
+        The frame of blocks serves fewer as well. That of a pipeline, or of blocks that are run
+        again while others wait, serves its own order.
         """
         if not seen.is_group():
             return None
-        if not seen.is_pipeline:
-            num_dropped = len(seen.dropped) if seen.is_run_again else 0
+        if not (seen.is_ordered or planned.members.group.order):
+            num_dropped = len(seen.checkpointed) if seen.is_run_again else 0
             if num_dropped > planned.members.num_dropped > 0:
                 return seen.num_members, num_dropped
             return seen.num_members if seen.num_members > planned.num_members else None
-        order = tuple((member, is_backward) for is_backward, member in seen.calls)
-        return order if order != planned.bound.order else None
+        return seen.order if seen.order != planned.bound.order else None
 
     def _plan(self, seen: StepWatch, existing: int | None = None) -> None:
         """Plan the group that was seen. Raises as ``_plan_group``."""
         references = [reference() for reference in seen.parameters()]
         found = [own for own in references if own is not None]
         lowered, config = self.assembly.lowered, self.assembly.config
-        num_dropped = len(seen.dropped) if seen.is_run_again else 0
+        num_dropped = len(seen.checkpointed) if seen.is_run_again else 0
         if not num_dropped:
             fixed = fixed_of(lowered, config, found, seen.num_members, seen.gathered_bytes)
         else:  # the gradients of all other parts may exist
             mine = sum(allocated_bytes(own) for own in apart(found) if own.requires_grad)
-            dropped = (reference() for own in seen.dropped for reference in own.parameters)
+            dropped = (each() for step in seen.checkpointed for each in step.parameters)
             found = [*found, *(own for own in dropped if own is not None)]
             fixed = fixed_of(lowered, config, found, num_dropped, seen.gathered_bytes)
             fixed = replace(fixed, new_gradients=mine)
@@ -408,6 +429,9 @@ class GroupedSteps:
             between_bytes=most_between(planned.problem),
             graphs=(assembly.reported.name,),
         )
+        heap, fixed = bound.members[0].heap, members.group.fixed
+        if heap is not None and members.num_dropped:
+            heap.allowed_bytes += fixed.inputs + fixed.gradients
         self.planned = PlannedGroup(members, planned, bound, reported)
         self._dump(planned)
         state.replace_group(None if before is None else before.reported, reported)
@@ -439,10 +463,14 @@ class GroupedSteps:
         if watch.is_pipeline:  # all members are alike
             known = number < planned.num_members and bool(planned.members.group.order)
             return number if known and (step is None or step.takes(number)) else None
+        key = watch.members[number].key
+        if planned.members.group.order:
+            taken = [at for at in range(planned.num_members) if step is None or step.takes(at)]
+            of_key = (at for at in taken if planned.members.keys[at] == key)
+            return next(of_key, taken[0] if taken else None)
         position = 0 if step is None else step.position
         if position >= planned.num_members:
             return None
-        key = watch.members[number].key
         if key in planned.members.keys:
             places = [
                 at
@@ -458,9 +486,21 @@ class GroupedSteps:
         if planned.step is None or planned.step.is_over:
             if not leases.any_live():
                 state.step_begins()
-            planned.step = planned.bound.begin()
+            planned.step = self._begin_group(planned)
         with self._memory.explained(planned.planned.problem, planned.reported):
             return planned.step.forward(member, args)
+
+    def _begin_group(self, planned: PlannedGroup) -> GroupStep:
+        """Take the group's frame for a step, which may be one of those that checkpoints run again.
+
+        The frame of one that is dropped keeps its pages where the next one is already known.
+        """
+        watch, is_more = self._watch, len(self._round.dropped) + 1 < planned.members.num_dropped
+        assert watch is not None, "a step has begun"
+        return planned.bound.begin(
+            follows=self._round.is_open(in_backward=watch.in_backward),
+            stays=watch.in_backward or is_more,
+        )
 
     def _by_itself(self, args: list[Any], number: int) -> list[Any]:
         """A forward that is no member of a planned group."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from memo_compile.config import MemoConfig
 from memo_compile.driver.step_watch import SeenGraph, StepWatch
-from memo_compile.step.group import HalfOrder, nested_order, num_user_results
+from memo_compile.step.group import nested_order, num_user_results
 from memo_compile.step.residency import waiting_step_bytes
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ class PiecesWatch(StepWatch):
         problem = self.pieces[number].assembly.lowered.problem
         forward, backward = problem.halves
         return SeenGraph(backward, num_user_results(forward, backward), problem.tangents)
-
-    @property
-    def order(self) -> HalfOrder:
-        """The halves as they ran."""
-        return tuple((member, is_backward) for is_backward, member in self.calls)
 
     def is_step(self) -> bool:
         """True for several graphs, and their backwards in the opposite order.

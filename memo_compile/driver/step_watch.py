@@ -19,9 +19,10 @@ from memo_runtime.leases import leases
 
 from memo_compile.driver.around import parameters_around
 from memo_compile.driver.between import Between
+from memo_compile.driver.checkpoints import CheckpointedForward
 from memo_compile.driver.declared import stages_around
 from memo_compile.driver.owners import owned
-from memo_compile.step.group import Group
+from memo_compile.step.group import Group, HalfOrder
 from memo_compile.step.problem import FixedBytes, Half
 from memo_compile.torch_private import autograd
 
@@ -80,15 +81,6 @@ class SeenGraph(NamedTuple):
     tangent_bytes: Mapping[str, int]
 
 
-class DroppedForward(NamedTuple):
-    """A forward that autograd let go of without a backward: a checkpoint runs it again."""
-
-    keys: tuple[int | None, ...]
-    parameters: tuple[weakref.ref[Any], ...]
-    inputs: Mapping[int, int]
-    """As of the watch: the checkpoint keeps them."""
-
-
 @dataclass(slots=True, eq=False)
 class StepWatch:
     """What was seen of a graph since no step of it was live."""
@@ -96,7 +88,7 @@ class StepWatch:
     backward: Half
     num_outputs: int
     """How many of a forward's results are the user's; what is saved for the backward follows."""
-    tangent_bytes: dict[str, int]
+    tangent_bytes: Mapping[str, int]
     samples: bool
     """Memory is read between the halves."""
     learns: bool = True
@@ -134,8 +126,22 @@ class StepWatch:
     kept: frozenset[int] = frozenset()
     """Storages of the user that stay from step to step: inputs, also where gradients come in."""
     tangents: list[_Tangent] = field(default_factory=list)
-    dropped: tuple[DroppedForward, ...] = ()
-    """Forwards before this step that were dropped, and have not been run again before."""
+    in_backward: bool = False
+    """The step began inside of a backward: a checkpoint runs its forwards again."""
+    checkpointed: tuple[CheckpointedForward, ...] = ()
+    """Those of the round that are there beside this step, as ``CheckpointRound`` tells."""
+    is_first_again: bool = False
+    """``checkpointed`` are all of their round."""
+    has_reruns: bool = False
+    """A checkpoint runs forwards again while others wait for their backward: the members are all
+    forwards, in the order that was seen. One that was dropped counts as if its backward had come at
+    once."""
+    left_out: set[int] = field(default_factory=set)
+    """Forwards that were dropped while others waited."""
+    lease: int | None = None
+    """Of the last forward, by its number."""
+    is_brief: bool = False
+    """The step runs as planned: the order of its halves is noted, and what backwards return."""
     _given: frozenset[int] = frozenset()
     """Storages that the half that runs was given."""
     _gathered: int = 0
@@ -150,6 +156,7 @@ class StepWatch:
         """A half is about to run on ``args``."""
         is_backward, _ = half
         args = args if is_backward else owned(args)
+        self._note_order(is_backward=is_backward)
         self.end_interlude(() if is_backward else _parameters(args))
         if len(self.calls) >= MAX_CALLS:
             self.is_mixed, self.samples = True, False
@@ -157,6 +164,9 @@ class StepWatch:
         self.is_mixed |= not is_backward and self.thread != threading.get_ident()
         index = len(self.calls)
         self.calls.append(half)
+        if self.is_brief:
+            self.members += () if is_backward else (_member(args),)
+            return
         self.samples &= not is_backward or len(self.members) > 1  # one alone is no group
         if self.samples and index == 1:
             gc.collect()  # what waits for it is not the step's, and would hide what is taken
@@ -177,6 +187,20 @@ class StepWatch:
         if self.learns:
             self._look_at_parameters(index, is_backward=is_backward)
         self._note_given(index, args, made)
+
+    def _note_order(self, *, is_backward: bool) -> None:
+        """A half begins: see whether a checkpoint has dropped the last forward, or runs one again.
+
+        What it drops is gone before anything else runs.
+        """
+        if not self.calls:
+            return
+        was_backward, last = self.calls[-1]
+        if not was_backward and self.lease is not None and not leases.is_live(self.lease):
+            self.left_out.add(last)
+            self.calls.append((True, last))
+        runs_again = not is_backward and not self.in_backward and autograd.in_backward()
+        self.has_reruns |= bool(self.left_out) or runs_again
 
     def _note_given(self, index: int, args: Sequence[Any], made: Set[int]) -> None:
         """Note what a half is given: by other halves, in storages ``made``, or by the user."""
@@ -204,7 +228,7 @@ class StepWatch:
 
     def end(self, half: HalfCall, results: Sequence[Any]) -> None:
         """The half has returned ``results``."""
-        if len(self.calls) >= MAX_CALLS:
+        if len(self.calls) >= MAX_CALLS or (self.is_brief and not half[0]):
             return
         index = len(self.calls) - 1
         for result in self.results:  # what went while the half ran is not freed by what follows
@@ -249,7 +273,7 @@ class StepWatch:
     def _look_at_parameters(self, index: int, *, is_backward: bool) -> None:
         if is_backward:
             self._look_for_gradients(index)
-        elif len(self.members) == 2 and not self.dropped:
+        elif len(self.members) == 2 and not self.checkpointed:
             self._look_around()
         self.most_gathered = max(self.most_gathered, self._parameters_there())
 
@@ -285,9 +309,14 @@ class StepWatch:
         self.around = waiting
 
     @property
+    def is_ordered(self) -> bool:
+        """True where the halves come in an order of their own; else backwards in the opposite."""
+        return self.is_pipeline or self.has_reruns
+
+    @property
     def num_members(self) -> int:
-        """How many forwards began before the first backward; in a pipeline all of them count."""
-        if self.is_pipeline:
+        """How many forwards began before the first backward; if they are ordered, all count."""
+        if self.is_ordered:
             return len(self.members)
         backwards = (at for at, (is_backward, _) in enumerate(self.calls) if is_backward)
         return next(backwards, len(self.calls))
@@ -296,6 +325,12 @@ class StepWatch:
     def keys(self) -> tuple[int | None, ...]:
         """Where the first parameter of each member lies."""
         return tuple(member.key for member in self.members)
+
+    @property
+    def are_apart(self) -> bool:
+        """True where members are of different modules, but for what a checkpoint has dropped."""
+        keys = [key for at, key in enumerate(self.keys) if at not in self.left_out]
+        return len({*keys}) == len(keys) and None not in keys
 
     @property
     def gathered_bytes(self) -> int | None:
@@ -337,19 +372,18 @@ class StepWatch:
 
     @property
     def is_run_again(self) -> bool:
-        """True where a checkpoint runs forwards again, which were dropped among several."""
-        keys = {key for own in self.dropped for key in own.keys}
-        return len(self.dropped) > 1 and keys.issuperset(self.keys)
+        """True where a checkpoint runs forwards again, which are some of several."""
+        keys = {key for step in self.checkpointed for key in step.keys}
+        return len(self.checkpointed) > 1 and keys.issuperset(self.keys)
 
-    def dropped_now(self) -> tuple[DroppedForward, ...]:
-        """Forwards that were dropped and are still to be run again, when this step has ended."""
-        mine = {*self.keys}
-        waiting = tuple(own for own in self.dropped if mine.isdisjoint(own.keys))
-        if None in mine or any(is_backward for is_backward, _ in self.calls):
-            return waiting
-        if len(waiting) < len(self.dropped):  # the same forward again, without a backward between
-            waiting = ()
-        return (*waiting, DroppedForward(self.keys, self.parameters(), self.inputs))
+    def as_checkpointed(self) -> CheckpointedForward:
+        """The step's forwards as those of a checkpoint."""
+        return CheckpointedForward(self.keys, self.parameters(), self.inputs)
+
+    @property
+    def has_backward(self) -> bool:
+        """True once a backward began."""
+        return any(is_backward for is_backward, _ in self.calls)
 
     def has_run(self) -> bool:
         """True where every forward had its backward, and no half ran twice."""
@@ -362,17 +396,19 @@ class StepWatch:
 
         One module is enough where a checkpoint has dropped forwards of several and runs them again
         bit by bit: each bit is a group, which the others are like. In a pipeline for several
-        forwards of one module, each with its backward, in any order.
+        forwards of one module, each with its backward, in any order. Where a checkpoint has some
+        run again while others wait, in any order as well.
         """
         count = self.num_members
         if self.is_pipeline:
             alike = len({*self.keys}) == 1 and None not in self.keys
             whole = count >= max(2, self.num_forwards) and self.has_run()
             return whole and alike and not (self.is_mixed or self.is_part)
+        if self.has_reruns:
+            return count > 1 and self.has_run() and self.are_apart and not self.is_mixed
         order = [(False, at) for at in range(count)] + [(True, at) for at in range(count)][::-1]
-        apart = len({*self.keys}) == len(self.members) and None not in self.keys
         is_one_of_several = count > 1 or self.is_run_again
-        return is_one_of_several and self.calls == order and apart and not self.is_mixed
+        return is_one_of_several and self.calls == order and self.are_apart and not self.is_mixed
 
     def group(self, fixed: FixedBytes) -> Group:
         """What was seen, for a plan; ``fixed`` is of all members, without their inputs.
@@ -395,9 +431,15 @@ class StepWatch:
             for graph in (self.graph_of(half[1]),)
             if half[0] and (name := graph.backward.arguments[position]) in graph.tangent_bytes
         }
+        for at in self.left_out:  # its backward takes nothing, and leaves nothing
+            half, graph = number((True, at)), self.graph_of(at)
+            passed |= {(half, position) for position in range(len(graph.tangent_bytes))}
+            gone += tuple((half, position, half) for position in range(len(graph.backward.results)))
         made = self._gradients_made()
         new_gradients = fixed.new_gradients + sum(made.values())
-        kept = itertools.chain(*(own.inputs.items() for own in self.dropped), self.inputs.items())
+        kept = itertools.chain(
+            *(step.inputs.items() for step in self.checkpointed), self.inputs.items()
+        )
         inputs = sum(dict(kept).values())
         return Group(
             num_members=count,
@@ -406,10 +448,13 @@ class StepWatch:
             passed=tuple(sorted(passed)),
             interludes=tuple(self.between.interludes(made, self._given_gradients())),
             shares=self._shares(),
-            order=tuple((at, is_backward) for is_backward, at in self.calls)
-            if self.is_pipeline
-            else (),
+            order=self.order if self.is_ordered else (),
         )
+
+    @property
+    def order(self) -> HalfOrder:
+        """The halves as they ran."""
+        return tuple((member, is_backward) for is_backward, member in self.calls)
 
     def _shares(self) -> tuple[float, ...]:
         found = [member.share for member in self.members]
@@ -444,6 +489,12 @@ def key_of(parameter: torch.nn.Parameter) -> int:
     Its address is no such thing: parameters of two blocks may be gathered in the same place.
     """
     return hash((parameter.untyped_storage()._cdata, parameter.storage_offset()))
+
+
+def first_key(args: Sequence[Any]) -> int | None:
+    """Where the first parameter of a forward lies; None: it has none."""
+    parameters = _parameters(owned(args))
+    return key_of(parameters[0]) if parameters else None
 
 
 def _member(args: Sequence[Any]) -> Member:

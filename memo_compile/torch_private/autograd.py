@@ -37,6 +37,11 @@ def keep_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def in_backward() -> bool:
+    """True in what autograd calls while it executes a graph."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node that autograd executes in this thread; None outside of a backward."""
 

@@ -44,14 +44,20 @@ class GroupPlan:
         """As ``StepPlan.reserve``."""
         self.members[0].reserve()
 
-    def begin(self) -> "GroupStep":
-        """The frame is taken; no member has run. Raises as ``run_forward``."""
+    def begin(self, *, follows: bool = False, stays: bool = False) -> "GroupStep":
+        """The frame is taken; no member has run. Raises as ``run_forward``.
+
+        A step that ``follows`` belongs to others that ran before, as which it is planned: what is
+        taken since they began is known. ``stays``: if the step is dropped, the next one begins at
+        once, and uses the pages of its frame.
+        """
         first = self.members[0]
         refuse_capture(first.device)
         frame = first.lease()
-        if first.heap is not None:
-            first.heap.begin(frame.slab.occupy(first.arena_bytes))
-        return GroupStep(plan=self, frame=frame)
+        resident_bytes = frame.slab.occupy(first.arena_bytes)
+        if first.heap is not None and not follows:
+            first.heap.begin(resident_bytes)
+        return GroupStep(plan=self, frame=frame, stays=stays)
 
 
 class _Snapshot(NamedTuple):
@@ -67,6 +73,8 @@ class GroupStep:
 
     plan: GroupPlan
     frame: Lease
+    stays: bool = False
+    """The frame keeps its pages if the step is dropped."""
     position: int = 0
     """The next half in the plan's order."""
     started: set[int] = field(default_factory=set)
@@ -184,6 +192,6 @@ class GroupStep:
     def _end_if_unused(self) -> None:
         if not self.live:
             self._snapshot = None
-            if self.position < len(self.plan.order):  # a backward that will not come
-                self.frame.drop()
+            if self.position < len(self.plan.order) and not self.stays:
+                self.frame.drop()  # a backward will not come
             self.frame.release()

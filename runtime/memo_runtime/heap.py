@@ -5,13 +5,11 @@ memory until ``malloc_trim``. That costs a millisecond and new page faults, so i
 the process holds more than the plan says, and between the halves of a large step.
 """
 
+import functools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from memo_runtime.pages import PAGE_BYTES, trim_heap
-
-_STATM = Path("/proc/self/statm")
 
 MIN_TRIM_BYTES = 32 * 2**20
 """A step that holds fewer bytes is over too soon for a trim between its halves to be worth it."""
@@ -74,5 +72,15 @@ class HeapWatch:
 def anonymous_bytes() -> int:
     """Anonymous resident memory of this process; it may be behind by COUNTED_LATE_BYTES."""
     # Both are in pages; the shared ones are those of files and of shared memory.
-    resident, shared = map(int, _STATM.read_bytes().split()[1:3])
+    resident, shared = map(int, os.pread(_statm(os.getpid()), _STATM_BYTES, 0).split()[1:3])
     return (resident - shared) * PAGE_BYTES
+
+
+_STATM_BYTES = 256
+"""It is shorter."""
+
+
+@functools.lru_cache(maxsize=1)
+def _statm(pid: int) -> int:
+    """The open file that tells how much memory process ``pid`` has, which is this one."""
+    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)

@@ -264,6 +264,12 @@ class LeaseTable:
         with self._lock:
             return sum(lease.active for lease in list(self._live.values()))
 
+    def is_live(self, number: int) -> bool:
+        """True while the backward of the step with lease ``number`` is still to come."""
+        with self._lock:
+            lease = self._live.get(number)
+        return lease is not None and lease.active
+
     def end_refused(self) -> None:
         """Give back the frames of steps whose backward can run no more."""
         with self._lock:

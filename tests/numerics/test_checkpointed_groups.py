@@ -10,6 +10,7 @@ import torch
 from memo_runtime.arena import arena_of
 from memo_runtime.leases import leases
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memo_compile
 from memo_compile.driver import around, groups, step_watch
@@ -37,11 +38,20 @@ def group() -> Any:
     return found
 
 
-@pytest.mark.parametrize("inner", [1, 2])
-def test_planned_from_the_second_step_on(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+KINDS = pytest.mark.parametrize(
+    ("reentrant", "inner"), [(False, 1), (False, 2), (True, 1), (True, 2)]
+)
+
+
+@KINDS
+def test_planned_from_the_second_step_on(
+    reentrant: bool, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a reentrant checkpoint the first forwards are not seen: its second step is planned."""
     blocks = Blocks(count=COUNT)
-    run = functools.partial(checkpointed, inner=inner)
-    blocks.step(run, rows=ROWS)
+    run = functools.partial(checkpointed, inner=inner, use_reentrant=reentrant)
+    for _ in range(1 + reentrant):
+        blocks.step(run, rows=ROWS)
     first = memo_compile.report().unplanned_steps
 
     def never(*_: Any) -> Any:
@@ -64,10 +74,12 @@ def bytes_of(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("inner", [1, 2])
-def test_a_budget_counts_the_whole_model_and_what_checkpoints_keep(inner: int) -> None:
+@KINDS
+def test_a_budget_counts_the_whole_model_and_what_checkpoints_keep(
+    reentrant: bool, inner: int
+) -> None:
     free = Blocks(count=COUNT)
-    run = functools.partial(checkpointed, inner=inner)
+    run = functools.partial(checkpointed, inner=inner, use_reentrant=reentrant)
     free.step(run, rows=ROWS)
     free.step(run, rows=ROWS)
     peak = group().peak_bytes
@@ -140,10 +152,68 @@ def test_an_order_that_is_not_planned_is_looked_at_in_two_steps(
     assert group().num_instances == 2
 
 
-def test_the_pages_of_a_dropped_forward_go_back() -> None:
-    blocks = Blocks(count=2, debug=())
+def test_the_pages_of_dropped_forwards_go_back_behind_the_last_one() -> None:
+    """Before it the next forward uses them at once."""
+    blocks = Blocks(count=3, debug=())
     run = functools.partial(checkpointed, inner=1)
     for _ in range(2):
         blocks.step(run, rows=ROWS)
-    run(blocks.compiled, torch.randn(ROWS, WIDTH))
-    assert not any(slab.resident_bytes for slab in arena_of(torch.device("cpu"))._slabs)
+    x, held = torch.randn(ROWS, WIDTH, requires_grad=True), []
+    for block in blocks.compiled:
+        x = run([block], x)
+        held.append(any(slab.resident_bytes for slab in arena_of(x.device)._slabs))
+    assert held == [True, True, False]
+    x.sum().backward()
+
+
+def every_second(blocks: nn.ModuleList, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Blocks in checkpoints and others in turns."""
+    for at, block in enumerate(blocks):
+        x = block(x) if at % 2 else checkpoint(block, x, **options)
+    return x
+
+
+def nested(blocks: nn.ModuleList, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Each block in a checkpoint, and pairs of those in another."""
+
+    def pair(first: int, x: torch.Tensor) -> torch.Tensor:
+        for block in blocks[first : first + 2]:
+            x = checkpoint(block, x, **options)
+        return x
+
+    for first in range(0, len(blocks), 2):
+        x = checkpoint(pair, first, x, use_reentrant=False)
+    return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("order", [every_second, nested])
+def test_blocks_that_are_run_again_while_others_wait(order: Any, reentrant: bool) -> None:
+    """From the third step on nothing is unplanned, also under a budget."""
+    run, budget = functools.partial(order, use_reentrant=reentrant), None
+    for debug in ("copies-early", "copies-late"):
+        blocks = Blocks(count=COUNT, memory_budget=budget, debug=("poison", debug))
+        for _ in range(2):
+            blocks.step(run, rows=ROWS)
+        first = memo_compile.report().unplanned_steps
+        for _ in range(2):
+            blocks.step(run, rows=ROWS)
+        report = memo_compile.report()
+        assert report.active
+        assert report.unplanned_steps == first
+        assert not [note for note in report.notes if "max_inflight" in note]
+        if budget is not None:
+            assert group().peak_bytes <= budget
+        budget = group().peak_bytes - 2000
+
+
+def test_copies_of_blocks_that_are_run_again_while_others_wait() -> None:
+    """What a dropped forward has copied to the host is let go of."""
+    run = functools.partial(every_second, use_reentrant=False)
+    for debug in ("copies-early", "copies-late"):
+        blocks = Blocks(count=5, policy="full-offload", debug=("poison", debug))
+        _steps(blocks, run)
+        assert group().offloaded_bytes
+        blocks.keeps_gradients = True
+        _steps(blocks, run)
+        _steps(blocks, _plainly)
