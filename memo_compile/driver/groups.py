@@ -50,6 +50,19 @@ PIPELINE_FIRST_STEP = (
     "one group"
 )
 
+GROUP_FIRST_STEP = (
+    "a graph is called by several modules whose steps are live together (regional compilation): "
+    "its first step is watched, runs in ordinary memory and may exceed memory_budget; from the "
+    "second on they are planned as one group. memo_compile.group(modules) plans them from the "
+    "first step on"
+)
+
+CHECKPOINTS_FIRST_STEP = (
+    "checkpoints run modules again that share a graph: in the first step of these each keeps "
+    "memory_budget by itself, beside what others and the checkpoints hold, and may exceed it; from "
+    "the second on all are planned together"
+)
+
 MAX_ALONE = 2
 """A pipeline runs a microbatch by itself to find out shapes, or where a step fails. After more
 steps of one forward nobody looks at memory: that costs a whole graph a tenth of its time. A group
@@ -208,9 +221,6 @@ class GroupedSteps:
         if watch is None or len(watch.members) < 2:
             return False
         return None not in watch.keys if watch.is_pipeline else watch.are_apart
-
-    def _is_pipeline(self) -> bool:
-        return self._watch is not None and self._watch.is_pipeline
 
     @property
     def _handle_result(self) -> int:
@@ -465,9 +475,9 @@ class GroupedSteps:
             return number if known and (step is None or step.takes(number)) else None
         key = watch.members[number].key
         if planned.members.group.order:
-            taken = [at for at in range(planned.num_members) if step is None or step.takes(at)]
-            of_key = (at for at in taken if planned.members.keys[at] == key)
-            return next(of_key, taken[0] if taken else None)
+            keys = planned.members.keys
+            by_key = sorted(range(planned.num_members), key=lambda at: keys[at] != key)
+            return next((at for at in by_key if step is None or step.takes(at)), None)
         position = 0 if step is None else step.position
         if position >= planned.num_members:
             return None
@@ -495,11 +505,11 @@ class GroupedSteps:
 
         The frame of one that is dropped keeps its pages where the next one is already known.
         """
-        watch, is_more = self._watch, len(self._round.dropped) + 1 < planned.members.num_dropped
+        watch, num_dropped = self._watch, planned.members.num_dropped
         assert watch is not None, "a step has begun"
         return planned.bound.begin(
-            follows=self._round.is_open(in_backward=watch.in_backward),
-            stays=watch.in_backward or is_more,
+            follows=num_dropped > 0 and self._round.is_open(in_backward=watch.in_backward),
+            stays=watch.in_backward or len(self._round.dropped) + 1 < num_dropped,
         )
 
     def _by_itself(self, args: list[Any], number: int) -> list[Any]:
@@ -510,14 +520,18 @@ class GroupedSteps:
                 state.count_unplanned()  # beyond that it is counted where it takes its memory
             return self.assembly.forward(args, watched=True)
         may_be_group = self._may_be_group()
-        if may_be_group and self.assembly.config.memory_budget is not None:
-            state.warn_once(PIPELINE_FIRST_STEP) if self._is_pipeline() else state.warn_once(
-                "a graph is called by several modules whose steps are live together (regional "
-                "compilation): its first step is watched, runs in ordinary memory and may exceed "
-                "memory_budget; from the second on they are planned as one group. "
-                "memo_compile.group(modules) plans them from the first step on"
-            )
+        if self.assembly.config.memory_budget is not None:
+            self._say_first_step(may_be_group=may_be_group)
         return self.assembly.forward(args, watched=may_be_group)
+
+    def _say_first_step(self, *, may_be_group: bool) -> None:
+        """Say once that steps which are not planned together yet may exceed the budget."""
+        watch = self._watch
+        assert watch is not None, "a step has begun"
+        if self._round.is_open(in_backward=watch.in_backward):
+            state.warn_once(CHECKPOINTS_FIRST_STEP)
+        elif may_be_group:
+            state.warn_once(PIPELINE_FIRST_STEP if watch.is_pipeline else GROUP_FIRST_STEP)
 
     def _require_room_beside_group(self, number: int) -> None:
         """Raise Infeasible if a forward that the group has no place for does not fit beside it."""

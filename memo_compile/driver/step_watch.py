@@ -193,7 +193,7 @@ class StepWatch:
 
         What it drops is gone before anything else runs.
         """
-        if not self.calls:
+        if not self.calls or self.is_pipeline:
             return
         was_backward, last = self.calls[-1]
         if not was_backward and self.lease is not None and not leases.is_live(self.lease):

@@ -54,9 +54,10 @@ class GroupPlan:
         first = self.members[0]
         refuse_capture(first.device)
         frame = first.lease()
-        resident_bytes = frame.slab.occupy(first.arena_bytes)
-        if first.heap is not None and not follows:
-            first.heap.begin(resident_bytes)
+        if first.heap is not None:
+            resident_bytes = frame.slab.occupy(first.arena_bytes)
+            if not follows:
+                first.heap.begin(resident_bytes)
         return GroupStep(plan=self, frame=frame, stays=stays)
 
 

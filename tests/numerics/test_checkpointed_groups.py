@@ -89,6 +89,7 @@ def test_a_budget_counts_the_whole_model_and_what_checkpoints_keep(
     for _ in range(4):
         tight.step(run, rows=ROWS)
     assert memo_compile.report().active
+    assert groups.CHECKPOINTS_FIRST_STEP in memo_compile.report().notes
     assert group().peak_bytes <= peak - 2000
     never = Blocks(count=COUNT, memory_budget=peak - 2 * bytes_of(free.compiled))
     with pytest.raises(Infeasible, match="budget"):
