@@ -263,7 +263,7 @@ class GroupedSteps:
         if seen is not None:
             if unseen:
                 seen.checkpointed, seen.is_first_again = unseen, True
-            if len(seen.members) > 1:
+            if len(seen.members) > 1 and not seen.in_backward:
                 self._num_unplannable = 0 if seen.is_group() else self._num_unplannable + 1
             if not seen.is_learned:
                 self._learn(seen)

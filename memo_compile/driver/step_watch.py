@@ -395,9 +395,9 @@ class StepWatch:
         """True for forwards of several modules, and their backwards in the opposite order.
 
         One module is enough where a checkpoint has dropped forwards of several and runs them again
-        bit by bit: each bit is a group, which the others are like. In a pipeline for several
-        forwards of one module, each with its backward, in any order. Where a checkpoint has some
-        run again while others wait, in any order as well.
+        bit by bit: each bit is a group, which the others are like, once these are told. In a
+        pipeline for several forwards of one module, each with its backward, in any order. Where a
+        checkpoint has some run again while others wait, in any order as well.
         """
         count = self.num_members
         if self.is_pipeline:
@@ -407,7 +407,8 @@ class StepWatch:
         if self.has_reruns:
             return count > 1 and self.has_run() and self.are_apart and not self.is_mixed
         order = [(False, at) for at in range(count)] + [(True, at) for at in range(count)][::-1]
-        is_one_of_several = count > 1 or self.is_run_again
+        is_told = bool(self.checkpointed) or not self.in_backward
+        is_one_of_several = (count > 1 and is_told) or self.is_run_again
         return is_one_of_several and self.calls == order and self.are_apart and not self.is_mixed
 
     def group(self, fixed: FixedBytes) -> Group:

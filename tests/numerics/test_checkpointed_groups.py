@@ -85,6 +85,7 @@ def test_a_budget_counts_the_whole_model_and_what_checkpoints_keep(
     peak = group().peak_bytes
     kept = COUNT // inner * ROWS * WIDTH * 4
     assert peak >= 2 * bytes_of(free.compiled) + kept  # parameters and gradients
+    assert _planned_inputs() >= kept
     tight = Blocks(count=COUNT, memory_budget=peak - 2000, debug=("poison", "copies-late"))
     for _ in range(4):
         tight.step(run, rows=ROWS)
@@ -94,6 +95,15 @@ def test_a_budget_counts_the_whole_model_and_what_checkpoints_keep(
     never = Blocks(count=COUNT, memory_budget=peak - 2 * bytes_of(free.compiled))
     with pytest.raises(Infeasible, match="budget"):
         _steps(never, run)
+
+
+def _planned_inputs() -> int:
+    (planned,) = [
+        own.planned.planned
+        for own in gc.get_objects()
+        if type(own) is groups.GroupedSteps and own.planned is not None
+    ]
+    return planned.plan.fixed.inputs
 
 
 def _steps(blocks: Blocks, run: Any) -> None:
