@@ -128,8 +128,12 @@ def _split(tape: Tape, repeat: Repeat, paths: LayerPaths) -> list[Range]:
 
 
 def _is_narrow(tape: Tape, cut: int, repeat: Repeat) -> bool:
-    """True when no more bytes cross at ``cut`` than between the instances of ``repeat``."""
-    return tape.border_bytes(cut, repeat.start) <= repeat.border_bytes
+    """True when no more bytes cross at ``cut`` than between the instances of ``repeat``.
+
+    Looked at in the second instance, for what crosses from the first: a residual that is added
+    behind the cut.
+    """
+    return tape.border_bytes(cut + repeat.period, repeat.start) <= repeat.border_bytes
 
 
 def _by_modules(repeat: Repeat, paths: LayerPaths) -> list[Range]:

@@ -1,7 +1,8 @@
 """Lowering op by op: the portable reference against which the Inductor lowering is tested.
 
 Views run as views. An operator with an ``out=`` overload writes straight into its planned buffer;
-any other computes in ordinary memory and is copied in, which is counted as memory outside.
+any other computes in ordinary memory, which is counted as memory outside. What it returns stays
+there as long as that takes no more than its copies would, and is copied in otherwise.
 A collective's result stays in the memory that it was given until it has been waited for; what it
 reads is kept as long.
 """
@@ -9,14 +10,16 @@ reads is kept as long.
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from memo_runtime.current import current
 from memo_runtime.pages import MIN_OWN_MAPPING_BYTES, own_mapping, trim_heap
 from torch import fx
 
-from memo_compile.analysis.purity import in_flight, is_wait, is_write
+from memo_compile.analysis.purity import in_flight, is_collective, is_wait, is_write
 from memo_compile.analysis.random_states import is_random_state
 from memo_compile.analysis.regions import (
     AttentionLine,
@@ -30,6 +33,7 @@ from memo_compile.analysis.structure import STORAGE_OFFSET, begins_at, make_tape
 from memo_compile.analysis.views import is_tensor, is_view, results_of, storage_of
 from memo_compile.lowering.eager_ops import runnable
 from memo_compile.lowering.workspace import (
+    attention_bytes,
     called_operator,
     cast_workspace,
     convolution_workspace,
@@ -112,9 +116,18 @@ class _AtenRegion:
         self.dropped = self._dropped()
         self.external = region.external_storages()
         self.kept = {storage_of(node) for node in self.outputs if isinstance(node, fx.Node)}
-        self.buffers = {node: self._buffer(node) for node in self.nodes if self._is_placed(node)}
+        self.writers = {
+            node: self._writes_out(node) for node in filter(self._is_placed, self.nodes)
+        }
+        self.workspaces = tuple(self._workspaces())
+        self.outside = {node: self._copied(node) for node, out in self.writers.items() if not out}
+        """Results that their operators put into ordinary memory."""
+        self.unplaced = self._unplaced()
+        large = (own for own in self.outside.values() if own.size_bytes >= MIN_OWN_MAPPING_BYTES)
+        self.trims = {own.end - 1 for own in large if region.device.type == "cpu"}
+        placed = (node for node in self.writers if node not in self.unplaced)
+        self.buffers = {node: self._buffer(node) for node in placed}
         self.index = {node: index for index, node in enumerate(self.buffers)}
-        self.writers = {node: self._writes_out(node) for node in self.buffers}
         self.mapped = {node for node in self.external if self._is_mapped(node)}
         begins = ((node, begins_at(node)) for node in self.nodes)
         self.begins = {node: begin for node, begin in begins if begin is not None}
@@ -135,7 +148,7 @@ class _AtenRegion:
         """Line -> values that no later line takes as an argument; what they show may live on."""
         last: dict[fx.Node, int] = {}
         for node in self.nodes:
-            last.update(dict.fromkeys((node, *node.all_input_nodes), self.line[node]))
+            last.update(dict.fromkeys((node, *_read_by(node)), self.line[node]))
         found: dict[int, list[fx.Node]] = {}
         for node, line in last.items():
             found.setdefault(line, []).append(node)
@@ -163,16 +176,33 @@ class _AtenRegion:
         """The line behind the last that reads the node's storage; ``unread`` if none does."""
         return len(self.nodes) if node in self.kept else self.last_use.get(node, unread) + 1
 
-    def _copied(self) -> Iterator[OutsideBuffer]:
-        """Results that exist beside the buffers that they are copied to."""
-        for node, buffer in self.buffers.items():
-            if not self.writers[node]:
-                yield OutsideBuffer(
-                    kind=str(_maker(node).target),
-                    size_bytes=buffer.size_bytes,
-                    start=self.line[_maker(node)],
-                    end=self.line[node] + 1,
-                )
+    def _unplaced(self) -> set[fx.Node]:
+        """Results that are read where their operator has put them; large ones are looked at first.
+
+        Only as many as take no more memory outside, at any time, than if all were copied.
+        """
+        taken = np.zeros(len(self.nodes) + 1, dtype=np.int64)
+        for beside in (*self.outside.values(), *self.workspaces):
+            taken[beside.start : beside.end] += beside.size_bytes
+        taken[:-1] += [attention_bytes(node) for node in self.nodes]
+        most, unplaced = taken.max(), set()
+        for node, beside in sorted(self.outside.items(), key=lambda item: -item[1].size_bytes):
+            end = self._end(node, self.line[node])
+            fits = (taken[beside.end : end] + beside.size_bytes <= most).all()
+            if fits and node not in self.kept and not is_collective(node):
+                taken[beside.end : end] += beside.size_bytes
+                self.outside[node] = replace(beside, end=end)
+                unplaced.add(node)
+        return unplaced
+
+    def _copied(self, node: fx.Node) -> OutsideBuffer:
+        """A result until it was copied to its buffer."""
+        return OutsideBuffer(
+            kind=str(_maker(node).target),
+            size_bytes=align(storage_bytes(node.meta["val"])),
+            start=self.line[_maker(node)],
+            end=self.line[node] + 1,
+        )
 
     def _workspaces(self) -> Iterator[OutsideBuffer]:
         """What kernels take for themselves."""
@@ -190,7 +220,7 @@ class _AtenRegion:
             buffers=tuple(self.buffers.values()),
             input_ends=tuple(self._end(node, -1) for node in self.inputs),
             outputs=counted_once(itertools.starmap(self._region_output, enumerate(self.outputs))),
-            outside=(*self._copied(), *self._workspaces()),
+            outside=(*self.outside.values(), *self.workspaces),
         )
         views = tuple(view_spec(node.meta["val"]) for node in self.buffers)
         called = ((called_operator(node), line) for line, node in enumerate(self.nodes))
@@ -251,6 +281,8 @@ class _AtenRegion:
                 self._poison_dead(node)
                 for dead in self.dropped.get(self.line[node], ()):
                     env.pop(dead, None)
+                if self.line[node] in self.trims:
+                    trim_heap()  # or the next such result may lie beside the hole of this one
             self._poison_dead(self.nodes[-1])
         return [env[output] if isinstance(output, fx.Node) else output for output in self.outputs]
 
@@ -265,6 +297,8 @@ class _AtenRegion:
             target = own_mapping(spec.size, spec.stride, spec.dtype)
             _write_out(node, args, kwargs, target)
             return target
+        if node in self.unplaced:
+            return _as_traced(runnable(node.target)(*args, **kwargs), node.meta["val"])
         if node not in self.index:
             return runnable(node.target)(*args, **kwargs)
         view = views[self.index[node]]
@@ -275,8 +309,6 @@ class _AtenRegion:
             _write_out(node, args, kwargs, _in_place(args, view))
         else:
             view.copy_(runnable(node.target)(*args, **kwargs))
-            if view.device.type == "cpu" and view.nbytes >= MIN_OWN_MAPPING_BYTES:
-                trim_heap()  # or the next such result may lie beside the hole of this one
         return view
 
     def _poison_dead(self, node: fx.Node) -> None:
@@ -303,6 +335,13 @@ def _from_arena(
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     source = given.pop(names[0])
     return (source,), {**given, STORAGE_OFFSET: source.storage_offset() + begin}
+
+
+def _as_traced(result: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
+    """``result``, or a copy that lies as the operator was traced: views behind it count on that."""
+    if result.stride() == traced.stride():
+        return result
+    return result.new_empty_strided(traced.size(), traced.stride()).copy_(result)
 
 
 def _maker(node: fx.Node) -> fx.Node:

@@ -245,6 +245,19 @@ def test_other_sums_are_new_tensors(early, total):
     assert not accumulated(early, total)
 
 
+def run_once(lowered, x: torch.Tensor):
+    """The memory of its buffers, and its results."""
+    views = [
+        torch.empty(4096, dtype=view.dtype).as_strided(view.size, view.stride)
+        for view in lowered.views
+    ]
+    current.views = views
+    try:
+        return views, lowered.run([x])
+    finally:
+        current.views = ()
+
+
 @pytest.mark.parametrize(
     ("function", "direct"),
     [
@@ -269,20 +282,56 @@ def test_what_has_an_out_overload_writes_into_its_buffer(function, direct):
     region = region_of(traced(function, (4, 4)))
     lowered = aten.lower(region)
     assert (lowered.profile.outside == ()) == direct
-    views = [
-        torch.empty(4096, dtype=view.dtype).as_strided(view.size, view.stride)
-        for view in lowered.views
-    ]
     x = torch.randn(4, 4)
-    current.views = views
-    try:
-        results = lowered.run([x])
-    finally:
-        current.views = ()
+    views, results = run_once(lowered, x)
     for output, result, expected in zip(lowered.profile.outputs, results, function(x), strict=True):
         torch.testing.assert_close(result, expected)
         assert output.storage is Storage.ARENA
         assert result.data_ptr() == views[output.index].data_ptr()
+
+
+def flipped(x: torch.Tensor) -> torch.Tensor:
+    """Of an operator without an ``out=`` overload of its own."""
+    return torch.flip(x, [0])
+
+
+@pytest.mark.parametrize(
+    ("function", "num_buffers"),
+    [
+        (lambda x: (flipped(flipped(x) @ x) @ x,), 2),
+        (lambda x: (flipped(x) @ flipped(x.cos()),), 3),
+        (lambda x: (flipped(x),), 1),
+    ],
+    ids=["one-by-one", "together", "result"],
+)
+def test_what_has_none_stays_outside_while_that_takes_no_more_than_copies(function, num_buffers):
+    lowered = aten.lower(region_of(traced(function, (4, 4))))
+    assert len(lowered.profile.buffers) == num_buffers
+    outside = [0] * lowered.profile.num_lines
+    for taken in lowered.profile.outside:
+        for line in range(taken.start, taken.end):
+            outside[line] += taken.size_bytes
+    assert max(outside) == 512
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(run_once(lowered, x)[1], list(function(x)))
+
+
+@torch.library.custom_op("memo_tests::otherwise_laid", mutates_args=())
+def otherwise_laid(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x.t()).copy_(x.t()).t()
+
+
+@otherwise_laid.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_what_stays_outside_lies_as_it_was_traced():
+    laid = torch.ops.memo_tests.otherwise_laid
+    lowered = aten.lower(region_of(traced(lambda x: (laid(x).view(2, 8) @ x.view(8, 2),), (4, 4))))
+    assert len(lowered.profile.buffers) == 1
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(run_once(lowered, x)[1], [x.view(2, 8) @ x.view(8, 2)])
 
 
 def test_no_out_overload_loses_a_keyword():

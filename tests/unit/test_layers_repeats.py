@@ -59,6 +59,10 @@ def test_every_layer_of_a_chain_is_a_unit(num_layers):
     assert ranges(chain(*[16] * num_layers)) == [(4 * i, 4 * i + 4) for i in range(num_layers)]
 
 
+def test_the_residual_keeps_two_equal_products_in_one_layer():
+    assert ranges(chain(*[8] * 5)) == [(4 * i, 4 * i + 4) for i in range(5)]
+
+
 def test_a_lone_layer_is_a_gap():
     (unit,) = find_layers(chain(16)).units
     assert (unit.start, unit.end, unit.class_key) == (0, 4, None)
