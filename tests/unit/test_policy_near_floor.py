@@ -1,5 +1,6 @@
 """What the search adds near the floor, where most plans have no room."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,7 @@ from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import ONCE, CandidateSource
 from memo_compile.planners.policy.less_outside import less_outside
 from memo_compile.planners.policy.model import MAX_LAST, build_model, last_layer_kept
-from memo_compile.planners.policy.modes import class_modes, layer_modes
-from memo_compile.planners.policy.outside_memory import OutsideMemory
+from memo_compile.planners.policy.modes import class_modes, layer_modes, outside_room
 from memo_compile.planners.policy.slot_by_slot import MAX_WAYS, slot_by_slot
 from memo_compile.step.movable import Action, Moves
 from memo_compile.step.problem import OutsideBuffer
@@ -27,15 +27,12 @@ def test_what_kernels_allocate_counts_where_an_arena_stays_only_above_their_most
     own = OutsideBuffer(kind="kernel", size_bytes=64 * KIB, start=0, end=profile.num_lines)
     regions = {**step.problem.regions, last.region: replace(profile, outside=(own,))}
     problem = replace(step.problem, regions=regions, releases_pages=releases_pages)
-    memory = OutsideMemory(replace(step, problem=problem))
+    room = outside_room(replace(step, problem=problem))
     call = problem.first_backward
     most = max(ordinary_bytes(problem).most)
     assert most >= 64 * KIB
     before = ordinary_bytes(problem).after[call - 1]
-    here = range(call, call + 1)
-    assert memory.raised(here, most - before) == 0
-    assert memory.raised(here, most - before + KIB) == (0 if releases_pages else KIB)
-    assert memory.may_raise([call], [KIB, most - before + KIB]) is not releases_pages
+    assert room[call] == (math.inf if releases_pages else most - before)
 
 
 def test_where_others_have_no_room_beside_an_arena_one_mode_allocates_less(monkeypatch):

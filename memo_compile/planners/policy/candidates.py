@@ -35,7 +35,7 @@ from memo_compile.planners.policy.model import (
     least_bytes,
     least_cost_s,
 )
-from memo_compile.planners.policy.modes import ModeCost, layer_modes
+from memo_compile.planners.policy.modes import ModeCost, layer_modes, outside_room
 from memo_compile.planners.policy.named import (
     NAMED,
     QUANTA,
@@ -43,7 +43,6 @@ from memo_compile.planners.policy.named import (
     named_moves,
     steady_moves,
 )
-from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.planners.policy.slot_by_slot import slot_by_slot
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule
@@ -321,7 +320,9 @@ class CandidateSource:
             model = build_model(self.step, modes, ONCE, price)
             found += [model.moves(chosen, "greedy") for chosen in self._near_floor_of(model)]
         outside = (own for some in modes for cost in some for own in cost.recompute_outside)
-        raises = OutsideMemory(self.step).may_raise(facts_of(self.step).backward_at, outside)
+        room = outside_room(self.step)
+        least_room = min((room[at] for at in facts_of(self.step).backward_at), default=math.inf)
+        raises = max(outside, default=0) > least_room
         if raises:
             found = [*found, *less_outside(self.step, modes, found)]
         yield from found

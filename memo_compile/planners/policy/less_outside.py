@@ -11,8 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from memo_compile.planners.move_rules import facts_of
-from memo_compile.planners.policy.modes import ModeCost, quickest
-from memo_compile.planners.policy.outside_memory import OutsideMemory
+from memo_compile.planners.policy.modes import ModeCost, outside_room, quickest
 from memo_compile.step.movable import Mode, MovableStep, Moves
 
 MAX_LEVELS = 4
@@ -49,12 +48,10 @@ def less_outside(
 
 def _added_bytes(
     step: MovableStep, modes: Iterable[Iterable[ModeCost]]
-) -> Iterator[dict[Mode, int]]:
+) -> Iterator[dict[Mode, float]]:
     """Per layer what each of its modes adds to the memory of kernels."""
-    memory = OutsideMemory(step)
+    room = outside_room(step)
     for at, some in zip(facts_of(step).backward_at, modes, strict=True):
-        calls = range(at, at + 1)
         yield {
-            cost.mode: max((memory.raised(calls, own) for own in cost.recompute_outside), default=0)
-            for cost in some
+            cost.mode: max(0, max(cost.recompute_outside, default=0) - room[at]) for cost in some
         }

@@ -6,6 +6,7 @@ and some price of a byte copied, and mixes whose copy just hides behind one laye
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,6 @@ from memo_compile.planners.move_rules import (
     recompute_seconds,
     slots_s,
 )
-from memo_compile.planners.policy.outside_memory import OutsideMemory
 from memo_compile.planners.policy.subsets import lower_hull, recompute_sets, triangle
 from memo_compile.step.movable import (
     MEASURED,
@@ -35,6 +35,7 @@ from memo_compile.step.movable import (
 )
 from memo_compile.step.ordinary import outside_bytes
 from memo_compile.step.problem import align
+from memo_compile.step.residency import ordinary_bytes
 
 MAX_MODES = 12
 """Most modes of one class: the program of the whole step has a variable per mode and layer."""
@@ -264,17 +265,31 @@ def _inside(step: MovableStep, class_key: str, modes: Sequence[ModeCost]) -> Mod
     Only where those of others do. For the layers whose backward comes last: most gradients are
     there, and that others recompute may have no room.
     """
-    memory, facts = OutsideMemory(step), facts_of(step)
-    layers = enumerate(step.layers)
-    last = max(facts.backward_at[at] for at, layer in layers if layer.class_key == class_key)
+    backward_at, layers = facts_of(step).backward_at, enumerate(step.layers)
+    last = max(backward_at[at] for at, layer in layers if layer.class_key == class_key)
+    room = outside_room(step)[last]
 
     def raises(cost: ModeCost) -> bool:
-        return memory.may_raise([last], cost.recompute_outside)
+        return max(cost.recompute_outside, default=0) > room
 
     if not any(map(raises, modes)):
         return None
     inside = [cost for cost in modes if not raises(cost)]
     return quickest(inside, step.costs)
+
+
+def outside_room(step: MovableStep) -> Sequence[float]:
+    """Per call the bytes that a region right before it may allocate itself, and none are added.
+
+    Where the arena stays in memory as a whole (CUDA), it has the most of what kernels allocate
+    beside it all the time. So a region counts where it makes that most larger, and then everywhere:
+    late in the backward, when most gradients are there. Elsewhere it counts while it runs.
+    """
+    ordinary = ordinary_bytes(step.problem)
+    if step.problem.releases_pages:
+        return (math.inf,) * (len(ordinary.after) + 1)
+    most = max(ordinary.most, default=0)
+    return [most - before for before in (0, *ordinary.after)]
 
 
 def quickest(modes: Sequence[ModeCost], costs: StepCosts) -> ModeCost | None:
