@@ -6,6 +6,7 @@ torch is imported by the probes that need it, so that a missing torch is a findi
 
 import functools
 import importlib
+import os
 import platform
 import subprocess
 import sysconfig
@@ -108,11 +109,8 @@ def _torch_version() -> Finding:
 
 
 def _devices() -> Iterator[Finding]:
-    import psutil
-
     finding = functools.partial(Finding, group="devices")
-    cores = psutil.cpu_count(logical=False) or psutil.cpu_count()
-    name = f"{processor_name()}, {cores} cores"
+    name = f"{processor_name()}, {os.cpu_count()} threads"
     yield finding(name="cpu", value=name, text=name)
     if not _has_cuda():
         yield finding(name="cuda", value=None, text="none; memo plans for the CPU's memory")
