@@ -9,7 +9,6 @@ from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy import modes as policy_modes
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import ONCE, CandidateSource
-from memo_compile.planners.policy.less_outside import less_outside
 from memo_compile.planners.policy.model import MAX_LAST, build_model, last_layer_kept
 from memo_compile.planners.policy.modes import class_modes, layer_modes, outside_room
 from memo_compile.planners.policy.slot_by_slot import MAX_WAYS, slot_by_slot
@@ -61,26 +60,6 @@ def allocating(plain, size_bytes):
         return replace(region, profile=replace(region.profile, outside=(own,)))
 
     return recompute
-
-
-@pytest.mark.parametrize("releases_pages", [True, False])
-def test_layers_with_most_gradients_beside_them_allocate_less(releases_pages):
-    """The first layers' backward comes last: of all layers that recompute b some do not any more.
-
-    Six layers' gradients take 1 KiB each; 5 beside them are above the most of the step, 7, in the
-    backward of the first three.
-    """
-    step = movable_step(6, bytes_per_s=KIB)
-    step = replace(step, problem=replace(step.problem, releases_pages=releases_pages))
-    modes = layer_modes(step, allocating(recomputer(step), 5 * KIB), exact=True)
-    plain = next(cost.mode for cost in modes[0] if 2 in cost.mode.slots(Action.RECOMPUTE))
-    moves = Moves(modes=(plain,) * 6, schedule=ONCE, policy="greedy")
-    others = list(less_outside(step, modes, [moves]))
-    firsts = [own.modes.index(plain) for own in others]
-    assert firsts == ([] if releases_pages else [3, 2, 1])
-    for own, first in zip(others, firsts, strict=True):
-        assert own.modes[first:] == (plain,) * (6 - first)
-        assert all(2 not in mode.slots(Action.RECOMPUTE) for mode in own.modes[:first])
 
 
 def smallest(step, recompute):

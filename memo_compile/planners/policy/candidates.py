@@ -24,7 +24,6 @@ from memo_compile.planners.policy.candidate import (
     simulated,
 )
 from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
-from memo_compile.planners.policy.less_outside import less_outside
 from memo_compile.planners.policy.lynx_policies import lynx_moves
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import (
@@ -323,8 +322,6 @@ class CandidateSource:
         room = outside_room(self.step)
         least_room = min((room[at] for at in facts_of(self.step).backward_at), default=math.inf)
         raises = max(outside, default=0) > least_room
-        if raises:
-            found = [*found, *less_outside(self.step, modes, found)]
         yield from found
         if raises:
             yield from self._slot_by_slot(found, modes)
