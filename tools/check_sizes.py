@@ -27,8 +27,8 @@ FIXED_SIGNATURES = (
 """Files of compiled kernels, which take plain arrays, and of operators. Tests take fixtures."""
 
 MAX_SUMS = {
-    ("memo_compile", "runtime"): 64_900,
-    ("tests",): 58_450,
+    ("memo_compile", "runtime"): 62_400,
+    ("tests",): 57_700,
     ("benchmarks",): 9_300,
 }
 """The lines of Python that parts of the project may have in all. Lower these as code goes."""
