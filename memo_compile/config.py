@@ -120,7 +120,8 @@ class MemoConfig:
     count with it."""
     ranks_timeout_s: float = 600.0
     """How long a rank waits for the others to say which collectives their graph begins; after that
-    it raises. The slowest rank's compilation must fit."""
+    it raises. The slowest rank's compilation must fit. It waits as long for the plan of another
+    rank; after that it plans by itself."""
     lowering: str = "inductor"
     """``inductor``, or ``aten``: slow and simple, the reference."""
     mode: str = "default"

@@ -30,8 +30,7 @@ from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.costs.host import missing_store
 from memo_compile.costs.measure import MIN_OWN_BLOCK_BYTES, keep_large_blocks_apart
-from memo_compile.driver import rank_refusals
-from memo_compile.driver.agreement import RankStep, agree, orders_of, program_of
+from memo_compile.driver.agreement import RankStep, graph_key, job_rank, orders_of
 from memo_compile.driver.around import has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
@@ -229,7 +228,7 @@ def _raise_of_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Non
 
 def _refuse(gm: fx.GraphModule, example_inputs: Sequence[Any], error: Exception) -> None:
     """Other ranks that wait for this one's part of the plan hear of ``error``."""
-    rank_refusals.refuse(rank_refusals.graph_key(gm, example_inputs), error, steps_aside=False)
+    job_rank().refuse(graph_key(gm, example_inputs), error, steps_aside=False)
 
 
 def plan_graph(
@@ -243,8 +242,8 @@ def plan_graph(
     plan = functools.partial(_planned, config)
     has_tiles = not config.exact and config.token_tiles is None
     retiles = has_tiles and config.memory_budget is not None
-    key = rank_refusals.graph_key(gm, example_inputs)
-    rank_refusals.begin(key)
+    key = graph_key(gm, example_inputs)
+    job_rank().begin(key)
     planned = plan(gm, example_inputs, PlanRequest(may_be_part=True))
     if planned.assembly is None:
         return planned.run
@@ -253,9 +252,8 @@ def plan_graph(
         name=lowered.cut.name,
         key=key,
         orders=orders_of(lowered.problem, lowered.regions),
-        program=program_of(planned.assembly.problem),
     )
-    agree(step, config.ranks_timeout_s, strict=config.strict)
+    job_rank().agree(step, config.ranks_timeout_s)
     state.add_plan(planned.assembly.reported)
     return telling(Retiled(gm, plan, planned) if retiles else planned.run, example_inputs)
 
@@ -361,8 +359,8 @@ def _require_free_to_step_aside(
 ) -> None:
     """Raise ``error`` where a step must not run without a plan; other ranks hear of it."""
     raises = config.strict or config.memory_budget is not None or isinstance(error, refused())
-    key = rank_refusals.graph_key(gm, example_inputs)
-    rank_refusals.refuse(key, error, steps_aside=not raises, timeout_s=config.ranks_timeout_s)
+    key = graph_key(gm, example_inputs)
+    job_rank().refuse(key, error, steps_aside=not raises, timeout_s=config.ranks_timeout_s)
     if raises:
         raise _named(error)
 
@@ -383,9 +381,9 @@ def _note_distributed() -> None:
         return
     if distributed.num_ranks() > 1:
         state.warn_once(
-            "each rank plans its own graph. That all begin the same collectives inside a graph is "
-            "checked; where there are any, ranks take the costs that one of them has measured, and "
-            "a note says where plans differ all the same"
+            "that all ranks begin the same collectives inside a graph is checked. Where there are "
+            "any, one rank plans and the others prove and run its plan, unless their step, options "
+            "or memory are others; all else each rank plans by itself"
         )
     if has_fsdp_modules():
         state.warn_once(

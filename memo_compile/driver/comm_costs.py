@@ -22,7 +22,6 @@ from memo_runtime.collectives import CollectiveTimes, TimedCollective
 from memo_compile.analysis.regions import LoweredRegion
 from memo_compile.config import MemoConfig, local_world_size
 from memo_compile.costs.links import add_seconds, group_fingerprint, label, read_seconds
-from memo_compile.driver.shared_costs import first_told
 from memo_compile.driver.stages import LoweredStep
 from memo_compile.file_store import FileStore, digest_of
 from memo_compile.step.communication import comm_bytes
@@ -126,13 +125,12 @@ class CommCosts:
         """
         program = digest_of([label(timed) for _, timed in self.calls])
         places = {group: link["places"] for group, link in self.links.items()}
-        names = {timed: f"{label(timed)} {places[timed.collective.group_name]}" for timed in own}
-        seconds = {name: own[timed] for timed, name in names.items()}
-        told = first_told(
-            {name: f"collectives/{when}/{program}/{name}" for name in seconds},
-            lambda missing: {name: seconds[name] for name in missing},
-        )
-        return {timed: told[name] for timed, name in names.items()}
+        first = distributed.job_store().setdefault
+        told = {}
+        for timed, seconds in own.items():
+            name = f"{label(timed)} {places[timed.collective.group_name]}"
+            told[timed] = float(first(f"memo/seconds/{when}/{program}/{name}", repr(seconds)))
+        return told
 
     def _remember(self, measured: Iterable[TimedCollective]) -> None:
         if self.store is None:

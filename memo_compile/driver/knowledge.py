@@ -6,13 +6,13 @@ Only the speed of copies depends on a request, so it is kept for each host store
 import functools
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from memo_runtime.pages import gives_pages_back
 
-from memo_compile.analysis.regions import LoweredRegion, RegionGraph
+from memo_compile.analysis.regions import LoweredRegion, RegionGraph, layout_of
 from memo_compile.check.check_moves import Recomputation, recomputations_of
 from memo_compile.config import MemoConfig
 from memo_compile.costs.bandwidth import copy_bandwidth
@@ -26,10 +26,10 @@ from memo_compile.driver.left_whole import UNEXPECTED, is_bug, say_dropped
 from memo_compile.driver.movable_step import Movable, movable_step
 from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.driver.recompute_regions import RecomputeGraphs
-from memo_compile.driver.shared_costs import first_told, region_key
 from memo_compile.driver.stages import LoweredStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
 from memo_compile.errors import MemoError, UnsupportedGraph, described
+from memo_compile.file_store import digest_of
 from memo_compile.planners.comm_windows import has_collectives, least_wait_s, whole_compute_s
 from memo_compile.planners.placement import Placement, PlacementProblem, place
 from memo_compile.reporting import state
@@ -92,9 +92,11 @@ class StepKnowledge:
     """The device whose declared figures count; where it is None, costs may be measured."""
     may_run: bool = True
     """False where nothing may be computed while planning: slices of rows are believed then."""
-    figures: dict[str, str] | None = None
-    """Seconds, as text, by what a region computes: of several steps that share what was measured.
-    None: each region of this one is measured."""
+    figures: dict[str, float] | None = None
+    """Seconds by what a region computes: of several steps that share what was measured. None: each
+    region of this one is measured."""
+    told_s: dict[str, float] = field(default_factory=dict)
+    """Region -> seconds, of those that the rank has measured that has planned this step."""
     _movable: Movable | None = None
     """The layers of the step as it was lowered; ``movable`` adds what a request counts."""
     _library: RecomputeLibrary | None = None
@@ -305,23 +307,26 @@ class StepKnowledge:
         }
 
     def _measured_speeds(self, host_store: str) -> Mapping[str, float]:
-        """Copies to the host and back, measured by this rank or by another one before it."""
+        """Copies to the host and back."""
         device = self.lowered.cut.facts.device
         kind = replace(self.config, host_store=host_store).host_kind(device.type)
+        with fx_graphs.real_tensors():
+            speeds = copy_bandwidth(device, kind)
+        return {
+            "d2h": speeds.d2h_bytes_per_s,
+            "h2d": speeds.h2d_bytes_per_s,
+            "latency": speeds.latency_s,
+        }
 
-        def own(names: Iterable[str] = ()) -> Mapping[str, float]:
-            with fx_graphs.real_tensors():
-                found = copy_bandwidth(device, kind)
-            return {
-                "d2h": found.d2h_bytes_per_s,
-                "h2d": found.h2d_bytes_per_s,
-                "latency": found.latency_s,
-            }
-
-        if not self._is_shared():
-            return own()
-        path = f"copies/{profile_name(device)}/{kind}"
-        return first_told({name: f"{path}/{name}" for name in ("d2h", "h2d", "latency")}, own)
+    def take_costs(self, costs: StepCosts, host_store: str) -> None:
+        """From now on ``costs`` count, which another rank has measured of an equal step."""
+        self.told_s |= costs.region_s
+        self._region_s = None
+        self._copy_speeds[host_store] = {
+            "d2h_bytes_per_s": costs.d2h_bytes_per_s,
+            "h2d_bytes_per_s": costs.h2d_bytes_per_s,
+            "copy_latency_s": costs.copy_latency_s,
+        }
 
     def _comm_bytes_per_s(self) -> float | None:
         """Speed of the link between ranks, as declared; None where the step does not use it.
@@ -341,7 +346,7 @@ class StepKnowledge:
     def collectives(self) -> CommCosts:
         """What is known of the seconds of collectives; none where they are declared."""
         if self._collectives is None:
-            declared, is_measured = self._comm_bytes_per_s(), self._measures() and self._is_shared()
+            declared, is_measured = self._comm_bytes_per_s(), self._measures() and self.is_shared()
             if declared is not None and is_measured:
                 self._collectives = CommCosts.of(self.lowered, self.config, declared)
             else:
@@ -363,7 +368,7 @@ class StepKnowledge:
             return None
         self._seconds_of_regions()
         lowered = replace(self.lowered, problem=again, again=None)
-        return replace(self, lowered=lowered, _movable=None, _library=None, _maker=None)
+        return replace(self, lowered=lowered, told_s={}, _movable=None, _library=None, _maker=None)
 
     def profile(self) -> HardwareProfile:
         """The declared figures of the device that the step is planned for."""
@@ -423,9 +428,9 @@ class StepKnowledge:
     def _measured_seconds(
         self, lowered: Mapping[str, LoweredRegion], graphs: Mapping[str, RegionGraph]
     ) -> Mapping[str, float]:
-        """What this rank has measured, or another one before it. Raises as ``measure_all``."""
+        """What this rank has measured, or the one that has planned. Raises as ``measure_all``."""
 
-        def own(names: Iterable[str]) -> Mapping[str, float]:
+        def measured(names: Iterable[str]) -> Mapping[str, float]:
             with fx_graphs.real_tensors():
                 seconds = measure_all(
                     {name: lowered[name] for name in names},
@@ -437,20 +442,22 @@ class StepKnowledge:
             self._ran |= {(torch.get_num_threads(), name): "" for name in whole}
             return seconds
 
-        figures = self.figures
-        if figures is None and not self._is_shared():
-            return own(lowered)
+        told = {name: self.told_s[name] for name in lowered if name in self.told_s}
+        missing = [name for name in lowered if name not in told]
+        if self.figures is None:
+            return {**told, **measured(missing)}
         config, device = self.config, self.lowered.cut.facts.device
         options = sorted(config.inductor_options.items())
         around = [profile_name(device), config.lowering, config.mode, *options]
-        keys = {name: region_key(graphs[name], around) for name in lowered}
-        if figures is not None:
-            return first_told(keys, own, told=figures.get, tell_first=figures.setdefault)
-        return first_told(keys, own)
+        keys = {name: _content_key(graphs[name], around) for name in missing}
+        new = [name for name, key in keys.items() if key not in self.figures]
+        self.figures |= {keys[name]: seconds for name, seconds in measured(new).items()}
+        return {**told, **{name: self.figures[key] for name, key in keys.items()}}
 
-    def _is_shared(self) -> bool:
-        """True where this step waits for other ranks, so that equal plans suit all of them."""
-        return distributed.num_ranks() > 1 and has_collectives(self.lowered.problem)
+    def is_shared(self) -> bool:
+        """True where this step waits for other ranks, so that one plan suits all of them."""
+        is_alone = distributed.num_ranks() < 2 or self.hardware is not None
+        return not is_alone and has_collectives(self.lowered.problem)
 
     def _room_bytes(self) -> int | None:
         """What the budget leaves for a region that runs alone; None: nothing bounds it (CPU)."""
@@ -476,3 +483,16 @@ class StepKnowledge:
         if state.add_note(note):
             log.info("memo: %s", note)
         return seconds
+
+
+def _content_key(region: RegionGraph, around: Sequence[object]) -> str:
+    """Stands for how long ``region`` takes where ``around`` is equal too.
+
+    Numbers inside the graph are left out: which part of a vocabulary a stage has is one.
+    """
+    operators = [
+        [getattr(node.target, "__name__", node.op), str(layout_of(node.meta.get("val")))]
+        for node in region.gm.graph.nodes
+    ]
+    settings = [torch.get_num_threads(), region.op_by_op, [str(value) for value in around]]
+    return digest_of([region.name, settings, operators])

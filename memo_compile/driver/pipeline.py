@@ -116,27 +116,26 @@ def fastest(
 ) -> tuple[StepKnowledge, tuple[PlannedStep, T]]:
     """The faster one of what ``planned`` makes of a step that keeps gathered weights, or does not.
 
-    Ranks plan with equal costs, and come to the same; that they do is compared.
-
     Raises:
         TooSlow, Infeasible, InvalidPlan: both fail; with the smaller floor.
     """
-    other = known.gathering_again()
-    if other is None:
+    if known.lowered.again is None:
         return known, planned(known)
-    found: list[tuple[StepKnowledge, tuple[PlannedStep, T]]] = []
+    plans: list[tuple[StepKnowledge, tuple[PlannedStep, T]]] = []
     failed: list[TooSlow | Infeasible | InvalidPlan] = []
-    for own in (known, other):
+    own: StepKnowledge | None = known
+    while own is not None:
         try:
-            found.append((own, planned(own)))
+            plans.append((own, planned(own)))
         except (TooSlow, Infeasible, InvalidPlan) as error:
             if isinstance(error, InvalidPlan):
-                what = "gathers weights again" if own is other else "keeps gathered weights"
+                what = "keeps gathered weights" if own is known else "gathers weights again"
                 say_dropped(f"{own.name}: the step that {what} is left out", error)
             failed.append(error)
-    if not found:
+        own = own.gathering_again()
+    if not plans:
         raise min(failed, key=_floor_first)
-    return min(found, key=lambda pair: pair[1][0].plan.step_s or 0.0)
+    return min(plans, key=lambda pair: pair[1][0].plan.step_s or 0.0)
 
 
 def _floor_first(error: MemoError) -> float:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from memo_compile.config import MemoConfig
 from memo_compile.step.group import Group
+from memo_compile.step.movable import Moves
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Phase, Problem
 from memo_compile.step.tilings import WholeStep
@@ -129,5 +130,7 @@ class PlannedStep:
     problem: Problem
     plan: Plan
     lowered: "Mapping[str, LoweredRegion]"
+    moves: Moves | None = None
+    """The decisions; None: everything is kept."""
     planning_s: float = 0.0
     """Seconds that ``plan_step`` took."""

@@ -39,6 +39,7 @@ from memo_compile.planners.comm_windows import (
     overlapped,
     window_recompute_s,
 )
+from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import beneath_ordinary, placed_step, require_budget
 from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.planners.policy import Choice
@@ -48,9 +49,9 @@ from memo_compile.planners.policy.chooser import Decisions, decisions_of
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.reporting import state
 from memo_compile.step.group import grouped_whole
-from memo_compile.step.movable import MovableStep, StepCosts
+from memo_compile.step.movable import MovableStep, Moves, StepCosts
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import Problem
+from memo_compile.step.problem import Problem, RegionProfile
 from memo_compile.step.residency import residency, step_constant_bytes
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from memo_compile.step.tilings import WholeStep
@@ -288,7 +289,28 @@ class StepPlanner:
             ),
             host_bytes=choice.problem.host_bytes,
         )
-        return self._planned(problem, plan)
+        return self._planned(problem, plan, choice.moves)
+
+    def as_told(self, problem: Problem, plan: Plan, moves: Moves | None) -> PlannedStep:
+        """What another rank has planned of an equal step, its regions lowered here.
+
+        Raises a MemoError where it is no plan of this step, or takes more memory than is here.
+        """
+        step_regions: Mapping[str, RegionProfile] = self.problem.regions
+        if moves is not None:
+            require_store(self.config.host_store)
+            library = self.known.library(self.config.host_store)
+            library.lower(apply_moves(self.step, moves, library))
+            step_regions = apply_moves(self.step, moves, library.known).regions
+        if problem.regions != step_regions:
+            raise InvalidPlan("its regions are lowered otherwise here")
+        planned = self._planned(problem, self._proved(problem, plan), moves)
+        budget_bytes, host_bytes = self._budget_bytes(), self._host_budget_bytes()
+        if budget_bytes is not None and plan.peak_bytes > budget_bytes:
+            raise Infeasible("there is less memory here", floor_bytes=None)
+        if host_bytes is not None and problem.host_bytes > host_bytes:
+            raise Infeasible("there is less host memory here", floor_bytes=None)
+        return planned
 
     def _with_windows(self, problem: Problem, plan: Plan, costs: StepCosts) -> tuple[Problem, Plan]:
         """The step waits for other ranks as late as memory allows, and says how long that is.
@@ -492,10 +514,10 @@ class StepPlanner:
             place=self.known.place,
         )
 
-    def _planned(self, problem: Problem, plan: Plan) -> PlannedStep:
+    def _planned(self, problem: Problem, plan: Plan, moves: Moves | None = None) -> PlannedStep:
         """``problem`` as planned by ``plan``, which is proved."""
         plan = require_within_budget(replace(plan, budget_bytes=self._declared_budget_bytes()))
-        return PlannedStep(problem=problem, plan=plan, lowered=self.known.regions())
+        return PlannedStep(problem=problem, plan=plan, lowered=self.known.regions(), moves=moves)
 
     def _proved(self, problem: Problem, plan: Plan) -> Plan:
         """``plan`` with its verdict: ``problem`` is the original step plus moves.

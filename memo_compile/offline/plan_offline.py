@@ -166,7 +166,7 @@ class TracedModel:
     more: MoreLayers | None = None
     gpu: GpuFacts | None = None
     """The GPU that it is lowered for, though its tensors lie on the CPU."""
-    figures: dict[str, str] | None = None
+    figures: dict[str, float] | None = None
     """As ``StepKnowledge.figures``."""
     _captured: dict[int | None, CapturedStep] = field(default_factory=dict)
     """By what may be saved; all are cut from one joint graph."""

@@ -339,6 +339,6 @@ def _agreed(split: PipelineSplit, number: int) -> PipelineSplit:
     if distributed.num_ranks() < 2:
         return split
     key = f"memo/pipeline_split/{number}"
-    text = distributed.tell_first(key, json.dumps(plain(split)))
+    text = distributed.job_store().setdefault(key, json.dumps(plain(split)))
     found: PipelineSplit = restore(json.loads(text), PipelineSplit, "split")
     return found

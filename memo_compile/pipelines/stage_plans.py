@@ -60,7 +60,7 @@ class StagePlans:
     hardware: HardwareProfile | None
     gpu: GpuFacts | None = None
     loss: LossCosts | None = None
-    figures: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
     """Seconds by what a region computes: regions of several stages are measured once."""
     _models: dict[tuple[str, ...], "_StageModel"] = field(default_factory=dict)
     _costs: dict[tuple[Any, ...], StageCost] = field(default_factory=dict)

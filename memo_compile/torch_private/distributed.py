@@ -99,42 +99,43 @@ class _Arrived(torch.autograd.Function):
         return gradient
 
 
-def tell(key: str, text: str) -> None:
-    """Other ranks of this job find ``text`` under ``key``."""
-    _store().set(key, text)
+class JobStore:
+    """Texts that the ranks of a job leave for each other."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        """Of torch."""
+
+    def tell(self, key: str, text: str) -> None:
+        """Other ranks of this job find ``text`` under ``key``."""
+        self._store.set(key, text)
+
+    def get(self, key: str) -> str | None:
+        """What stands under ``key``; None: nothing."""
+        return self.told_under([key])[0]
+
+    def setdefault(self, key: str, text: str) -> str:
+        """What stands under ``key`` for good: ``text``, unless another rank was first."""
+        first: bytes = self._store.compare_set(key, "", text)
+        return first.decode()
+
+    def told_under(self, keys: Sequence[str]) -> list[str | None]:
+        """What stands under each of ``keys``; None: nothing."""
+        if not keys:
+            return []
+        if self._store.check(list(keys)):
+            return [text.decode() for text in self._store.multi_get(list(keys))]
+        there = [key for key in keys if self._store.check([key])]
+        texts = dict(zip(there, self.told_under(there), strict=True))
+        return [texts.get(key) for key in keys]
+
+    def next_number(self, key: str) -> int:
+        """One more than any rank was given before under ``key``."""
+        number: int = self._store.add(key, 1)
+        return number
 
 
-def tell_first(key: str, text: str) -> str:
-    """What stands under ``key`` for good: ``text``, unless another rank was first."""
-    found: bytes = _store().compare_set(key, "", text)
-    return found.decode()
-
-
-def are_told(keys: Sequence[str]) -> bool:
-    """True where something is told under each of ``keys``."""
-    return bool(_store().check(list(keys)))
-
-
-def told(key: str) -> str | None:
-    """What another rank has told under ``key``; None: nothing."""
-    if not are_told([key]):
-        return None
-    found: bytes = _store().get(key)
-    return found.decode()
-
-
-def take_back(key: str) -> None:
-    """Nothing is told under ``key`` any more."""
-    _store().delete_key(key)
-
-
-def next_number(key: str) -> int:
-    """One more than any rank was given before under ``key``."""
-    number: int = _store().add(key, 1)
-    return number
-
-
-def _store() -> Any:
+def job_store() -> JobStore:
     """Where the ranks of the job met."""
     groups: Any = torch.distributed.distributed_c10d
-    return groups._get_default_store()
+    return JobStore(groups._get_default_store())

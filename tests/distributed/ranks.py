@@ -45,15 +45,6 @@ def run_ranks(
         raise
 
 
-def outlived(module: str, folder: Path, arguments: dict[str, Any]) -> RankOutcome:
-    """As ``run_ranks``, of the first of two ranks; the other one's process ends before."""
-    ranks = _Ranks(2)
-    try:
-        return ranks.run(module, folder, arguments, num_answers=1)[0]
-    finally:
-        ranks.kill()
-
-
 class _Ranks:
     """Processes that wait for a module to run."""
 
@@ -78,14 +69,8 @@ class _Ranks:
         ]
         atexit.register(self.kill)
 
-    def run(
-        self,
-        module: str,
-        folder: Path,
-        arguments: dict[str, Any],
-        num_answers: int | None = None,
-    ) -> list[RankOutcome]:
-        """The outcomes of the first ``num_answers`` ranks; None: of all."""
+    def run(self, module: str, folder: Path, arguments: dict[str, Any]) -> list[RankOutcome]:
+        """The outcomes of the ranks."""
         begins = [os.fstat(written.fileno()).st_size for written in self._written]
         task = json.dumps({"module": module, "folder": str(folder), "arguments": arguments})
         timer = threading.Timer(SECONDS, self.kill)
@@ -94,7 +79,7 @@ class _Ranks:
             for process in self._processes:
                 process.stdin.write(task + "\n")
                 process.stdin.flush()
-            answers = [process.stdout.readline() for process in self._processes[:num_answers]]
+            answers = [process.stdout.readline() for process in self._processes]
         finally:
             timer.cancel()
         written = [
@@ -104,7 +89,7 @@ class _Ranks:
         assert all(answers), "\n\n".join(written)
         return [
             RankOutcome(found=json.loads(answer), written=text)
-            for answer, text in zip(answers, written, strict=num_answers is None)
+            for answer, text in zip(answers, written, strict=True)
         ]
 
     def kill(self) -> None:

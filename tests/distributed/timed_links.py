@@ -8,13 +8,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from memo_runtime import run_step
 from memo_runtime.collectives import engine_for
 from torch import nn
 
 import memo_compile
 from memo_compile.reporting import state
-from tests.distributed.measuring import Summed
 from tests.numerics.small import Stack, rows
 
 LINK_BYTES_PER_S = 50_000.0
@@ -23,26 +23,32 @@ SECONDS = NUM_ROWS * HIDDEN * 4 / LINK_BYTES_PER_S
 """Of each collective."""
 
 
-def main(
-    *, folder: str, forgetful: bool = False, grouped: bool = False, crossing: bool = False
-) -> list[dict[str, Any]]:
+class Summed(nn.Module):
+    """Its block's result is the sum over the ranks."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.group_name = dist.group.WORLD.group_name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional_collectives.all_reduce(self.block(x), "sum", self.group_name)
+
+
+def main(*, folder: str, grouped: bool = False) -> list[dict[str, Any]]:
     """What is planned and found in each of three steps; ``folder`` is the user's cache.
 
-    Rank 1 is ``forgetful``: its cache is empty. The layers are compiled by themselves, as a group,
-    where they are ``grouped``, and talk in different process groups where these are ``crossing``.
+    The layers are compiled by themselves, as a group, where they are ``grouped``.
     """
     torch._dynamo.reset()
     state.reset()
     torch.manual_seed(0)
     model = Stack(hidden=HIDDEN, num_layers=LAYERS)
-    others = [dist.group.WORLD, dist.new_group([0, 1]) if crossing else dist.group.WORLD]
-    pairs = zip(model.layers, others, strict=True)
-    model.layers = nn.ModuleList(Summed(layer, group) for layer, group in pairs)
+    model.layers = nn.ModuleList(Summed(layer) for layer in model.layers)
     eager = copy.deepcopy(model)
-    own = f"{folder}/empty" if forgetful and dist.get_rank() == 1 else folder
     options = {"lowering": "aten", "policy": "full-recompute", "token_tiles": 1, "strict": True}
     with ExitStack() as patched:
-        patched.enter_context(mock.patch.dict(os.environ, {"XDG_CACHE_HOME": own}))
+        patched.enter_context(mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder}))
         slow = mock.patch.object(
             run_step, "engine_for", lambda schedule, _: engine_for(schedule, LINK_BYTES_PER_S)
         )

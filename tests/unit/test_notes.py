@@ -46,7 +46,7 @@ def test_one_process_has_no_notes():
 @pytest.mark.parametrize(
     ("found", "word"),
     [
-        (None, "all begin the same collectives inside a graph is checked"),
+        (None, "that all ranks begin the same collectives inside a graph is checked"),
         ("ddp_splits_graphs", "optimize_ddp = False"),
         ("has_fsdp_modules", "FSDP2"),
     ],
