@@ -21,7 +21,6 @@ from memo_compile.step.problem import (
     Phase,
     Problem,
     StepCall,
-    Storage,
     aliases,
     arena_buffers,
     arena_values,
@@ -93,8 +92,6 @@ class StepView:
     """The first line of the backward."""
     boxes: tuple[Box, ...]
     moments: tuple[Moment, ...]
-    made: tuple[int, ...]
-    """Per call the bytes of ordinary memory that it makes for the user."""
     constant_bytes: int
 
     def call_at(self, line: int) -> int:
@@ -145,10 +142,6 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
         backward_start=backward_start,
         boxes=_boxes(problem, plan, buffers, layers, backward_start),
         moments=_moments(problem, plan, buffers, starts),
-        made=tuple(
-            sum(made.size_bytes for made, _ in made_by if made.storage is Storage.EXTERNAL)
-            for made_by in map(problem.made_by, problem.calls)
-        ),
         constant_bytes=step_constant_bytes(problem),
     )
 
