@@ -1,8 +1,8 @@
 """Heights, seconds and proofs of the placement planner. Run: python -m benchmarks.placement.
 
 Prints, by ``--parts``: ``graphs``, the steps of real transformers models at 2 to 80 layers as the
-backend plans them, saved and with offload and recompute, then two levels against flat and an
-ablation of the solvers on the same; ``challenging``, the public challenging instances;
+backend plans them, saved and with offload and recompute, then an ablation of the solvers on the
+same; ``challenging``, the public challenging instances;
 ``synthetic``, made-up steps, also with irregular sizes. Every placement is checked by the
 independent checker before its row is printed. Capturing the graphs takes half an hour the first
 time; ``--cache`` keeps them. ``--problems DIR`` reads minimalloc CSV or JSON problems instead;
@@ -15,7 +15,6 @@ import platform
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,8 @@ from memo_compile.planners.placement import (
     check_placement,
     place,
 )
-from memo_compile.planners.placement.bilevel import bilevel_offsets
 from memo_compile.planners.placement.compiled import has_numba
-from memo_compile.planners.placement.effort import Effort
 from memo_compile.planners.placement.files import read_problem
-from memo_compile.planners.placement.instance import build_instance
 from memo_compile.planners.solver import SolveStatus
 
 CHALLENGING = Path(__file__).parent.parent / "tests" / "data" / "minimalloc"
@@ -47,19 +43,12 @@ PARTS = ("graphs", "challenging", "synthetic")
 MOST_RATIO = {False: 1.001, True: 1.01}
 """Arena over lower bound that is asked for: saved only, and with offload and recompute."""
 
-MOST_LOSS = 0.001
-"""What two levels may lose against flat without an explanation."""
-PATIENCE_S = 30.0
-"""For two levels where 5 s ended them after an order or two: an order costs 2 s at 64 layers."""
 BACKEND_LIMIT_S = 5.0
 """The backend's default time limit for placement."""
 VARIANTS: dict[str, dict[str, Any]] = {
-    "greedy": {"solver": "greedy", "bilevel": False},
-    "greedy 2-level": {"solver": "greedy", "bilevel": True},
-    "MIP per layer": {"solver": "mip", "bilevel": True},
-    "MIP flat": {"solver": "mip", "bilevel": False},
-    "search flat": {"solver": "search", "bilevel": False},
-    "search 2-level": {"solver": "search", "bilevel": True},
+    "greedy": {"solver": "greedy"},
+    "MIP": {"solver": "mip"},
+    "search": {"solver": "search"},
     "auto": {},
 }
 
@@ -122,46 +111,6 @@ def run_graphs(
             f"{ratio(found):8.5f} {seconds:7.3f} {found.status.value}{'  MISSED' if bad else ''}",
             flush=True,
         )
-
-
-def run_graph_levels(layers: tuple[int, ...], cache: Path, models: tuple[str, ...]) -> None:
-    print("\nreal training graphs, two levels against flat (solver search, 5 s each)")
-    print("layers model           variant     flat seconds two-level seconds level-1 s    loss")
-    for depth, model, variant, problem in graph_problems(layers, cache, models, seeds=(0,)):
-        flat, flat_s = timed(problem, time_limit_s=BACKEND_LIMIT_S)
-        two, two_s = timed(problem, solver="search", bilevel=True, time_limit_s=BACKEND_LIMIT_S)
-        loss = two.height_bytes / flat.height_bytes - 1
-        note = f"  {explained(problem, flat)}" if loss > MOST_LOSS else ""
-        print(
-            f"{depth:6} {model:15} {variant} {ratio(flat):8.5f} {flat_s:7.3f} {ratio(two):9.5f} "
-            f"{two_s:7.3f} {level1_seconds(problem):9.3f} {loss:8.3%}{note}",
-            flush=True,
-        )
-    print(
-        "A frame is rigid and the same in every call of its class, planned without knowing which\n"
-        "saved tensors die while it runs; its largest transients cannot take their places."
-    )
-
-
-def explained(problem: PlacementProblem, flat: Placement) -> str:
-    """What two levels still lose when the largest transients are placed at level 2 instead."""
-    least = max(b.size for b in problem.buffers) // 2
-    large = [b.block is not None and b.size >= least for b in problem.buffers]
-    freed = tuple(
-        replace(b, block=None) if is_large else b
-        for b, is_large in zip(problem.buffers, large, strict=True)
-    )
-    without, _ = timed(
-        replace(problem, buffers=freed),
-        solver="search",
-        bilevel=True,
-        time_limit_s=BACKEND_LIMIT_S,
-    )
-    loss = without.height_bytes / flat.height_bytes - 1
-    if loss > MOST_LOSS:
-        longer, _ = timed(problem, solver="search", bilevel=True, time_limit_s=PATIENCE_S)
-        return f"{longer.height_bytes / flat.height_bytes - 1:.3%} when given {PATIENCE_S:.0f} s"
-    return f"{loss:.3%} with the {sum(large)} largest transients outside their frames"
 
 
 def run_graph_ablation(depth: int, cache: Path, models: tuple[str, ...]) -> None:
@@ -240,52 +189,18 @@ def run_steps(layers: tuple[int, ...], use_numba: bool | None) -> None:
 
 def run_irregular(layers: tuple[int, ...], use_numba: bool | None) -> None:
     print("\nirregular steps (random sizes, random offload and recompute), arena / lower bound")
-    print("layers model            seed buffers     auto seconds   greedy two-level")
+    print("layers model            seed buffers     auto seconds   greedy")
     for depth in layers:
         for model in MODELS:
             for seed in range(2):
                 problem = make_irregular_step(model, depth, seed)
                 found, seconds = timed(problem, time_limit_s=LIMIT_S[depth], use_numba=use_numba)
                 greedy, _ = timed(problem, solver="greedy")
-                two, _ = timed(problem, solver="search", bilevel=True, time_limit_s=1.0)
                 print(
                     f"{depth:6} {model:16} {seed:4} {len(problem.buffers):7} {ratio(found):8.5f} "
-                    f"{seconds:7.3f} {ratio(greedy):8.5f} {ratio(two):9.5f}"
+                    f"{seconds:7.3f} {ratio(greedy):8.5f}"
                     f"{'  MISSED' if ratio(found) > MOST_RATIO[True] else ''}"
                 )
-
-
-def run_levels(layers: tuple[int, ...]) -> None:
-    print("\ntwo levels against flat: height over the lower bound, seconds; level 1 alone")
-    print("layers model            moved     flat seconds two-level seconds level-1 s    loss")
-    for depth in layers:
-        for model in MODELS:
-            for moved in (False, True):
-                problem = make_step(model, depth, moved=moved)
-                flat, flat_s = timed(problem, time_limit_s=LIMIT_S[depth])
-                two, two_s = timed(
-                    problem, solver="search", bilevel=True, time_limit_s=LIMIT_S[depth]
-                )
-                loss = two.height_bytes / flat.height_bytes - 1
-                print(
-                    f"{depth:6} {model:16} {moved!s:5} {ratio(flat):8.5f} {flat_s:7.3f} "
-                    f"{ratio(two):9.5f} {two_s:7.3f} {level1_seconds(problem):9.3f} {loss:8.3%}"
-                )
-
-
-def level1_seconds(problem: PlacementProblem) -> float:
-    """Seconds of level 1: the transients of the first block of each class and nothing else."""
-    first = {block.class_key: block.id for block in reversed(problem.blocks)}
-    chosen = set(first.values())
-    part = PlacementProblem(
-        buffers=tuple(b for b in problem.buffers if b.block in chosen),
-        blocks=tuple(b for b in problem.blocks if b.id in chosen),
-        alignment=problem.alignment,
-    )
-    instance = build_instance(part)
-    begin = time.perf_counter()
-    bilevel_offsets(instance, 0, Effort(0.0))
-    return time.perf_counter() - begin
 
 
 def run_ablation(depth: int) -> None:
@@ -301,14 +216,13 @@ def run_ablation(depth: int) -> None:
 
 
 def run_problems(folder: Path, use_numba: bool | None, time_limit_s: float) -> None:
-    print("file                                  buffers blocks    ratio  2-level seconds status")
+    print("file                                  buffers blocks    ratio seconds status")
     for path in sorted([*folder.glob("*.csv"), *folder.glob("*.json")]):
         problem = read_problem(path)
         found, seconds = timed(problem, use_numba=use_numba, time_limit_s=time_limit_s)
-        two = ratio(timed(problem, solver="search", bilevel=True)[0]) if problem.blocks else 0
         print(
             f"{path.name:37} {len(problem.buffers):7} {len(problem.blocks):6} {ratio(found):8.5f} "
-            f"{two:8.5f} {seconds:7.3f} {found.status.value}"
+            f"{seconds:7.3f} {found.status.value}"
         )
 
 
@@ -336,14 +250,12 @@ def main() -> None:
         cache = arguments.cache or Path(tempfile.gettempdir()) / "memo-graphs"
         models = tuple(arguments.models)
         run_graphs(layers, cache, models, use_numba)
-        run_graph_levels(layers, cache, models)
         run_graph_ablation(8, cache, models)
     if "challenging" in arguments.parts:
         run_challenging(use_numba)
     if "synthetic" in arguments.parts:
         run_steps(layers, use_numba)
         run_irregular(layers, use_numba)
-        run_levels(layers)
         run_ablation(8)
 
 

@@ -344,25 +344,6 @@ def test_mip_proves_the_optimum_with_each_engine(engine: Engine):
     assert not find_violations(instance.problem, instance.offsets(result.offsets))
 
 
-def test_blocks_of_one_class_share_their_frame():
-    blocks = tuple(Block(id=f"f{i}", class_key="f", lower=4 * i, upper=4 * i + 4) for i in range(3))
-    transients = [
-        Buffer(id=f"{b.id}.{k}", lower=b.lower + k, upper=b.lower + k + 2, size=k + 1, block=b.id)
-        for b in blocks
-        for k in range(3)
-    ]
-    saved = [Buffer(id=f"s{i}", lower=4 * i + 3, upper=12, size=5) for i in range(3)]
-    step = PlacementProblem(buffers=(*transients, *saved), blocks=blocks)
-    found = place(step, solver="search", bilevel=True, use_numba=False)
-    check_placement(step, found)
-    frames = {
-        tuple(found.offsets[f"{b.id}.{k}"] - found.offsets[f"{b.id}.0"] for k in range(3))
-        for b in blocks
-    }
-    assert len(frames) == 1
-    assert "bilevel" in found.solver
-
-
 class TestChecker:
     def test_it_names_every_kind_of_defect(self):
         asked = problem(

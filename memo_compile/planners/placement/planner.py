@@ -1,11 +1,9 @@
 """The one interface to all placement solvers.
 
-`auto` is flat: greedy, then canonical search of the large buffers alone, then greedy's repair, then
-canonical search of all. On training steps the flat search is as fast as the two levels and never
-higher, while rigid frames cost up to 12 % where offload and recompute make every layer a peak
-(``python -m benchmarks.placement``): a hole that fits one call of a class need not exist in the
-next. The two levels remain for ablation, for frames that must be one table for a class
-(``bilevel=True``), and as a second greedy where numba is missing.
+`auto` is greedy, then canonical search of the large buffers alone, then greedy's repair, then
+canonical search of all, then the integer program where few buffers are left open. The paper plans a
+layer's transients first and then the step; on training steps that is slower, never lower, and up to
+12 % higher where offload and recompute make every layer a peak (docs/placement.md).
 """
 
 import time
@@ -18,7 +16,6 @@ import numpy as np
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners.placement import kernel
-from memo_compile.planners.placement.bilevel import bilevel_offsets
 from memo_compile.planners.placement.compiled import has_numba, is_cold
 from memo_compile.planners.placement.conflict import load_conflict, search_conflict
 from memo_compile.planners.placement.effort import Effort
@@ -96,7 +93,6 @@ def place(
     *,
     solver: str = "auto",
     time_limit_s: float = 10.0,
-    bilevel: bool = False,
     use_numba: bool | None = None,
 ) -> Placement:
     """Offsets for every buffer of ``problem``, as low as ``solver`` finds them with the effort.
@@ -105,9 +101,9 @@ def place(
     solver never fails the planning: what greedy found stands. ``time_limit_s`` are seconds of a
     quiet machine, counted by the work that is done (``effort``), so that a busy one gives the same
     answer; only the integer program goes by the clock, where it is asked for: ``mip`` (by HiGHS),
-    ``cbc``, ``gurobi``. The first greedy placement always completes. ``bilevel`` plans blocks
-    before the whole. ``use_numba`` is the search's: None chooses by what is installed and by size.
-    Raises ConfigError: an unknown ``solver``, one that is not installed, or a negative limit.
+    ``cbc``, ``gurobi``. The first greedy placement always completes. ``use_numba`` is the search's:
+    None chooses by what is installed and by size. Raises ConfigError: an unknown ``solver``, one
+    that is not installed, or a negative limit.
     """
     try:
         chosen = Solver(solver)
@@ -123,7 +119,7 @@ def place(
     bound = _round_up(instance.lower_bound(), step_bytes(instance))
     if capacity is not None and bound > capacity:
         return _infeasible(bound, load_conflict(instance, capacity), "bound", begin)
-    answer = _solve(instance, bound, Effort(time_limit_s), chosen, bilevel, use_numba)
+    answer = _solve(instance, bound, Effort(time_limit_s), chosen, use_numba)
     if capacity is not None and answer.bound > capacity:
         # The proof is worth an explanation: it gets as long again as the limit was, at most 10 s.
         explain_by = time.perf_counter() + min(max(time_limit_s, 1.0), 10.0)
@@ -144,10 +140,9 @@ def _solve(
     bound: int,
     effort: Effort,
     solver: Solver,
-    bilevel: bool,
     use_numba: bool | None,
 ) -> _Answer:
-    """Greedy first, then what ``solver`` and ``bilevel`` ask for, until the target is reached."""
+    """Greedy first, then what ``solver`` asks for, until the target is reached."""
     problem, is_auto = instance.problem, solver is Solver.AUTO
     target = enough = bound if problem.capacity is None else problem.capacity
     if is_auto and problem.capacity is None:
@@ -163,10 +158,6 @@ def _solve(
         bound=bound,
         solver="greedy",
     )
-    if bilevel and problem.blocks:
-        answer = _bilevel(answer, effort, solver)
-        if not is_auto:
-            return answer
     if solver is Solver.GREEDY or answer.height <= enough:
         return answer
     if is_auto and not huge and has_numba():
@@ -178,9 +169,6 @@ def _solve(
         answer = _repaired(answer, effort.part(share * effort.left_s))
         if answer.height <= enough:
             return answer
-    if not bilevel and is_auto and not has_numba():
-        # The plain search may be too slow for a whole step; two levels are a second greedy.
-        answer = _bilevel(answer, effort, solver)
     if solver in _ENGINES:
         return _mip(answer, effort, _ENGINES[solver])
     tries_mip = is_auto and instance.num_buffers <= _MIP_MOST_BUFFERS
@@ -245,12 +233,6 @@ def _largest_small(instance: Instance, most_bytes: int) -> int:
 def _repaired(answer: _Answer, effort: Effort) -> _Answer:
     offsets = repaired_offsets(answer.instance, answer.offsets, answer.enough, effort)
     return replace(answer, offsets=offsets)
-
-
-def _bilevel(answer: _Answer, effort: Effort, solver: Solver) -> _Answer:
-    offsets = bilevel_offsets(answer.instance, answer.enough, effort, solver.value)
-    found = replace(answer, offsets=offsets, solver=f"{solver.value}-bilevel")
-    return answer if solver is Solver.AUTO and found.height >= answer.height else found
 
 
 def _mip(
