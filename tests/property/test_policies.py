@@ -82,7 +82,7 @@ class WithHoles:
         self.peak_bytes = int(peak_live_bytes(problem) * (1 + holes))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     num_layers=st.integers(2, 5),
     bytes_per_s=st.sampled_from((12 * KIB, 40 * KIB, 90 * KIB)),
