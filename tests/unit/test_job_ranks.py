@@ -45,11 +45,15 @@ def step(*orders, key="graph"):
 
 
 def agreeing(own, timeout_s=LONG_S):
-    """The program of a rank that plans ``own`` and waits for the others."""
+    """The program of a rank that plans ``own``, waits for the others, and says what it raises."""
 
     def program(rank):
         rank.begin(own.key)
-        rank.agree(own, timeout_s)
+        try:
+            rank.agree(own, timeout_s)
+        except RanksDisagree as error:
+            rank.refuse(own.key, error, steps_aside=False)
+            raise
         return "agreed"
 
     return program
@@ -105,9 +109,7 @@ def test_who_has_waited_longer_raises_and_then_follows():
 
 def test_a_rank_that_does_not_come_is_named():
     (error, _) = Job(2).run(agreeing(step(order("reduce")), 0.1), None)
-    assert "graph: rank 1 did not say within 100.00 ms what it begins among ranks [0, 1]" in str(
-        error
-    )
+    assert "rank 1 did not say within 100.00 ms what it begins among ranks [0, 1]" in str(error)
     assert "here the first is reduce (call0)" in str(error)
 
 
@@ -121,7 +123,6 @@ def test_a_rank_that_has_ended_is_named_before_the_time_is_over():
 def test_a_refusal_is_heard_and_leaves_nothing_behind():
     job = Job(2)
     first, _ = job.run(agreeing(step(order("reduce"))), after(0.05, refusing()))
-    assert isinstance(first, RanksDisagree)
     assert "rank 1 raised in place of graph (the first is reduce (call0))" in str(first)
     assert "UnsupportedGraph: not here" in str(first)
     again = agreeing(step(order("reduce")))
