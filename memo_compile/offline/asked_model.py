@@ -30,7 +30,6 @@ from memo_compile.file_store import FileStore, code_digest, digest_of
 from memo_compile.gpus import target_of, version_of
 from memo_compile.offline.offline_step import (
     NotUniform,
-    OfflineFacts,
     OfflineStep,
     offline_config,
     planned_offline,
@@ -220,15 +219,8 @@ class AskedModel:
     ) -> tuple[RecordedStep, PlannedStep, OfflineStep]:
         step = self._step(options)
         self.say(f"planning, {_in_tiles(options)}", 0)
-        record = step.record
-        facts = OfflineFacts(
-            costs=record.costs,
-            model_flops=record.model_flops,
-            exact=record.exact,
-            tiled=record.tiled,
-        )
         try:
-            return (step, *planned_offline(step, options, facts))
+            return (step, *planned_offline(step, options, step.record.facts))
         finally:
             if step.maker.has_grown:
                 step.maker.has_grown = False

@@ -51,7 +51,7 @@ class OfflineFacts:
     costs: StepCosts
     model_flops: int
     exact: bool
-    tiled: Sequence[str]
+    tiled: tuple[str, ...]
     """The regions that run in tiles."""
     lowering_s: float = 0.0
 

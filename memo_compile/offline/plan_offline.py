@@ -223,7 +223,7 @@ class TracedModel:
         except Exception as error:
             raise_bare(error)
         movable = known.movable(known.requested(first_request(known)), options.host_store)
-        facts, drops = offline_facts(known), options.drops_above()
+        drops = options.drops_above()
         halves = known.lowered.cut.forward, known.lowered.cut.backward
         transients = tuple(_transients(*halves)) if (options.token_tiles or 1) > 1 else ()
         tiles = TilesRecord(
@@ -242,14 +242,11 @@ class TracedModel:
             ),
             layers=movable.layers,
             token_granule=movable.token_granule,
-            costs=facts.costs,
+            facts=replace(offline_facts(known), lowering_s=0.0),
             whole_compute_s=known.whole_compute_s(),
             labels=known.labels(),
             leased_bytes=known.leased_bytes(),
             device_type=known.device_type,
-            model_flops=facts.model_flops,
-            exact=facts.exact,
-            tiled=tuple(facts.tiled),
         )
         return record, known.library(options.host_store).maker
 
@@ -299,7 +296,7 @@ def offline_facts(known: StepKnowledge) -> OfflineFacts:
         costs=known.costs(host_store),
         model_flops=FORWARD_AND_BACKWARD * forward_flops,
         exact=known.is_exact(),
-        tiled=[*step.forward.tilings, *step.backward.tilings],
+        tiled=(*step.forward.tilings, *step.backward.tilings),
         lowering_s=known.lowered.lowering_s,
     )
 

@@ -16,6 +16,7 @@ from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.recompute_library import Estimated, Lowered, RecomputeLibrary, RegionMaker
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import UnsupportedGraph
+from memo_compile.offline.offline_step import OfflineFacts
 from memo_compile.planners.placement import Placement, PlacementProblem, place
 from memo_compile.planners.policy.candidates import SearchMemory
 from memo_compile.step.movable import (
@@ -26,7 +27,6 @@ from memo_compile.step.movable import (
     RecomputeKey,
     RegionInput,
     Slot,
-    StepCosts,
 )
 from memo_compile.step.problem import Problem, RegionProfile
 from memo_compile.step.tilings import WholeStep
@@ -114,15 +114,11 @@ class StepRecord:
     classes: tuple[ClassRecord, ...]
     layers: tuple[Layer, ...]
     token_granule: int
-    costs: StepCosts
+    facts: OfflineFacts
     whole_compute_s: float
     labels: Mapping[str, str | None]
     leased_bytes: Mapping[str, int]
     device_type: str
-    model_flops: int
-    exact: bool
-    tiled: tuple[str, ...]
-    """The regions that run in tiles."""
     regions: tuple[RegionRecord, ...] = ()
 
 
@@ -226,7 +222,7 @@ class RecordedStep:
             problem=problem,
             classes=self._classes,
             layers=self.record.layers,
-            costs=self.record.costs,
+            costs=self.record.facts.costs,
             token_granule=self.record.token_granule,
         )
 
@@ -239,7 +235,7 @@ class RecordedStep:
 
     def compute_s(self) -> float:
         """Seconds of the step that keeps everything."""
-        return math.fsum(map(self.record.costs.call_s, self.record.problem.calls))
+        return math.fsum(map(self.record.facts.costs.call_s, self.record.problem.calls))
 
     def whole_compute_s(self) -> float:
         """The same before any region ran in tiles."""
