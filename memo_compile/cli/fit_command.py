@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memo_compile.cli.options import AsJson, Script, require_script, stdout_to_stderr
-from memo_compile.cli.progress import working
+from memo_compile.cli.progress import saying, working
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import InputError, require_at_least
 from memo_compile.reporting.decision_lines import decision_lines
@@ -114,16 +114,13 @@ def _answered(script: Path, arguments: list[str], question: "FitQuestion") -> "F
 
     def take(call: "FirstCall") -> None:
         with working("planning") as progress:
-            (task,) = progress.task_ids
 
             def tried(what: "Vary", size: int, fits: bool) -> None:
                 says = "fits" if fits else "does not fit"
                 progress.console.print(f"{what.value} of {size:,}: {says}")
 
             fitting = Fitting(call, question)
-            found.append(
-                fitting.answer(lambda text: progress.update(task, description=text), tried)
-            )
+            found.append(fitting.answer(saying(progress), tried))
 
     code = at_first_call(script, arguments, take)
     if not found:

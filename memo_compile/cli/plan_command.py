@@ -1,9 +1,9 @@
 """``memo plan``: will it fit? A training step planned without its memory and without the device."""
 
 import dataclasses
+import functools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from memo_compile.cli.options import AsJson, Hardware, parse_count
 from memo_compile.cli.plan_text import numbers, plan_lines, verdict
-from memo_compile.cli.progress import StepBar
+from memo_compile.cli.progress import saying, working
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.garbage import seldom_collected
@@ -29,9 +29,6 @@ from memo_compile.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from memo_compile.offline.forecast import Forecast, Question
 
-
-LENGTHS = 6
-"""Most searches for the longest sequence try so many lengths or fewer."""
 
 GARBAGE = 2_000_000
 """So many objects must be new before cycles among them are looked for, which took a sixth of a
@@ -173,17 +170,16 @@ def _answered(
     """The forecast, and with ``max_seq`` the longest sequence that it is for."""
     from memo_compile.offline.forecast import forecast, longest
 
-    console = Console(stderr=True, highlight=False)
     longest_seq = None
     try:
         if max_seq:
-            with StepBar(console, LENGTHS) as bar:
-                longest_seq = longest(question, _told(console, bar))
+            with working("searching the longest sequence") as progress:
+                longest_seq = longest(question, functools.partial(_tried, progress.console))
             if longest_seq == 0:
                 raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
             question = dataclasses.replace(question, seq=longest_seq)
-        with StepBar(console, 1) as bar:
-            return forecast(question, bar), longest_seq
+        with working("planning") as progress:
+            return forecast(question, saying(progress)), longest_seq
     except Infeasible as error:
         if as_json:
             more = {} if longest_seq is None else {"max_seq": longest_seq}
@@ -191,15 +187,8 @@ def _answered(
         raise
 
 
-def _told(console: Console, bar: StepBar) -> Callable[[int, bool], None]:
-    """What tells of each length that was tried."""
-    bar("searching the longest sequence", LENGTHS - 1)
-
-    def tried(seq: int, fits: bool) -> None:
-        console.print(f"{seq} tokens: {'fits' if fits else 'does not fit'}")
-        bar("searching the longest sequence", 1)
-
-    return tried
+def _tried(console: Console, seq: int, fits: bool) -> None:
+    console.print(f"{seq} tokens: {'fits' if fits else 'does not fit'}")
 
 
 @seldom_collected(GARBAGE)

@@ -62,11 +62,11 @@ CHOSEN_LATER = frozenset(
 )
 """Options that no record depends on. Of the budget only counts whether there is one."""
 
-Say = Callable[[str, int], None]
-"""Told what is done next, where that may take seconds, and how many steps follow it at least."""
+Say = Callable[[str], None]
+"""Told what is done next, where that may take seconds."""
 
 
-def nobody_watches(_what: str, _following: int) -> None:
+def nobody_watches(_what: str) -> None:
     """A ``Say`` that tells nobody."""
 
 
@@ -218,7 +218,7 @@ class AskedModel:
         self, options: MemoConfig
     ) -> tuple[RecordedStep, PlannedStep, OfflineStep]:
         step = self._step(options)
-        self.say(f"planning, {_in_tiles(options)}", 0)
+        self.say(f"planning, {_in_tiles(options)}")
         try:
             return (step, *planned_offline(step, options, step.record.facts))
         finally:
@@ -247,7 +247,7 @@ class AskedModel:
         tiling = tiling_of(options)
         if tiling not in self._lowered:
             traced = self._trace()
-            self.say(f"lowering, {_in_tiles(options)}", 1)
+            self.say(f"lowering, {_in_tiles(options)}")
             self._lowered[tiling] = traced.recorded(options)
         return self._lowered[tiling]
 
@@ -256,7 +256,7 @@ class AskedModel:
         if self._traced is None:
             from memo_compile.offline.plan_offline import tracing
 
-            self.say("tracing the model", 2)
+            self.say("tracing the model")
             part = self._traced_part()
             self._traced = self._stack.enter_context(
                 tracing(part.model, part.args, part.kwargs, hardware=self.hardware, more=part.more)

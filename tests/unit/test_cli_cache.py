@@ -1,13 +1,11 @@
 """``memo cache``: what is shown and cleared; and the bar that tells how far a plan is."""
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from memo_compile.cli.main import main
-from memo_compile.cli.progress import StepBar, working
+from memo_compile.cli.progress import saying, working
 from memo_compile.file_store import UNKNOWN, FileStore
 
 
@@ -84,29 +82,12 @@ def test_without_a_home_there_is_nothing_to_show(monkeypatch, capsys):
     assert "has no home" in err
 
 
-def test_the_bar_counts_steps_and_grows_where_more_are_needed():
-    screen = io.StringIO()
-    with StepBar(Console(file=screen, force_terminal=True, width=100), 1) as bar:
-        seen = []
-        for said in (("tracing", 2), ("lowering", 1), ("planning", 0), ("lowering", 1)):
-            bar(*said)
-            seen.append((bar.done, bar.total))
-    assert seen == [(0, 3), (1, 3), (2, 3), (3, 5)]
-    assert "lowering" in screen.getvalue()
-
-
-def test_the_bar_is_silent_where_nobody_looks():
-    screen = io.StringIO()
-    with StepBar(Console(file=screen, width=100), 1) as bar:
-        bar("planning")
-    assert screen.getvalue() == ""
-
-
 @pytest.mark.parametrize(("is_terminal", "said"), [("1", True), ("0", False)])
 def test_work_of_unknown_length_is_said_on_a_terminal(is_terminal, said, capsys, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", is_terminal)
-    with working("placing buffers"):
-        pass
+    with working("placing buffers") as progress:
+        saying(progress)("lowering")
+        progress.refresh()
     out, err = capsys.readouterr()
-    assert ("placing buffers" in err) == said
+    assert ("lowering" in err) == said
     assert out == ""
