@@ -30,7 +30,7 @@ from memo_compile.backends.made_inputs import not_a_leaf
 from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep
 from memo_compile.errors import Infeasible, RuntimeMisuse, UnsupportedGraph, described
-from memo_compile.lowering.varying_sizes import foreseeing
+from memo_compile.lowering.varying_sizes import SMALLEST, foreseeing
 from memo_compile.passes.at_numbers import SymbolicJoint
 from memo_compile.passes.cut import Cut
 from memo_compile.passes.cut_again import CutTemplate, OtherSizes, is_same
@@ -56,9 +56,6 @@ MAX_TRACES = 3
 
 MAX_CUTS = 8
 """So many ways to cut a graph are remembered; the oldest goes."""
-
-SMALLEST = 2
-"""Torch takes a size that varies to be at least this."""
 
 LENGTHS = "memo_lengths"
 """Key of a Dynamo graph's ``meta``, where it has numbers in place of symbols: an ``AtLength``."""

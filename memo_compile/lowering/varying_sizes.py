@@ -19,7 +19,7 @@ import hashlib
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from memo_compile.errors import UnsupportedGraph, described
 from memo_compile.lowering import inductor
 from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.workspace import convolution_of
+from memo_compile.passes.at_numbers import is_number, with_numbers
 from memo_compile.passes.cut import KERNEL_ALIGNMENT_BYTES
 from memo_compile.passes.cut_again import OtherSizes
 from memo_compile.reporting import state
@@ -66,26 +67,6 @@ class Formula:
         return self.square * n * n + self.scale * n + self.constant
 
 
-def with_numbers(value: Any, nodes: Mapping[fx.Node, fx.Node], number: Callable[[], Any]) -> Any:
-    """An argument with other ``nodes``, and ``number()`` for each number in turn.
-
-    In the order of ``written``.
-    """
-    if isinstance(value, fx.Node):
-        return nodes[value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        return number()
-    if isinstance(value, slice):
-        parts = (value.start, value.stop, value.step)
-        return slice(*(with_numbers(part, nodes, number) for part in parts))
-    if isinstance(value, tuple | list):
-        changed = (with_numbers(part, nodes, number) for part in value)
-        return list(changed) if isinstance(value, list) else tuple(changed)
-    if isinstance(value, Mapping):
-        return {key: with_numbers(of, nodes, number) for key, of in value.items()}
-    return value
-
-
 def formula(first: int, second: int, base: tuple[int, int]) -> Formula | None:
     """The simplest of the size, which gives ``first`` and ``second`` for those in ``base``."""
     if first == second:
@@ -116,18 +97,12 @@ def written(gm: fx.GraphModule) -> Written:
     layouts: list[Any] = []
     lines = []
 
-    def argument(value: Any) -> str:
+    def word(value: Any) -> str:
         if isinstance(value, fx.Node):
             return names[value]
-        if isinstance(value, int) and not isinstance(value, bool):
+        if is_number(value):
             arguments.append(value)
             return "#"
-        if isinstance(value, tuple | list):
-            return f"[{','.join(map(argument, value))}]"
-        if isinstance(value, slice):
-            return f"slice{argument((value.start, value.stop, value.step))}"
-        if isinstance(value, Mapping):
-            return f"{{{','.join(f'{key}:{argument(of)}' for key, of in value.items())}}}"
         return repr(value)
 
     for node in gm.graph.nodes:
@@ -139,7 +114,7 @@ def written(gm: fx.GraphModule) -> Written:
         target = _start(node) if node.op == "placeholder" else str(node.target)
         once = " once" if runs_once(node) else ""
         is_given = node.op == "placeholder"
-        given = "" if is_given else f"{argument(node.args)} {argument(node.kwargs)}"
+        given = "" if is_given else fx.node.map_aggregate((node.args, node.kwargs), word)
         lines.append(f"{node.op} {target}{once} {given} {_value(node.meta.get('val'), layouts)}")
     return Written(text="\n".join(lines), arguments=tuple(arguments), layouts=tuple(layouts))
 
@@ -436,7 +411,7 @@ class _WithSymbol:
 
     def _changed(self, value: Any) -> Any:
         """An argument, with nodes of the new graph, and in place of numbers what they are."""
-        return with_numbers(value, self._nodes, lambda: self._number(next(self._arguments)))
+        return with_numbers(value, self._nodes, lambda _: self._number(next(self._arguments)))
 
     def _number(self, of: Formula) -> Any:
         if not of.square and not of.scale:

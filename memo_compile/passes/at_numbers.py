@@ -54,6 +54,22 @@ class Said:
         return Said(numbers=numbers, value=value, layout=layout_of(value), text=text)
 
 
+def is_number(value: Any) -> bool:
+    """True for what may be a size; a truth value is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def with_numbers(value: Any, nodes: Mapping[fx.Node, fx.Node], number: Callable[[int], Any]) -> Any:
+    """Arguments with other ``nodes``, and ``number`` of each number among them, in order."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return nodes[leaf]
+        return number(leaf) if is_number(leaf) else leaf
+
+    return fx.node.map_aggregate(value, changed)
+
+
 def words_of(gm: fx.GraphModule) -> str:
     """What the symbols say of all nodes; empty for a graph without symbols."""
     notes = (node.meta.get(SIZES) for node in gm.graph.nodes)

@@ -20,7 +20,7 @@ from memo_compile.analysis.regions import RegionGraph
 from memo_compile.analysis.structure import spec_of
 from memo_compile.analysis.views import is_view, storage_of, viewed
 from memo_compile.errors import UnsupportedGraph
-from memo_compile.passes.at_numbers import SIZES, Said, is_fixed, words_of
+from memo_compile.passes.at_numbers import SIZES, Said, is_fixed, is_number, with_numbers, words_of
 from memo_compile.passes.cut import Cut, CutCall, content_of
 from memo_compile.passes.lease import HANDLE, is_given
 from memo_compile.passes.separate import overlap
@@ -325,14 +325,7 @@ def _arguments(kept: _Kept, made: Mapping[fx.Node, fx.Node], number: Callable[[A
     if not kept.numbers:
         return fx.node.map_arg(given, made.__getitem__)
     numbers = map(number, kept.numbers)
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return made[value]
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        return next(numbers) if is_number else value
-
-    return fx.node.map_aggregate(given, changed)
+    return with_numbers(given, made, lambda _: next(numbers))
 
 
 def _is_plain_view(said: Any, source: Any) -> bool:
@@ -350,7 +343,7 @@ def _numbers(node: fx.Node) -> list[int]:
     """Those among its arguments, in order."""
     found: list[Any] = []
     fx.node.map_aggregate((node.args, node.kwargs), lambda value: found.append(value))
-    return [n for n in found if isinstance(n, int) and not isinstance(n, bool)]
+    return list(filter(is_number, found))
 
 
 def _is_like(said: Any, value: Any, number: Callable[[Any], int]) -> bool:
