@@ -27,9 +27,9 @@ FIXED_SIGNATURES = (
 """Files of compiled kernels, which take plain arrays, and of operators. Tests take fixtures."""
 
 MAX_SUMS = {
-    ("memo_compile", "runtime"): 62_100,
+    ("memo_compile", "runtime"): 62_000,
     ("tests",): 57_700,
-    ("benchmarks",): 9_300,
+    ("benchmarks",): 9_200,
 }
 """The lines of Python that parts of the project may have in all. Lower these as code goes."""
 
