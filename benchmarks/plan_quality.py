@@ -14,7 +14,7 @@ stand in today's result and were planned by the same code.
 
 Passes when each step takes at most 1.02 of its computation alone under the device's whole
 memory, where that is large enough; over the lower bound the median of all must be at most 1.01 and
-the worst 1.05. No step may take less than its bound.
+the worst 1.1. No step may take less than its bound.
 """
 
 import argparse
@@ -52,7 +52,7 @@ SLOW_LINK = 12e9
 """Bytes per second: a host link of PCIe 3."""
 MAX_OVER_COMPUTE = 1.02
 MAX_MEDIAN_OVER_BOUND = 1.01
-MAX_OVER_BOUND = 1.05
+MAX_OVER_BOUND = 1.1
 ROUNDING = 1e-6
 
 

@@ -234,7 +234,7 @@ def missing_engine(engine: Engine) -> str:
         mip.Model(solver_name=_MIP_NAMES[engine])
     # python-mip raises what the loading of a library raises, or the search for a license.
     except Exception as error:
-        return f"does not start: {error}"
+        return f"does not start: {' '.join(str(error).split())}"
     # cffi looks up what frees a model when the first one is freed, under a lock that a collection
     # of garbage must not meet: so the first is freed here.
     gc.collect()

@@ -171,11 +171,14 @@ class Traced:
     cp: int = 1
     layers: int = 4
 
+    @property
+    def name(self) -> str:
+        on = f"tp {self.tp} cp {self.cp}, {self.hardware}, {self.tiles} tiles"
+        return f"{self.model} of {self.layers}, {self.seq} tokens, {on}"
+
     def steps(self) -> list[RecordedStep]:
         shape = replace(find_model(self.model), num_layers=self.layers)
-        name = f"{self.model} of {self.layers}, {self.seq} tokens, tp {self.tp} cp {self.cp}, "
-        name += f"{self.hardware}, {self.tiles} tiles"
-        with captured(name) as found, fake_mode():
+        with captured(self.name) as found, fake_mode():
             model, inputs = first_stage(
                 shape,
                 Degrees(tp=self.tp, cp=self.cp),
@@ -197,14 +200,17 @@ class HuggingFace:
     tiles: int
     config: Mapping[str, Any]
 
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.seq} tokens, {self.hardware}, {self.tiles} tiles"
+
     def steps(self) -> list[RecordedStep]:
         from transformers import AutoConfig
 
-        name = f"{self.kind}, {self.seq} tokens, {self.hardware}, {self.tiles} tiles"
         with model_of_fakes():
             config = AutoConfig.for_model(self.kind, **self.config)
             model, inputs = causal(config, self.seq, 1, torch.bfloat16)
-        with captured(name) as found:
+        with captured(self.name) as found:
             planned_offline(model, (), inputs, self.hardware, self.tiles)
         return found[-1:]
 
