@@ -10,7 +10,7 @@ from torch import nn
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
-from memo_compile.offline import plan_offline
+from memo_compile.offline import asked_model, plan_offline
 from memo_compile.offline.more_layers import MoreLayers, NotUniform
 from memo_compile.offline.shapes import load
 from memo_compile.offline.shapes.transformer import Degrees, first_stage
@@ -162,7 +162,8 @@ def test_all_layers_are_traced_where_few_do_not_tell(monkeypatch):
     monkeypatch.setattr(plan_offline, "with_layers", refuse)
     monkeypatch.setattr(load, "TRACED_LAYERS", 2)
     three = dataclasses.replace(eight_layers(gated=False), num_layers=3)
-    monkeypatch.setattr(load, "find_model", lambda _: three)
+    for module in (load, asked_model):
+        monkeypatch.setattr(module, "find_model", lambda _: three)
     question = forecast.Question(
         model="three", hardware=find_hardware(HARDWARE), seq=256, policy="save"
     )

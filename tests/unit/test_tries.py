@@ -387,8 +387,9 @@ def test_a_slow_whole_leads_to_tiles_and_is_taken_where_they_are_slower(monkeypa
 
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_of_two_ways_to_gather_weights_the_one_that_the_checker_accepts_is_taken(wrong):
-    steps = [SimpleNamespace(name="step", gathering_again=lambda: steps[1]), SimpleNamespace()]
-    steps[1].name = "step"
+    again = SimpleNamespace(name="step", gathering_again=lambda: None)
+    lowered = SimpleNamespace(again=again)
+    steps = [SimpleNamespace(name="step", gathering_again=lambda: again, lowered=lowered), again]
     plan = SimpleNamespace(plan=SimpleNamespace(step_s=1.0))
 
     def planned(step):
