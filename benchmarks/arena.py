@@ -29,30 +29,25 @@ NUM_PEAK_STEPS = 3
 
 def main() -> int:
     """Run every case, print the table, write the results; 1 when a bound is broken."""
-    options = arguments()
-    if options.child:
-        harness.send_result(run_child(options))
-        return 0
+    return harness.run_benchmark("arena", arguments(), measure, run_child)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All cases, and what breaks a bound."""
     rows = []
     for model in options.models.split(","):
         for depth in (int(depth_text) for depth_text in options.depths.split(",")):
             rows.append(run_case(model, depth, options))
             print(json.dumps(rows[-1]), file=sys.stderr)
-    failures = [failure for row in rows for failure in judge(row)]
-    payload = {"hardware": harness.hardware(), "rows": rows, "failures": failures}
     show(rows)
-    return harness.conclude("arena", payload, save=not options.no_save)
+    return {"rows": rows, "failures": [failure for row in rows for failure in judge(row)]}
 
 
 def arguments() -> argparse.Namespace:
     """The command line; the defaults take about twenty minutes on two cores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = harness.parser(__doc__, sizes={"hidden": 512, "tokens": 512})  # of Llama
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--depths", default=",".join(str(depth) for depth in DEPTHS))
-    parser.add_argument("--hidden", type=int, default=512, help="of Llama")
-    parser.add_argument("--tokens", type=int, default=512, help="of Llama")
-    parser.add_argument("--no-save", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -61,16 +56,12 @@ def run_case(model: str, depth: int, options: argparse.Namespace) -> dict[str, A
     """One row: memo's plan and physical growth, and plain Inductor's live bytes."""
     row: dict[str, Any] = {"model": model, "layers": depth}
     for arm in ("memo", "inductor"):
-        arguments = (
-            f"--child={arm}:{model}",
-            f"--layers={depth}",
-            f"--hidden={options.hidden}",
-            f"--tokens={options.tokens}",
-        )
+        sizes = harness.passed_on(options, "hidden", "tokens")
+        arguments = (f"--child={arm}:{model}", f"--layers={depth}", *sizes)
         row.update(harness.run_arm(MODULE, harness.Arm(name=arm, arguments=arguments)))
     row["arena_ratio"] = row["arena_bytes"] / row["lower_bound_bytes"]
-    own = row["inductor_live_bytes_without_results"]
-    row["live_ratio"] = (row["arena_bytes"] + row["outside_bytes"]) / own
+    inductor_bytes = row["inductor_live_bytes_without_results"]
+    row["live_ratio"] = (row["arena_bytes"] + row["outside_bytes"]) / inductor_bytes
     row["physical_ratio"] = row["physical_bytes"] / row["planned_bytes"]
     return row
 
@@ -105,16 +96,11 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
 
 def memo_numbers(model: Any, ids: Any, forward_backward: Any) -> dict[str, Any]:
     """The plan's numbers, and how much a step grows the process beside what it held before."""
-    import memo_compile
-
     held = harness.held_bytes(model, None, [ids])
     with harness.physical_peak("cpu", held) as peak:
         for _ in range(NUM_PEAK_STEPS):
             forward_backward()
-    report = memo_compile.report()
-    if not report.active or report.unplanned_steps:
-        raise RuntimeError(f"memo stepped aside:\n{report}")
-    plan = report.plans[-1]
+    plan = harness.memo_plan()
     return {
         "arena_bytes": plan.arena_bytes,
         "lower_bound_bytes": plan.lower_bound_bytes,
@@ -130,10 +116,10 @@ def memo_numbers(model: Any, ids: Any, forward_backward: Any) -> dict[str, Any]:
 def make_model(name: str, options: argparse.Namespace) -> tuple[Any, Any]:
     """An unmodified transformers model from a config, and its token ids."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    tokens, hidden, heads = options.tokens, options.hidden, options.hidden // 64
+    tokens = options.tokens
     if name == "gpt2":
         config = GPT2Config(
             n_layer=options.layers,
@@ -146,17 +132,8 @@ def make_model(name: str, options: argparse.Namespace) -> tuple[Any, Any]:
         model: Any = GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"  # transformers guesses it, with a graph break
     else:
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=hidden,
-                intermediate_size=-(-8 * hidden // 3 // 64) * 64,
-                num_hidden_layers=options.layers,
-                num_attention_heads=heads,
-                num_key_value_heads=heads,
-                vocab_size=4096,
-                max_position_embeddings=tokens,
-                use_cache=False,
-            )
+        model = harness.llama(
+            layers=options.layers, hidden=options.hidden, tokens=tokens, vocab=4096
         )
     generator = torch.Generator().manual_seed(1)
     return model.train(), torch.randint(model.config.vocab_size, (1, tokens), generator=generator)

@@ -28,7 +28,6 @@ of their own: they take their time from its compute.
 import argparse
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -68,7 +67,7 @@ NUM_PEAK_STEPS = 3
 
 
 def main() -> int:
-    """Run both parts, print the tables, write results and plot; 1 when a promise breaks."""
+    """Run both parts, print the tables, write the results; 1 when a promise breaks."""
     options = arguments()
     if options.child:
         harness.send_result(CHILDREN[options.child](options))
@@ -89,12 +88,7 @@ def main() -> int:
     for way, measured in found.items():
         show(way, measured["memo"], measured["peers"])
     name = "budget_memory" if options.memory_only else "budget"
-    code = harness.conclude(name, payload, save=not options.no_save)
-    if not options.no_save and not options.memory_only:
-        for way, measured in found.items():
-            path = harness.results_path(name, payload)
-            plot(measured, str(path.with_name(f"{path.stem}-{way}.svg")))
-    return code
+    return harness.conclude(name, payload, save=not options.no_save)
 
 
 def measure(runner: "_Runner", options: argparse.Namespace, way: str) -> dict[str, Any]:
@@ -207,18 +201,9 @@ def run_pairs(
 
 def run_floor(options: argparse.Namespace) -> dict[str, Any]:
     """The smallest budget that memo can keep: what its refusal of one byte names."""
-    import torch
-
-    from memo_compile.errors import Infeasible
-
     model, ids = make_model(options)
-    try:
-        make_step(model, memo(model, 1, options.way), ids, options.way)()
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, Infeasible):
-            return {"floor_bytes": error.inner_exception.floor_bytes}
-        raise
-    raise RuntimeError("a budget of one byte was accepted")
+    step = make_step(model, memo(model, 1, options.way), ids, options.way)
+    return {"floor_bytes": harness.floor_of(step)}
 
 
 def run_memo(options: argparse.Namespace) -> dict[str, Any]:
@@ -246,10 +231,7 @@ def run_memo(options: argparse.Namespace) -> dict[str, Any]:
     if not options.memory_only:
         times = [timed(run) for _ in range(NUM_PEAK_STEPS)]
         peak |= measured_peak(model, ids, run, kept)
-    report = memo_compile.report()
-    if not report.active or report.unplanned_steps:
-        raise RuntimeError(f"memo stepped aside:\n{report}")
-    plan = report.plans[-1]
+    plan = harness.memo_plan()
     return {
         **peak,
         "budget_bytes": options.budget or None,
@@ -271,25 +253,8 @@ CHILDREN: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def make_model(options: argparse.Namespace) -> tuple[Any, Any]:
-    """An unmodified Llama from a config, and its token ids."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=options.vocab,
-        hidden_size=options.hidden,
-        intermediate_size=-(-8 * options.hidden // 3 // 64) * 64,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        num_key_value_heads=options.hidden // 64,
-        max_position_embeddings=options.tokens,
-        use_cache=False,
-    )
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(options.vocab, (1, options.tokens), generator=generator)
-    return LlamaForCausalLM(config).train(), ids
+    """An unmodified Llama of the sizes in ``options``, and its token ids."""
+    return harness.llama_with_ids(options, vocab=options.vocab)
 
 
 def memo(model: Any, budget: int | None, way: str) -> Any:
@@ -446,34 +411,6 @@ def show(way: str, rows: list[dict[str, Any]], peers: dict[str, dict[str, Any]])
             for name, peer in peers.items()
         ],
     )
-
-
-def plot(payload: dict[str, Any], path: str) -> None:
-    """Step time against memory: memo's budgets as a line, the peers as points."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no plot: install memo-compile[plot]", file=sys.stderr)
-        return
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    mib = 2**20
-    memo_rows = payload["memo"]
-    axes.plot(
-        [row["peak_bytes"] / mib for row in memo_rows],
-        [row["step_s"] for row in memo_rows],
-        marker="o",
-        label="memo, twelve budgets",
-    )
-    for name, peer in payload["peers"].items():
-        if "step_s" not in peer:
-            continue
-        axes.plot(peer["peak_bytes"] / mib, peer["step_s"], marker="x", color="tab:red")
-        axes.annotate(name, (peer["peak_bytes"] / mib, peer["step_s"]), fontsize=6)
-    axes.set_xlabel("measured peak of a step, MiB")
-    axes.set_ylabel("median step, s")
-    axes.legend()
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

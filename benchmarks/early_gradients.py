@@ -17,18 +17,17 @@ the communication.
 """
 
 import argparse
-import os
+import json
 import queue
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.pieces import stack
+from benchmarks.pieces import memo_settings, stack
 from memo_compile.units import format_bytes
 
 MODULE = "benchmarks.early_gradients"
@@ -45,12 +44,8 @@ MIN_HIDDEN = 0.6
 
 def main() -> int:
     """Run every arm, print the table, write the results, judge."""
-    return harness.run_benchmark("early_gradients", arguments(), measure, run_child)
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    return harness.parser(__doc__, sizes=SIZES).parse_args()
+    options = harness.parser(__doc__, sizes=SIZES).parse_args()
+    return harness.run_benchmark("early_gradients", options, measure, run_child)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -113,8 +108,6 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     way, _, switch = options.child.rpartition("-")
     import torch
 
-    from memo_compile.errors import Infeasible
-
     torch.set_num_threads(1)
     model = stack(options.layers, options.hidden)
     gradient_bytes = sum(p.nbytes for p in model.parameters())
@@ -126,13 +119,7 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     else:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-    try:
-        compiled(model, early, "1MiB")(x)
-    except Exception as error:  # Dynamo's, around memo's
-        cause = getattr(error, "inner_exception", error)
-        if not isinstance(cause, Infeasible) or cause.floor_bytes is None:
-            raise
-        floor = cause.floor_bytes
+    floor = harness.floor_of(lambda: compiled(model, early, "1MiB")(x))
     torch._dynamo.reset()
     run = compiled(model, early, floor)
     for _ in range(2):
@@ -163,40 +150,30 @@ def compiled(model: Any, early: bool, budget: Any) -> Any:
     """``model`` through memo."""
     import torch
 
-    options: dict[str, Any] = {
-        "lowering": "aten",
-        "strict": True,
-        "early_gradients": early,
-        "optimizer_state_bytes_per_parameter": 0,
-        "memory_budget": budget,
-        "costs": "roofline",
-    }
-    return torch.compile(model, backend="memo", options=options)
+    settings = memo_settings(budget)
+    settings["options"]["early_gradients"] = early
+    return torch.compile(model, **settings)
 
 
 def run_ddp(options: argparse.Namespace) -> dict[str, Any]:
     """Two ranks, each a process; what rank 0 found."""
-    import torch.multiprocessing
-
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", LOCAL_WORLD_SIZE="2")
     sizes = (options.ddp_layers, options.hidden, options.ddp_rows)
-    with tempfile.TemporaryDirectory(prefix="memo-bench-ddp-") as folder:
-        torch.multiprocessing.spawn(run_rank, (folder, *sizes), nprocs=2)
-        import json
-
-        return dict(json.loads((Path(folder) / "found.json").read_text()))
+    return dict(harness.result_of_ranks(run_rank, *sizes)["ranks"][0])
 
 
-def run_rank(rank: int, folder: str, num_layers: int, hidden: int, rows: int) -> None:
-    """Steps with and without early gradients in turns, on one rank."""
-    import json
+def run_rank(rank: int, folder: str, *sizes: int) -> None:
+    """Writes what one rank measured."""
+    with harness.joined_ranks(rank, folder):
+        found = steps_in_turns(*sizes)
+        (Path(folder) / f"found{rank}.json").write_text(json.dumps(found))
 
+
+def steps_in_turns(num_layers: int, hidden: int, rows: int) -> dict[str, Any]:
+    """Steps of this rank with and without early gradients in turns: medians, and all seconds."""
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     torch._dynamo.config.optimize_ddp = False
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     link, x = SlowLink(), torch.randn(rows, hidden)
     models = {}
     for early in (True, False):
@@ -223,11 +200,9 @@ def run_rank(rank: int, folder: str, num_layers: int, hidden: int, rows: int) ->
     found = {name: statistics.median(times[name]) for name in models}
     link_s = link.s_per_byte * sum(p.nbytes for p in model.parameters())
     found |= {"link_s": link_s, "hidden": (found["off_s"] - found["on_s"]) / link_s}
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps({**found, "rounds": times}))
     dist.barrier()
     link.close()
-    dist.destroy_process_group()
+    return {**found, "rounds": times}
 
 
 class SlowLink:

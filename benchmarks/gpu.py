@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import gc
 import importlib.util
-import json
 import math
 import os
 import statistics
@@ -143,15 +142,11 @@ def run_tests(limit_s: float, *, dry_run: bool) -> dict[str, Any]:
 
 def kept_rows(part: str, at_start: dict[str, Any]) -> list[dict[str, Any]]:
     """What the result of this day has of this code and this machine, but for what failed."""
-    path = harness.results_path(name_of(part), at_start)
-    if not path.exists():
+    earlier = harness.todays_result(name_of(part))
+    if not earlier or earlier["code"] != at_start["code"]:
         return []
-    known = json.loads(path.read_text())
-    same = (known["code"], known["hardware"]["gpus"]) == (
-        at_start["code"],
-        at_start["hardware"]["gpus"],
-    )
-    return [row for row in known["rows"] if "failure" not in row] if same else []
+    same_machine = earlier["hardware"]["gpus"] == at_start["hardware"]["gpus"]
+    return [row for row in earlier["rows"] if "failure" not in row] if same_machine else []
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -284,17 +279,14 @@ class Trainer:
             self.model._set_gradient_checkpointing(gradient_checkpointing_func=self._checkpoint)
             return loss
         if self.arm in ("memo", OVERLAP):
-            more = {"lowering": "aten"} if self.options.dry_run else {}
+            settings: dict[str, Any] = {"strict": True}
+            if self.options.dry_run:
+                settings["lowering"] = "aten"
             if self.arm == OVERLAP:
-                return torch.compile(
-                    loss,
-                    backend="memo",
-                    options={"policy": "full-offload", "strict": True, **more},
-                )
-            budget = self.options.memory_budget or (None if self.options.dry_run else MEMO_BUDGET)
-            return torch.compile(
-                loss, backend="memo", options={"memory_budget": budget, "strict": True, **more}
-            )
+                settings["policy"] = "full-offload"
+            elif self.options.memory_budget or not self.options.dry_run:
+                settings["memory_budget"] = self.options.memory_budget or MEMO_BUDGET
+            return torch.compile(loss, backend="memo", options=settings)
         if self.arm == "inductor-budget":
             import torch._functorch.config as functorch_config
 
@@ -425,26 +417,19 @@ def overlap_us(copies: list[Interval], kernels: list[Interval]) -> float:
 def make_model(shape: Shape, device: Any) -> Any:
     """A bf16 Llama from transformers on ``device``, unmodified, from a config: no download."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=2**20,
-        use_cache=False,
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            return LlamaForCausalLM(config).train()
-    finally:
-        torch.set_default_dtype(before)
+    from memo_compile.offline.shapes.transformer import default_dtype
+
+    with default_dtype(torch.bfloat16), device:
+        return harness.llama(
+            layers=shape.layers,
+            hidden=shape.hidden,
+            tokens=2**20,
+            vocab=shape.vocab,
+            intermediate_size=shape.ffn,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+        )
 
 
 def memo_facts(arm: str) -> dict[str, Any]:
@@ -474,16 +459,11 @@ def judge(rows: list[dict[str, Any]], *, every_arm: bool = False) -> list[str]:
         where = f"{row['model']} {row['arm']}"
         if (every_arm or row["arm"] in ("memo", OVERLAP)) and "failure" in row:
             failures.append(f"{where}: {row['failure']}")
+        if not row["arm"].startswith("memo") or row["model"] == "tiny":  # a few pages decide there
+            continue
         for length in row["lengths"]:
-            if (
-                not row["arm"].startswith("memo") or row["model"] == "tiny"
-            ):  # a few pages decide there
-                continue
-            peak, planned, budget = (
-                length["peak_bytes"],
-                length["planned_bytes"],
-                length["budget_bytes"],
-            )
+            names = ("peak_bytes", "planned_bytes", "budget_bytes")
+            peak, planned, budget = (length[name] for name in names)
             if budget is not None and peak > budget:
                 failures.append(f"{where}, {length['tokens']} tokens: {peak} over budget {budget}")
             if abs(peak / planned - 1) > MAX_PEAK_DIFFERENCE:

@@ -102,29 +102,15 @@ def _sizes(num_layers: int) -> dict[str, Any]:
     }
 
 
-def _llama(num_layers: int) -> Any:
-    from transformers import LlamaConfig
+def _decoder(name: str, **more: Any) -> Callable[[int], Any]:
+    """Makes a configuration of transformers' class ``name`` for a number of layers."""
 
-    return LlamaConfig(**_sizes(num_layers))
+    def config(num_layers: int) -> Any:
+        import transformers
 
+        return getattr(transformers, name)(**_sizes(num_layers), **more)
 
-def _gemma3(num_layers: int) -> Any:
-    """Five layers of local attention, then one of global attention."""
-    from transformers import Gemma3TextConfig
-
-    sizes = {**_sizes(num_layers), "head_dim": HIDDEN // HEADS, "sliding_window": TOKENS // 4}
-    return Gemma3TextConfig(**sizes)
-
-
-def _mixtral(num_layers: int) -> Any:
-    from transformers import MixtralConfig
-
-    return MixtralConfig(
-        **_sizes(num_layers),
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        experts_implementation="batched_mm",
-    )
+    return config
 
 
 def _t5(num_layers: int) -> Any:
@@ -144,9 +130,15 @@ def _t5(num_layers: int) -> Any:
 
 CONFIGS: dict[str, Callable[[int], Any]] = {
     "gpt2": _gpt2,
-    "llama": _llama,
-    "gemma3": _gemma3,
-    "mixtral": _mixtral,
+    "llama": _decoder("LlamaConfig"),
+    # Five layers of local attention, then one of global attention.
+    "gemma3": _decoder("Gemma3TextConfig", head_dim=HIDDEN // HEADS, sliding_window=TOKENS // 4),
+    "mixtral": _decoder(
+        "MixtralConfig",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="batched_mm",
+    ),
     "t5": _t5,
 }
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +300,12 @@ def results_path(name: str, payload: Mapping[str, Any], folder: Path = RESULTS) 
     return folder / f"{name}-{payload['hardware']['date']}.json"
 
 
+def todays_result(name: str) -> dict[str, Any]:
+    """What a run of this day wrote; empty where none did."""
+    path = results_path(name, {"hardware": hardware()})
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
 def write_results(name: str, payload: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     """Write ``payload`` as ``NAME-DATE.json``; a second run on the same day replaces it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -366,23 +372,111 @@ def run_benchmark(
     return conclude(name, payload, save=not options.no_save)
 
 
-def llama(*, layers: int, hidden: int, tokens: int, vocab: int) -> Any:
-    """An unmodified Llama of transformers in train mode, from a config and a seed: no download."""
+def llama(*, layers: int, hidden: int, tokens: int, vocab: int, **more: Any) -> Any:
+    """An unmodified Llama of transformers in train mode, from a config and a seed: no download.
+
+    ``more`` are fields of its configuration that differ from the benchmarks' usual ones.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=-(-8 * hidden // 3 // 64) * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        max_position_embeddings=tokens,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
+    config = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": -(-8 * hidden // 3 // 64) * 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "max_position_embeddings": tokens,
+        "use_cache": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**config, **more})).train()
+
+
+def llama_with_ids(options: argparse.Namespace, *, vocab: int) -> tuple[Any, Any]:
+    """``llama`` of the sizes in ``options``, its token ids, and a thread for every core."""
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model = llama(layers=options.layers, hidden=options.hidden, tokens=options.tokens, vocab=vocab)
+    generator = torch.Generator().manual_seed(1)
+    return model, torch.randint(vocab, (1, options.tokens), generator=generator)
+
+
+def fake_stage(shape: str, *, layers: int | None, tokens: int) -> tuple[Any, Any]:
+    """A named shape in bfloat16 and its inputs as fake tensors, for plans that never run.
+
+    ``layers`` replaces the shape's own number of layers.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from memo_compile.costs.models import find_model
+    from memo_compile.offline.shapes.degrees import Degrees
+    from memo_compile.offline.shapes.transformer import first_stage
+
+    torch._dynamo.reset()
+    found = find_model(shape)
+    found = found if layers is None else replace(found, num_layers=layers)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return first_stage(found, Degrees(), seq=tokens, batch=1, dtype=torch.bfloat16)
+
+
+def floor_of(run: Callable[[], Any]) -> int:
+    """The floor that memo names when it refuses the budget of ``run``, which no plan fits."""
+    floor = floor_if_refused(run)
+    if floor is None:
+        raise RuntimeError("a budget that no plan fits was accepted")
+    return floor
+
+
+def floor_if_refused(run: Callable[[], Any]) -> int | None:
+    """The floor that memo names when it refuses the budget of ``run``; None: it is accepted."""
+    from memo_compile.errors import Infeasible
+
+    try:
+        run()
+    except Exception as error:  # Dynamo's, around memo's
+        refusal = getattr(error, "inner_exception", error)
+        if isinstance(refusal, Infeasible) and refusal.floor_bytes is not None:
+            return refusal.floor_bytes
+        raise
+    return None
+
+
+def processor_s() -> float:
+    """Processor time of this process, and of the compilers that it has waited for."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+def result_of_ranks(run_rank: Callable[..., None], *arguments: Any) -> dict[str, Any]:
+    """What two gloo ranks found, each a process with one thread.
+
+    ``run_rank(rank, folder, *arguments)`` runs on each, enters ``joined_ranks``, and writes its
+    JSON to ``folder/foundRANK.json``. Returns ``{"ranks": [...]}``, what each wrote.
+    """
+    import torch.multiprocessing
+
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", LOCAL_WORLD_SIZE="2")
+    with tempfile.TemporaryDirectory(prefix="memo-bench-ranks-") as folder:
+        torch.multiprocessing.spawn(run_rank, (folder, *arguments), nprocs=2)
+        files = sorted(Path(folder).glob("found*.json"))
+        return {"ranks": [json.loads(file.read_text()) for file in files]}
+
+
+@contextlib.contextmanager
+def joined_ranks(rank: int, folder: str) -> Iterator[None]:
+    """Inside, this process is ``rank`` of two in a gloo group that met in ``folder``."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def gradient_error(ours: Any, eager: Any) -> float:

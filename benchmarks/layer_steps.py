@@ -36,6 +36,7 @@ from memo_compile.step.problem import (
     Storage,
     align,
 )
+from memo_compile.step.simulate import peak_live_bytes
 
 ELEMENT_BYTES = 2
 HEAD_TILES = 16
@@ -312,6 +313,18 @@ def _backward_profile(setting: Setting, saved: Sequence[str], weight_bytes: int)
     }
     input_ends = (4, *(ends[name] for name in saved))
     return _profile("back", 8, buffers, input_ends, ["g"], (weight_bytes,))
+
+
+@dataclass(frozen=True, slots=True)
+class LivePlacement:
+    """What ``choose`` asks of a placement, with the bytes alive as its height."""
+
+    peak_bytes: int
+
+
+def place_live(problem: Problem) -> LivePlacement:
+    """A placement without loss."""
+    return LivePlacement(peak_live_bytes(problem))
 
 
 def recompute_of(step: MovableStep) -> Callable[[RecomputeKey], RecomputeRegion]:

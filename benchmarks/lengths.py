@@ -19,7 +19,7 @@ and plain Inductor as the Trainer compiles.
 import argparse
 import copy
 import itertools
-import os
+import math
 import re
 import statistics
 import sys
@@ -106,14 +106,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def order_of(count: int) -> list[int]:
     """``count`` different lengths; neighbours are far apart."""
-    stride = next(n for n in range(count // 2 + 1, 2 * count + 2) if _is_coprime(n, count))
+    stride = next(n for n in range(count // 2 + 1, 2 * count + 2) if math.gcd(n, count) == 1)
     return [SHORTEST + STEP * (k * stride % count) for k in range(count)]
-
-
-def _is_coprime(first: int, second: int) -> bool:
-    while second:
-        first, second = second, first % second
-    return first == 1
 
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:
@@ -156,17 +150,8 @@ def run_new_lengths(options: argparse.Namespace) -> dict[str, Any]:
         "compilations_cpu_s": sum(firsts_cpu[: 1 if dynamic else 2]),
     }
     if options.child in RIVALS:
-        require_planned()
+        harness.memo_plan()
     return result
-
-
-def require_planned() -> None:
-    """Raises RuntimeError: memo stepped aside, so that its times are not its own."""
-    import memo_compile
-
-    report = memo_compile.report()
-    if not report.active or report.unplanned_steps:
-        raise RuntimeError(f"memo stepped aside:\n{report}")
 
 
 def compiled(model: Any, options: argparse.Namespace, *, dynamic: bool | None, **more: Any) -> Any:
@@ -203,7 +188,7 @@ def run_steps(options: argparse.Namespace) -> dict[str, Any]:
         ]
         ratios[str(length)] = statistics.median(first / second for first, second in pairs)
         print(f"{length:6} tokens: {ratios[str(length)]:.3f}", file=sys.stderr)
-        require_planned()
+        harness.memo_plan()
     return {"ratios": ratios}
 
 
@@ -313,28 +298,25 @@ def run_trainer(options: argparse.Namespace) -> dict[str, Any]:
             use_cpu=True,
         )
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Batches())
-        begin, begin_cpu = time.perf_counter(), processor_s()
+        begin, begin_cpu = time.perf_counter(), harness.processor_s()
         trainer.train()
-        result = {"train_s": time.perf_counter() - begin, "train_cpu_s": processor_s() - begin_cpu}
+        result = {
+            "train_s": time.perf_counter() - begin,
+            "train_cpu_s": harness.processor_s() - begin_cpu,
+        }
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     result["last_loss"] = losses[-1]
     if uses_memo:
-        require_planned()
+        harness.memo_plan()
     return result
 
 
 def _step_s(step: Any, model: Any, ids: Any) -> tuple[float, float]:
     """Seconds of a step, and of processor time."""
     model.zero_grad()
-    begin, begin_cpu = time.perf_counter(), processor_s()
+    begin, begin_cpu = time.perf_counter(), harness.processor_s()
     step(input_ids=ids, labels=ids).loss.backward()
-    return time.perf_counter() - begin, processor_s() - begin_cpu
-
-
-def processor_s() -> float:
-    """Processor time of this process, and of the compilers that it has waited for."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
+    return time.perf_counter() - begin, harness.processor_s() - begin_cpu
 
 
 def make_model(options: argparse.Namespace) -> Any:

@@ -37,14 +37,9 @@ BYTES = 4
 
 def main() -> int:
     """Run every arm, print the table, write the results, judge."""
-    return harness.run_benchmark("loss_tiles", arguments(), measure, run_child)
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
     parser = harness.parser(__doc__, sizes=SIZES)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return harness.run_benchmark("loss_tiles", parser.parse_args(), measure, run_child)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,12 +149,7 @@ def worst_error(gradients: dict[str, Any], expected: dict[str, Any]) -> float:
 
 def memo_facts() -> dict[str, Any]:
     """What memo planned; a step that ran without its plan is an error."""
-    import memo_compile
-
-    report = memo_compile.report()
-    if not report.active or report.unplanned_steps:
-        raise RuntimeError(f"memo stepped aside:\n{report}")
-    plan = report.plans[-1]
+    plan = harness.memo_plan()
     return {"planned_bytes": plan.peak_bytes, "policy": plan.policy}
 
 

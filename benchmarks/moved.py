@@ -11,7 +11,7 @@ calls of one line, so that what they hold lies on the step's one time axis.
 """
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from memo_compile.step.problem import (
@@ -158,7 +158,10 @@ def _reload_call(made: Sequence[tuple[str, int]], index: int) -> tuple[RegionPro
         outputs=tuple(RegionOutput(storage=Storage.ARENA, index=i) for i in range(len(made))),
     )
     names = tuple(name for name, _ in made)
-    return profile, _copy(profile, Phase.BACKWARD, (), names)
+    call = StepCall(
+        name=profile.name, region=profile.name, phase=Phase.BACKWARD, inputs=(), outputs=names
+    )
+    return profile, call
 
 
 def _copy_out_call(values: Sequence[str], index: int) -> tuple[RegionProfile, StepCall]:
@@ -166,15 +169,11 @@ def _copy_out_call(values: Sequence[str], index: int) -> tuple[RegionProfile, St
     profile = RegionProfile(
         name=f"d2h.{index}", num_lines=1, buffers=(), input_ends=ends, outputs=()
     )
-    return profile, _copy(profile, Phase.FORWARD, tuple(values), ())
-
-
-def _copy(
-    profile: RegionProfile, phase: Phase, inputs: tuple[str, ...], outputs: tuple[str, ...]
-) -> StepCall:
-    return StepCall(
-        name=profile.name, region=profile.name, phase=phase, inputs=inputs, outputs=outputs
+    inputs = tuple(values)
+    call = StepCall(
+        name=profile.name, region=profile.name, phase=Phase.FORWARD, inputs=inputs, outputs=()
     )
+    return profile, call
 
 
 def _moving(problem: Problem) -> list[StepCall]:
@@ -213,13 +212,9 @@ def _readers(problem: Problem, phase: Phase, roots: Mapping[str, str]) -> dict[s
     found: dict[str, list[int]] = {}
     for index, call in enumerate(problem.calls):
         if call.phase is phase:
-            for value in _unique(roots.get(value, value) for value in call.inputs):
+            for value in dict.fromkeys(roots.get(value, value) for value in call.inputs):
                 found.setdefault(value, []).append(index)
     return found
-
-
-def _unique(values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(values))
 
 
 def _drawn(what: str, seed: int, call: StepCall, output: RegionOutput, by_layer: bool) -> float:

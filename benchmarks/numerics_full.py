@@ -5,7 +5,6 @@ every test and model: how many passed, failed and were skipped. A case that is i
 (it was mended and run again) counts as in the last. Exit 1 when one failed.
 """
 
-import argparse
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator
@@ -31,9 +30,8 @@ class Case:
 
 def main() -> int:
     """Read the reports, print the table, write the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("reports", nargs="+", type=Path, help="pytest's --junitxml files")
-    parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
     found = (case for path in options.reports for case in read(path.read_text()))
     cases = list({(case.file, case.test, case.name): case for case in found}.values())
@@ -67,18 +65,18 @@ def read(report: str) -> Iterator[Case]:
 
 def counted(cases: Iterable[Case]) -> list[tuple[str, str, int, int, int, int]]:
     """Per test and model: passed, failed, skipped, seconds of all cases together."""
-    found: dict[tuple[str, str], list[Case]] = {}
+    groups: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
-        found.setdefault((case.test, case.model), []).append(case)
+        groups.setdefault((case.test, case.model), []).append(case)
     return [
         (
             *key,
-            sum(case.outcome == "passed" for case in some),
-            sum(case.outcome in ("failure", "error") for case in some),
-            sum(case.outcome == "skipped" for case in some),
-            round(sum(case.seconds for case in some)),
+            sum(case.outcome == "passed" for case in group),
+            sum(case.outcome in ("failure", "error") for case in group),
+            sum(case.outcome == "skipped" for case in group),
+            round(sum(case.seconds for case in group)),
         )
-        for key, some in sorted(found.items())
+        for key, group in sorted(groups.items())
     ]
 
 

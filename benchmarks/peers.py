@@ -110,7 +110,9 @@ def run_peer(options: argparse.Namespace) -> dict[str, Any]:
     run = budget.make_step(model, step, ids, options.way, kept)
     for _ in range(2):
         run()
-    difference = gradient_difference(model, budget.make_model(options)[0], ids)
+    eager, _ = budget.make_model(options)
+    eager(input_ids=ids, labels=ids).loss.backward()
+    difference = harness.gradient_error(model, eager)
     found: dict[str, Any] = budget.measured_peak(model, ids, run, kept)
     found |= budget.run_pairs(options, run, max(int(floor), found["peak_bytes"]))
     return {"versions": versions, "gradient_difference": difference, **found}
@@ -223,19 +225,6 @@ def save_on_cpu_copies() -> bool:
         product = weight * weight
     saved = product.grad_fn._saved_self  # type: ignore[union-attr]
     return bool(saved.data_ptr() != weight.data_ptr())
-
-
-def gradient_difference(model: Any, other: Any, ids: Any) -> float:
-    """The largest difference of a gradient of ``model`` from eager's, over that gradient's largest.
-
-    ``other`` is the same model, untouched; names may differ (layers are wrapped), the order not.
-    """
-    other(input_ids=ids, labels=ids).loss.backward()
-    worst = 0.0
-    for mine, true in zip(model.parameters(), other.parameters(), strict=True):
-        difference = (mine.grad - true.grad).abs().max() / true.grad.abs().max()
-        worst = max(worst, float(difference))
-    return worst
 
 
 def judge(found: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -11,9 +11,7 @@ budget is below the sum of what the graphs need by themselves.
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,27 +83,15 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     sizes = (options.layers, options.hidden, options.rows)
     if options.child == "breaks":
         return {"ranks": [budgets(lambda budget: broken(*sizes, budget))]}
-    import torch.multiprocessing
-
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", LOCAL_WORLD_SIZE="2")
-    with tempfile.TemporaryDirectory(prefix="memo-bench-pieces-") as folder:
-        torch.multiprocessing.spawn(run_rank, (options.child, folder, *sizes), nprocs=2)
-        files = [Path(folder) / f"found{rank}.json" for rank in range(2)]
-        return {"ranks": [json.loads(file.read_text()) for file in files]}
+    return harness.result_of_ranks(run_rank, options.child, *sizes)
 
 
-def run_rank(rank: int, arm: str, folder: str, *sizes: int) -> None:
+def run_rank(rank: int, folder: str, arm: str, *sizes: int) -> None:
     """One of two ranks."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     make = parallel if arm == "ddp" else sharded
-    found = budgets(lambda budget: make(*sizes, budget))
-    (Path(folder) / f"found{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    with harness.joined_ranks(rank, folder):
+        found = budgets(lambda budget: make(*sizes, budget))
+        (Path(folder) / f"found{rank}.json").write_text(json.dumps(found))
 
 
 Make = Callable[[int], tuple[Any, Any, Any]]
@@ -175,8 +161,8 @@ def local(parameter: Any) -> Any:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def compiled(budget: int) -> dict[str, Any]:
-    """The arguments of torch.compile."""
+def memo_settings(budget: Any) -> dict[str, Any]:
+    """The arguments of torch.compile for a plan under ``budget``."""
     options = {
         "lowering": "aten",
         "strict": True,
@@ -214,11 +200,11 @@ def stack(num_layers: int, hidden: int, num_parts: int = 1) -> Any:
                 x = layer(x)
             if num_parts > 1:
                 torch._dynamo.graph_break()
-            for layer in self.layers[size : 2 * size] if num_parts > 1 else ():
+            for layer in self.layers[size : 2 * size]:  # none of a single part
                 x = layer(x)
             if num_parts > 1:
                 torch._dynamo.graph_break()
-            for layer in self.layers[2 * size :] if num_parts > 1 else ():
+            for layer in self.layers[2 * size :]:
                 x = layer(x)
             return x.pow(2).mean()
 
@@ -232,7 +218,7 @@ def broken(num_layers: int, hidden: int, rows: int, budget: int) -> tuple[Any, A
 
     torch.set_num_threads(1)
     model = stack(num_layers, hidden, num_parts=3)
-    return model, torch.compile(model, **compiled(budget)), torch.randn(rows, hidden)
+    return model, torch.compile(model, **memo_settings(budget)), torch.randn(rows, hidden)
 
 
 def parallel(num_layers: int, hidden: int, rows: int, budget: int) -> tuple[Any, Any, Any]:
@@ -241,7 +227,7 @@ def parallel(num_layers: int, hidden: int, rows: int, budget: int) -> tuple[Any,
     from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(stack(num_layers, hidden), bucket_cap_mb=BUCKET_MB)
-    return model, torch.compile(model, **compiled(budget)), torch.randn(rows, hidden)
+    return model, torch.compile(model, **memo_settings(budget)), torch.randn(rows, hidden)
 
 
 def sharded(num_layers: int, hidden: int, rows: int, budget: int) -> tuple[Any, Any, Any]:
@@ -252,7 +238,7 @@ def sharded(num_layers: int, hidden: int, rows: int, budget: int) -> tuple[Any, 
 
     model, mesh = stack(num_layers, hidden), init_device_mesh("cpu", (2,))
     for layer in model.layers:
-        layer.compile(**compiled(budget))
+        layer.compile(**memo_settings(budget))
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model, model, torch.randn(rows, hidden)

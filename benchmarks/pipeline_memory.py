@@ -18,11 +18,11 @@ the floor is no higher than recomputation of everything.
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.layer_steps import Setting, gpt_step, recompute_of
+from benchmarks.layer_steps import Setting, gpt_step, place_live, recompute_of
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
 from memo_compile.errors import Infeasible
@@ -42,13 +42,6 @@ SHAPES = {
     "interleaved, 4 ranks x 2": PipelineShape(num_ranks=4, num_chunks=2, num_batches=8),
 }
 TOLERANCE = 0.03
-
-
-@dataclass(frozen=True)
-class Placed:
-    """What ``choose`` asks of a placement: the bytes alive are taken for it."""
-
-    peak_bytes: int
 
 
 def main() -> int:
@@ -186,7 +179,7 @@ def floor_bytes(step: MovableStep) -> int:
             host_budget_bytes=None,
             policy="greedy",
             recompute=recompute_of(step),
-            place=lambda problem: Placed(peak_live_bytes(problem)),  # type: ignore[arg-type,return-value]
+            place=place_live,
         )
     except Infeasible as error:
         floor = error.floor_bytes

@@ -14,10 +14,8 @@ counts.
 
 import argparse
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -42,14 +40,9 @@ BUDGET = 0.95
 
 def main() -> int:
     """Both rows, the table, the results, the verdict."""
-    return harness.run_benchmark("pipeline_split", arguments(), measure, run_child)
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
     parser = harness.parser(__doc__, sizes=SIZES)
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return harness.run_benchmark("pipeline_split", parser.parse_args(), measure, run_child)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -111,16 +104,18 @@ _SECONDS = ("predicted_s", "processor_s", "step_s")
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:
     """One row: all ranks, each a process; what rank 0 found."""
-    import torch.multiprocessing
-
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", LOCAL_WORLD_SIZE=str(NUM_RANKS))
-    with tempfile.TemporaryDirectory(prefix="memo-bench-split-") as folder:
-        torch.multiprocessing.spawn(run_rank, (folder, options), nprocs=NUM_RANKS)
-        return dict(json.loads((Path(folder) / "found.json").read_text()))
+    return dict(harness.result_of_ranks(run_rank, options)["ranks"][0])
 
 
 def run_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """Steps of both splits in turns, on one rank."""
+    """Writes what one rank measured."""
+    with harness.joined_ranks(rank, folder):
+        found = splits_in_turns(options)
+        (Path(folder) / f"found{rank}.json").write_text(json.dumps(found))
+
+
+def splits_in_turns(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of both splits in turns on this rank; the floor where no split fits the budget."""
     import torch
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy
@@ -128,9 +123,6 @@ def run_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
     import memo_compile
     from memo_compile.errors import Infeasible
 
-    torch.set_num_threads(1)
-    meet = f"file://{folder}/meet"
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=NUM_RANKS)
     ids = torch.randint(options.vocab, (options.microbatches, options.tokens))
 
     def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -150,10 +142,9 @@ def run_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
             **budget,
         )
     except Infeasible as error:
-        (Path(folder) / "found.json").write_text(json.dumps({"floor_bytes": error.floor_bytes}))
-        return
+        return {"floor_bytes": error.floor_bytes}
     stages = {"memo": split.stages, "even": split.even}
-    fitting = [name for name, own in stages.items() if all(stage.seconds for stage in own)]
+    fitting = [name for name, split in stages.items() if all(stage.seconds for stage in split)]
     schedules = {
         name: scheduled(options, loss, [int(stage.begins_at) for stage in stages[name][1:]], budget)
         for name in fitting
@@ -161,24 +152,20 @@ def run_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
     times = in_turns(schedules, ids, options.turns)
     of_ranks: list[Any] = [None] * NUM_RANKS
     dist.all_gather_object(of_ranks, times)
-    if rank == 0:
-        found = {
-            "step_s": {name: statistics.median(own["step"]) for name, own in times.items()},
-            "processor_s": {
-                name: max(statistics.median(own[name]["processor"]) for own in of_ranks)
-                / options.microbatches
-                for name in fitting
-            },
-            "rounds": of_ranks,
-            "predicted_s": {
-                name: max(stage.seconds or 0.0 for stage in stages[name]) for name in fitting
-            },
-            "layers": {name: [stage.num_layers for stage in own] for name, own in stages.items()},
-            "peaks": {name: [stage.peak_bytes for stage in stages[name]] for name in fitting},
-        }
-        (Path(folder) / "found.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "step_s": {name: statistics.median(split["step"]) for name, split in times.items()},
+        "processor_s": {
+            name: max(statistics.median(rank[name]["processor"]) for rank in of_ranks)
+            / options.microbatches
+            for name in fitting
+        },
+        "rounds": of_ranks,
+        "predicted_s": {
+            name: max(stage.seconds or 0.0 for stage in stages[name]) for name in fitting
+        },
+        "layers": {name: [stage.num_layers for stage in split] for name, split in stages.items()},
+        "peaks": {name: [stage.peak_bytes for stage in stages[name]] for name in fitting},
+    }
 
 
 def in_turns(

@@ -2,8 +2,7 @@
 
 Prints, by ``--parts``: ``graphs``, the steps of real transformers models at 2 to 80 layers as the
 backend plans them, saved and with offload and recompute, then an ablation of the solvers on the
-same; ``challenging``, the public challenging instances;
-``synthetic``, made-up steps, also with irregular sizes. Every placement is checked by the
+same; ``challenging``, the public challenging instances. Every placement is checked by the
 independent checker before its row is printed. Capturing the graphs takes half an hour the first
 time; ``--cache`` keeps them. ``--problems DIR`` reads minimalloc CSV or JSON problems instead;
 ``--plain`` is without numba.
@@ -21,7 +20,6 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.graphs import CONFIGS, Graph, captured
 from benchmarks.moved import moved_step
-from benchmarks.training_steps import MODELS, make_irregular_step, make_step
 from memo_compile.planners.place_step import placement_problem
 from memo_compile.planners.placement import (
     Buffer,
@@ -39,7 +37,7 @@ CAPACITY_BYTES = 1048576
 LAYERS = (2, 8, 32, 80)
 LIMIT_S = {2: 2.0, 8: 2.0, 32: 5.0, 80: 10.0}
 """Seconds that a plan may take at each depth."""
-PARTS = ("graphs", "challenging", "synthetic")
+PARTS = ("graphs", "challenging")
 MOST_RATIO = {False: 1.001, True: 1.01}
 """Arena over lower bound that is asked for: saved only, and with offload and recompute."""
 
@@ -169,52 +167,6 @@ def run_challenging(use_numba: bool | None) -> None:
     print(f"{'together':29} {total:8.3f} s")
 
 
-def run_steps(layers: tuple[int, ...], use_numba: bool | None) -> None:
-    print("\ntraining steps, solver auto: arena / lower bound, seconds (best of 3)")
-    print("layers model            moved buffers    ratio seconds status")
-    for depth in layers:
-        for model in MODELS:
-            for moved in (False, True):
-                problem = make_step(model, depth, moved=moved)
-                limit_s = LIMIT_S[depth]
-                runs = [timed(problem, time_limit_s=limit_s, use_numba=use_numba) for _ in range(3)]
-                found, seconds = min(runs, key=lambda run: run[1])
-                bad = ratio(found) > MOST_RATIO[moved] or seconds > LIMIT_S[depth]
-                print(
-                    f"{depth:6} {model:16} {moved!s:5} {len(problem.buffers):7} "
-                    f"{ratio(found):8.5f} {seconds:7.3f} {found.status.value}"
-                    f"{'  MISSED' if bad else ''}"
-                )
-
-
-def run_irregular(layers: tuple[int, ...], use_numba: bool | None) -> None:
-    print("\nirregular steps (random sizes, random offload and recompute), arena / lower bound")
-    print("layers model            seed buffers     auto seconds   greedy")
-    for depth in layers:
-        for model in MODELS:
-            for seed in range(2):
-                problem = make_irregular_step(model, depth, seed)
-                found, seconds = timed(problem, time_limit_s=LIMIT_S[depth], use_numba=use_numba)
-                greedy, _ = timed(problem, solver="greedy")
-                print(
-                    f"{depth:6} {model:16} {seed:4} {len(problem.buffers):7} {ratio(found):8.5f} "
-                    f"{seconds:7.3f} {ratio(greedy):8.5f}"
-                    f"{'  MISSED' if ratio(found) > MOST_RATIO[True] else ''}"
-                )
-
-
-def run_ablation(depth: int) -> None:
-    print(f"\nablation at {depth} layers, offload and recompute: arena / lower bound (seconds)")
-    print("model            " + " ".join(f"{name:>17}" for name in VARIANTS))
-    for model in MODELS:
-        problem = make_step(model, depth, moved=True)
-        cells = []
-        for options in VARIANTS.values():
-            found, seconds = timed(problem, time_limit_s=10, **options)
-            cells.append(f"{ratio(found):8.5f} ({seconds:5.2f}s)")
-        print(f"{model:16} " + " ".join(f"{cell:>17}" for cell in cells))
-
-
 def run_problems(folder: Path, use_numba: bool | None, time_limit_s: float) -> None:
     print("file                                  buffers blocks    ratio seconds status")
     for path in sorted([*folder.glob("*.csv"), *folder.glob("*.json")]):
@@ -253,10 +205,6 @@ def main() -> None:
         run_graph_ablation(8, cache, models)
     if "challenging" in arguments.parts:
         run_challenging(use_numba)
-    if "synthetic" in arguments.parts:
-        run_steps(layers, use_numba)
-        run_irregular(layers, use_numba)
-        run_ablation(8)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ the worst 1.1. No step may take less than its bound.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -58,17 +57,12 @@ ROUNDING = 1e-6
 
 def main() -> int:
     """Plan every setting in a process of its own, print the ratios, judge."""
-    return harness.run_benchmark(NAME, arguments(), measure, run_child)
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
     parser = harness.parser(__doc__, sizes={})
     parser.add_argument("--settings", default=",".join(SETTINGS), help="comma-separated")
     memory = ["device", *map("{:.0%}".format, LEVELS)]
     parser.add_argument("--memory", default=",".join(memory), help="of these budgets")
     parser.add_argument("--resume", action="store_true", help="keep what today's result has")
-    return parser.parse_args()
+    return harness.run_benchmark(NAME, parser.parse_args(), measure, run_child)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -95,8 +89,7 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def known_rows() -> list[dict[str, Any]]:
     """The rows of today's result that were planned by this code."""
-    path = harness.results_path(NAME, {"hardware": harness.hardware()})
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = harness.todays_result(NAME).get("rows", [])
     return [row for row in rows if row["code"] == harness.code()]
 
 

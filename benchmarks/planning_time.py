@@ -63,24 +63,17 @@ STAGES = (
     ("checking", "check_plan.py", "check"),
 )
 """(what, file, function) of the profile's lines; a later stage may be inside an earlier one."""
-NUM_HOT = 12
-"""Functions of the profile that are printed, by their own time."""
 
 
 def main() -> int:
     """Plan every model in a process of its own, print where the time goes, judge."""
-    return harness.run_benchmark("planning_time", arguments(), measure, run_child)
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
     parser = harness.parser(__doc__, sizes={"tokens": 16384})
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated names")
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--no-commands", action="store_true", help="planning alone")
     parser.add_argument("--without", default="", help="commands left out: max-seq,sweep")
     parser.add_argument("--repeats", type=int, default=3, help="plans; the median counts")
-    return parser.parse_args()
+    return harness.run_benchmark("planning_time", parser.parse_args(), measure, run_child)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -162,19 +155,11 @@ def children_cpu_s() -> float:
 
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:
-    """Plan one model: seconds, and the profile's lines."""
+    """Plan one model: seconds, and those of its stages."""
     import statistics
 
-    from memo_compile.errors import Infeasible
-
     planner = Planner(options.child, options.tokens)
-    try:
-        planner(memory_budget=1)
-        raise RuntimeError("a budget of one byte was accepted")
-    except Infeasible as error:
-        if error.floor_bytes is None:
-            raise
-        floor = error.floor_bytes
+    floor = harness.floor_of(lambda: planner(memory_budget=1))
     save = planner(policy="save").peak_bytes
     under = {"memory_budget": (floor + save) // 2, "policy": options.policy}
     planner.cpu_s.clear()
@@ -199,7 +184,6 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
         "all_planning_s": [plan.planning_s for plan in plans],
         "lowering_s": plans[-1].lowering_s,
         "stages": stages(stats),
-        "hot": hot(stats),
     }
 
 
@@ -229,19 +213,11 @@ class Planner:
 
     def __call__(self, **options: Any) -> Any:
         """The plan under ``options``."""
-        import torch
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         import memo_compile
-        from memo_compile.offline.shapes.transformer import Degrees, first_stage
 
-        torch._dynamo.reset()
-        with FakeTensorMode():
-            model, (ids, labels) = first_stage(
-                self.shape, Degrees(), seq=self.tokens, batch=1, dtype=torch.bfloat16
-            )
+        model, inputs = harness.fake_stage(self.shape.name, layers=None, tokens=self.tokens)
         options = {"lowering": "aten", "host_budget": 2**42, **options}
-        return memo_compile.plan(model, ids, labels, options=options, hardware="h200")
+        return memo_compile.plan(model, *inputs, options=options, hardware="h200")
 
 
 def stages(stats: pstats.Stats) -> dict[str, dict[str, float]]:
@@ -254,18 +230,6 @@ def stages(stats: pstats.Stats) -> dict[str, dict[str, float]]:
                 calls, seconds = before["calls"] + row[1], before["seconds"] + row[3]
                 found[what] = {"calls": calls, "seconds": seconds}
     return found
-
-
-def hot(stats: pstats.Stats) -> list[dict[str, Any]]:
-    """The functions with the most seconds of their own."""
-    rows = sorted(
-        stats.stats.items(),  # type: ignore[attr-defined]
-        key=lambda item: -item[1][2],
-    )
-    return [
-        {"function": f"{Path(path).name}:{line} {name}", "calls": row[1], "own_s": row[2]}
-        for (path, line, name), row in rows[:NUM_HOT]
-    ]
 
 
 def judge(row: dict[str, Any]) -> list[str]:
@@ -283,7 +247,7 @@ def judge(row: dict[str, Any]) -> list[str]:
 
 
 def show(row: dict[str, Any]) -> None:
-    """One model's seconds, stages and hottest functions."""
+    """One model's seconds and stages."""
     print(
         f"{row['model']}, {row['layers']} layers, {row['tokens']} tokens, budget "
         f"{format_bytes(row['budget_bytes'])} between {format_bytes(row['floor_bytes'])} and "
@@ -298,11 +262,6 @@ def show(row: dict[str, Any]) -> None:
     harness.print_table(
         "under a profiler, about twice as slow", ("stage", "calls", "with what it calls"), table
     )
-    table = [
-        (function["function"], str(function["calls"]), f"{function['own_s']:.2f} s")
-        for function in row["hot"]
-    ]
-    harness.print_table("functions", ("function", "calls", "own time"), table)
 
 
 if __name__ == "__main__":

@@ -22,15 +22,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from benchmarks import harness
-from benchmarks.layer_steps import GEMM_EFFICIENCY, HBM_EFFICIENCY, Setting, gpt_step, recompute_of
+from benchmarks.layer_steps import (
+    GEMM_EFFICIENCY,
+    HBM_EFFICIENCY,
+    Setting,
+    gpt_step,
+    place_live,
+    recompute_of,
+)
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.errors import Infeasible
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import Candidate, CandidateSource
 from memo_compile.planners.policy.chooser import unbeaten
-from memo_compile.step.problem import Problem
-from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.units import format_bytes, format_seconds
 
 SHAPE = find_model("gpt-7b")
@@ -45,13 +50,6 @@ BUDGET_SHARE = 0.8
 HOST_BYTES = 250 * 10**9
 TOLERANCE = 1e-3
 """Relative: auto's order of preference also weighs seconds of copying, at 1e-4 each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """A placement without loss."""
-
-    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +68,15 @@ class Row:
     planning_s: float
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run all settings, print the tables, write the results, judge auto."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="h100 at 64K and 256K only")
-    parser.add_argument("--no-save", action="store_true")
-    options = parser.parse_args(arguments)
+    return harness.run_benchmark("policies", parser.parse_args(), measure, measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, object]:
+    """The rows of all settings, what the solver gains, and where auto is not the fastest."""
     rows = []
     for setting in _settings(options.quick):
         rows += [_run(setting, policy) for policy in POLICIES]
@@ -84,8 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = judge(rows)
     gains = solver_gains(rows)
     frontier = frontier_gains((65536,) if options.quick else (32768, 65536, 131072, 524288))
-    payload = {
-        "hardware": harness.hardware(),
+    return {
         "settings": {
             "model": SHAPE.name,
             "tp": TP,
@@ -100,7 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "frontier_gains": frontier,
         "failures": failures,
     }
-    return harness.conclude("policies", payload, save=not options.no_save)
 
 
 def _settings(quick: bool) -> Iterator[Setting]:
@@ -123,10 +122,6 @@ def _setting(device: str, speed: float, tokens: int, vocab: int = SHAPE.vocab) -
 
 def _run(setting: Setting, policy: str) -> Row:
     step = gpt_step(setting)
-
-    def place(problem: Problem) -> Live:
-        return Live(peak_live_bytes(problem))
-
     start = time.perf_counter()
     step_s = stall_s = peak_bytes = host_bytes = None
     try:
@@ -136,7 +131,7 @@ def _run(setting: Setting, policy: str) -> Row:
             host_budget_bytes=HOST_BYTES,
             policy=policy,
             recompute=recompute_of(step),
-            place=place,
+            place=place_live,
         )
     except Infeasible:
         pass

@@ -18,7 +18,6 @@ one run share compiled kernels, so that the first steps of later ones compile le
 import argparse
 import importlib.util
 import itertools
-import json
 import os
 import sys
 import tempfile
@@ -61,11 +60,10 @@ class Arms:
         self.found: dict[str, dict[str, Any]] = {}
         self._left = itertools.repeat(None, options.arms)
         self._kernels = tempfile.TemporaryDirectory(prefix="memo-regional-")
-        path = harness.results_path(NAME, {"hardware": harness.hardware()})
-        known = json.loads(path.read_text()) if options.resume and path.exists() else {}
-        if known.get("settings") == settings_of(options):
-            arms: dict[str, dict[str, Any]] = known["arms"]
-            self.found = {at: own for at, own in arms.items() if own["code"] == harness.code()}
+        earlier = harness.todays_result(NAME) if options.resume else {}
+        if earlier.get("settings") == settings_of(options):
+            arms: dict[str, dict[str, Any]] = earlier["arms"]
+            self.found = {key: arm for key, arm in arms.items() if arm["code"] == harness.code()}
 
     def run(self, model: str, name: str, budget: int) -> dict[str, Any]:
         """What the arm found. Raises OutOfTurns: it has not run, and must not."""
@@ -240,18 +238,9 @@ def video_transformer(options: argparse.Namespace) -> tuple[Any, list[Any], Call
 
 def run_floor(options: argparse.Namespace) -> dict[str, Any]:
     """The floor that a budget's refusal names, of the block or the group; or the budget itself."""
-    from memo_compile.errors import Infeasible
-
     _, _, run = make_step(options)
-    try:
-        for _ in range(2):
-            run()
-    except Exception as error:
-        inner = getattr(error, "inner_exception", error)
-        if isinstance(inner, Infeasible) and inner.floor_bytes is not None:
-            return {"floor_bytes": inner.floor_bytes}
-        raise
-    return {"floor_bytes": options.budget}
+    floor = harness.floor_if_refused(run) or harness.floor_if_refused(run)
+    return {"floor_bytes": options.budget if floor is None else floor}
 
 
 def run_regional(options: argparse.Namespace) -> dict[str, Any]:

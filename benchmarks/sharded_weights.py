@@ -15,7 +15,6 @@ It passes when ``ahead`` is never slower than ``at once``, and ``budget`` holds 
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from benchmarks import harness
@@ -75,20 +74,10 @@ def _planned(
     options: argparse.Namespace, shape: str, link: float, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The figures of one plan."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     import memo_compile
-    from memo_compile.costs.models import find_model
-    from memo_compile.offline.shapes.degrees import Degrees
-    from memo_compile.offline.shapes.transformer import first_stage
 
-    torch._dynamo.reset()
-    found = replace(find_model(shape), num_layers=options.layers)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model, arguments = first_stage(
-            found, Degrees(), seq=options.tokens, batch=1, dtype=torch.bfloat16
-        )
+    model, arguments = harness.fake_stage(shape, layers=options.layers, tokens=options.tokens)
+    with arguments[0].fake_mode:
         _shard(model, options.ranks)
     every = {"comm_bytes_per_s": link, "optimizer_state_bytes_per_parameter": 0, **given}
     plan = memo_compile.plan(model, *arguments, options=every, hardware=options.gpu)

@@ -13,7 +13,6 @@ import argparse
 import copy
 import hashlib
 import json
-import os
 import sys
 import tempfile
 import time
@@ -90,11 +89,11 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
     eager = copy.deepcopy(model)
     ids = torch.randint(options.vocab, (options.batch, options.tokens))
     step = torch.compile(model, backend=options.child)
-    begin, begin_cpu = time.perf_counter(), processor_s()
+    begin, begin_cpu = time.perf_counter(), harness.processor_s()
     step(input_ids=ids, labels=ids).loss.backward()
     result: dict[str, Any] = {
         "first_step_s": time.perf_counter() - begin,
-        "first_step_cpu_s": processor_s() - begin_cpu,
+        "first_step_cpu_s": harness.processor_s() - begin_cpu,
     }
     if options.child == "memo":
         from memo_compile.backends import capture_memory
@@ -109,12 +108,6 @@ def run_child(options: argparse.Namespace) -> dict[str, Any]:
         eager(input_ids=ids, labels=ids).loss.backward()
         result["gradient_error"] = harness.gradient_error(model, eager)
     return result
-
-
-def processor_s() -> float:
-    """Processor time of this process and of those that it has waited for."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def digest(plan: Mapping[str, Any]) -> str:
@@ -160,21 +153,12 @@ def show(results: Mapping[str, Sequence[Mapping[str, Any]]], depths: Sequence[in
     rows = []
     for depth in depths:
         inductor, memo = results[f"inductor-{depth}"], results[f"memo-{depth}"]
-        rows.append(
-            [
-                str(depth),
-                f"{inductor[1]['first_step_s']:.1f} s",
-                f"{memo[1]['first_step_s']:.1f} s",
-                f"{memo[1]['first_step_s'] / inductor[1]['first_step_s']:.3f}",
-                f"{inductor[1]['first_step_cpu_s']:.1f} s",
-                f"{memo[1]['first_step_cpu_s']:.1f} s",
-                f"{memo[1]['first_step_cpu_s'] / inductor[1]['first_step_cpu_s']:.3f}",
-                f"{memo[1]['lowering_s']:.1f} s",
-                f"{memo[1]['planning_s']:.2f} s",
-                f"{inductor[0]['first_step_s']:.1f} s",
-                f"{memo[0]['first_step_s']:.1f} s",
-            ]
-        )
+        cells = [str(depth)]
+        for key in ("first_step_s", "first_step_cpu_s"):
+            theirs, ours = inductor[1][key], memo[1][key]
+            cells += [f"{theirs:.1f} s", f"{ours:.1f} s", f"{ours / theirs:.3f}"]
+        cells += [f"{memo[1]['lowering_s']:.1f} s", f"{memo[1]['planning_s']:.2f} s"]
+        rows.append([*cells, *(f"{arm[0]['first_step_s']:.1f} s" for arm in (inductor, memo))])
     columns = ["layers", "inductor", "memo", "ratio", "processor", "memo's", "ratio"]
     columns += ["lowering", "planning"]
     columns += ["inductor, empty", "memo, empty"]

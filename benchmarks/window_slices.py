@@ -95,23 +95,12 @@ def _bound(options: argparse.Namespace, shape: str, link: float, policy: str) ->
 
 def _planned(options: argparse.Namespace, shape: str, link: float, given: dict[str, Any]) -> Any:
     """The step of one device, and its costs."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     from memo_compile.config import resolve
     from memo_compile.costs.hardware import find_hardware
-    from memo_compile.costs.models import find_model
     from memo_compile.offline.plan_offline import plan_step_offline
-    from memo_compile.offline.shapes.degrees import Degrees
-    from memo_compile.offline.shapes.transformer import first_stage
 
-    torch._dynamo.reset()
-    found = replace(find_model(shape), num_layers=options.layers)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model, arguments = first_stage(
-            found, Degrees(), seq=options.tokens, batch=1, dtype=torch.bfloat16
-        )
-        _reduce(model)
+    model, arguments = harness.fake_stage(shape, layers=options.layers, tokens=options.tokens)
+    _reduce(model)
     every = {"comm_bytes_per_s": link, "host_budget": 0, "token_tiles": 1, **given}
     hardware = find_hardware(options.gpu)
     return plan_step_offline(model, arguments, {}, config=resolve(every, None), hardware=hardware)

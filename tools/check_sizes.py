@@ -29,7 +29,7 @@ FIXED_SIGNATURES = (
 MAX_SUMS = {
     ("memo_compile", "runtime"): 62_000,
     ("tests",): 57_700,
-    ("benchmarks",): 9_200,
+    ("benchmarks",): 8_000,
 }
 """The lines of Python that parts of the project may have in all. Lower these as code goes."""
 

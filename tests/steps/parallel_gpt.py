@@ -14,7 +14,7 @@ four with two. Values of layer i:
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.lynx_layers import LINK_EFFICIENCY, describe_layer
+from benchmarks.lynx import LINK_EFFICIENCY, describe_layer
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import ModelShape
 from memo_compile.papers.layer_costs import BACKWARD_FACTOR, Efficiency

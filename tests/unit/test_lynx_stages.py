@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.lynx_layers import describe_layer
+from benchmarks.lynx import describe_layer
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
