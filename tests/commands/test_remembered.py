@@ -22,7 +22,6 @@ from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.shapes.load import load
 from memo_compile.offline.step_record import StepRecord, Threshold
 from memo_compile.passes.runner import graph_text
-from memo_compile.planners.policy import candidates
 from memo_compile.step.serialise import plain, restore, to_json
 from memo_compile.torch_private import inductor_api
 from tests.commands.tiny import CPU_BUILD, TINY
@@ -81,46 +80,9 @@ def test_answers_are_the_same_with_and_without_memory(store, traces):
     assert not traces
 
 
-@pytest.fixture
-def simulations(monkeypatch):
-    """How many candidates were simulated."""
-    seen, simulated = [], candidates.simulated
-
-    def counted(*args):
-        seen.append(1)
-        return simulated(*args)
-
-    monkeypatch.setattr(candidates, "simulated", counted)
-    return seen
-
-
-def test_what_was_simulated_for_one_budget_is_known_for_another(simulations):
-    """In one process, as of a sweep."""
-    config = offline_config(resolve({"policy": "greedy", "memory_budget": "206MiB"}, None), None)
-    config = dataclasses.replace(config, optimizer_state_bytes_per_parameter=4.0)
-    alone, seen = planned(config), len(simulations)
-    assert seen
-    simulations.clear()
-    with model_asked() as model:
-        model.plan(dataclasses.replace(config, memory_budget="204MiB"))
-        simulations.clear()
-        assert text_of(model.plan(config)) == alone
-    assert not simulations
-
-
 def model_asked():
     names = ("model", "seq", "batch", "dtype", "degrees", "hardware")
     return AskedModel(**{name: getattr(ASKED, name) for name in names})
-
-
-def planned(config):
-    with model_asked() as model:
-        return text_of(model.plan(config))
-
-
-def text_of(step):
-    plan = dataclasses.replace(step.plan, planning_s=0.0, lowering_s=0.0)
-    return to_json(step.problem), to_json(plan), to_json(step.costs)
 
 
 def test_what_takes_seconds_is_said(store):
@@ -181,6 +143,7 @@ def test_what_is_no_step_is_ignored_though_its_digest_is_right(kept, caplog, mon
     assert "what was recorded of a step is not used" in caplog.text
 
 
+@pytest.mark.full
 def test_a_region_that_is_not_remembered_is_made(store, traces):
     whole = answer(**RECOMPUTES)
     assert '"recompute"' in whole[0]

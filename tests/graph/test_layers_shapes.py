@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from memo_compile.analysis.layers import find_layers
 from memo_compile.passes.hoist import hoist_invariants
+from tests.numerics.training import in_ci
 from tests.steps.joint_graphs import capture_joint
 
 WIDTH = 64
@@ -199,7 +200,20 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+IN_CI = (
+    "one layer with a loop over experts",
+    "two local, one global, and a rest",
+    "a single stranger",
+    "MLP, attention, MLP is one layer",
+    "stages of layers",
+    "shared weights",
+    "two towers",
+    "dropout in three layers",
+)
+"""The others are such chains too; small hand-made ones: tests/unit/test_layers_repeats.py."""
+
+
+@pytest.mark.parametrize("case", in_ci(CASES, *IN_CI))
 def test_classes_with_and_without_names(case):
     build, expected = CASES[case]
     torch.manual_seed(0)

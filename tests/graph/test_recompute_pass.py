@@ -110,7 +110,7 @@ REGIONS = {
 }
 
 
-@pytest.mark.parametrize("name", in_ci(REGIONS, "llama", "gpt2"))
+@pytest.mark.parametrize("name", in_ci(REGIONS, "gpt2"))
 def test_every_single_slot_comes_out_the_same(name):
     region = REGIONS[name]()
     for slot in slots(region):
@@ -132,11 +132,6 @@ def test_slots_on_the_way_are_made_and_not_kept():
     assert not {source.slot for source in sources} & {*others}
     assert {source.slot for source in recomputed(region, key(last))[1]} & {*others}
     check_same_numbers(region, wanted)
-
-
-def test_outputs_are_in_the_order_of_the_key():
-    region = REGIONS["llama"]()
-    check_same_numbers(region, key(*reversed(slots(region))))
 
 
 def first_input_rows(region: RegionGraph, dim: int):
@@ -230,14 +225,6 @@ def test_the_region_is_ready_to_be_lowered():
     assert not graph.external_outputs
     assert RegionInput(slot=0) in sources
     assert [sources[at].forward_input for at in graph.static_inputs] == [1]
-
-
-def test_the_forward_region_is_not_changed():
-    region = REGIONS["gpt2"]()
-    before = graph_text(region.gm)
-    recomputed(region, key(1, 2, 3))
-    ops_of(region)
-    assert graph_text(region.gm) == before
 
 
 def test_an_input_slot_cannot_be_made():

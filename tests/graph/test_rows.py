@@ -97,17 +97,6 @@ def check_rows(
 x = functools.partial(torch.randn, 1, TOKENS, WIDTH)
 
 
-def test_pointwise_with_a_norm_by_hand_is_bitwise_equal():
-    def program(x, scale):
-        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * scale
-        return y, torch.where(y > 0, y, 0.0), y.to(torch.float64).clone()
-
-    gm = traced(program, x(), torch.randn(WIDTH))
-    dims = analysed(gm, ROWS)
-    assert all(node in dims for node in gm.graph.nodes if node.op != "output")
-    assert check_rows(gm, dims, TOKENS, 4, 5, bitwise=True) == 3
-
-
 def test_a_rotary_table_and_labels_carry_rows_without_being_named():
     def program(x, cos, labels, weight):
         heads = x.view(1, TOKENS, 2, 4).transpose(1, 2)
@@ -128,62 +117,6 @@ def test_a_rotary_table_and_labels_carry_rows_without_being_named():
         RowDim(dim=0, factor=1),
     ]
     assert check_rows(gm, dims, TOKENS, 3, 6) == 2
-
-
-def test_positions_that_a_table_is_read_at_carry_rows():
-    def program(x, table, positions):
-        return x + functional.embedding(positions, table), x + table[positions]
-
-    positions = torch.randint(0, 8, (1, TOKENS))
-    gm = traced(program, x(), torch.randn(8, WIDTH), positions)
-    dims = analysed(gm, ROWS)
-    assert dims[gm.graph.find_nodes(op="placeholder")[2]] == ROWS
-    assert check_rows(gm, dims, TOKENS, 5, 2, bitwise=True) == 2
-
-
-def test_views_over_other_dimensions_keep_the_rows_apart():
-    def program(x):
-        left, right = x.split(4, dim=-1)
-        pair = torch.cat([-right, left], dim=-1)
-        best, where = pair.max(dim=-1)
-        folded = x.view(TOKENS, 2, 4)[:, 1, 1:3].unsqueeze(0).expand(3, TOKENS, 2)
-        padded = functional.pad(x, (1, 2)).flip(-1).permute(2, 0, 1).squeeze(1)
-        return pair, best, where, folded, padded, pair.topk(2)[1], pair.cumsum(-1), pair.argmax(-1)
-
-    gm = traced(program, x())
-    dims = analysed(gm, ROWS)
-    assert check_rows(gm, dims, TOKENS, 7, 5) == 8
-
-
-def test_products_have_rows_on_the_left_the_right_or_in_the_batch():
-    def program(x, weight, bias, keys):
-        flat = x.view(TOKENS, WIDTH)
-        per_token = flat.view(TOKENS, 2, 4)
-        return (
-            flat @ weight,
-            torch.addmm(bias, flat, weight),
-            weight @ flat.t(),
-            per_token.transpose(0, 1).bmm(keys),
-            per_token.bmm(per_token.transpose(1, 2)),
-        )
-
-    weight, keys = torch.randn(WIDTH, WIDTH), torch.randn(2, 4, 6)
-    gm = traced(program, x(), weight, torch.randn(WIDTH), keys)
-    dims = analysed(gm, ROWS)
-    found = [dims[node] for node in outputs(gm)]
-    assert [rows and rows.dim for rows in found] == [0, 0, 1, 1, 0]
-    assert check_rows(gm, dims, TOKENS, 2, 4) == 5
-
-
-def test_layer_norm_embedding_and_index_select():
-    def program(ids, table, weight, bias):
-        y = functional.layer_norm(functional.embedding(ids, table), (WIDTH,), weight, bias)
-        return y, table.index_select(0, ids.view(-1)), y[:, :, torch.tensor([1, 0])]
-
-    ids = torch.randint(0, 8, (1, TOKENS))
-    gm = traced(program, ids, torch.randn(8, WIDTH), torch.randn(WIDTH), torch.randn(WIDTH))
-    dims = analysed(gm, ROWS)
-    assert check_rows(gm, dims, TOKENS, 6, 6) == 3
 
 
 MIXED = {

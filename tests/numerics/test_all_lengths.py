@@ -194,6 +194,7 @@ def test_an_input_that_code_outside_made_lies_as_it_does(lies, dynamic):
     assert_planned()
 
 
+@pytest.mark.full
 def test_floats_that_stay_and_sizes_that_vary(counts):
     pair = Pair(Scaled())
     pair.compiled = torch.compile(pair.ours, backend="memo", options=ATEN, dynamic=True)

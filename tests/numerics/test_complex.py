@@ -1,6 +1,7 @@
 """Complex numbers, and values that are read conjugated or negated, kept, copied and made again."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 import memo_compile
 from memo_compile.errors import Infeasible, UnsupportedGraph
 from tests.numerics.budget_cases import SCHEDULES
-from tests.numerics.training import adamw, assert_planned, memo_compiled
+from tests.numerics.training import adamw, assert_planned, in_ci, memo_compiled
 
 
 class Layer(nn.Module):
@@ -52,6 +53,7 @@ def both(z):
 VALUES = {"conjugated": conjugated, "negated": negated, "both": both}
 KINDS = ("transform", *VALUES)
 POLICIES = ("save", "full-offload", "full-recompute")
+EARLY, LATE = SCHEDULES[1:3]
 
 
 class Model(nn.Module):
@@ -98,20 +100,28 @@ def assert_trains_as_eager(kind, **options):
     assert_planned()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[1:3])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "policy", "schedule"),
+    in_ci(
+        itertools.product(KINDS, POLICIES, (EARLY, LATE)),
+        ("transform", "full-recompute", EARLY),
+        ("conjugated", "full-offload", LATE),
+        ("negated", "save", EARLY),
+        ("both", "full-offload", EARLY),
+        ("both", "full-recompute", LATE),
+    ),
+)
 def test_what_is_read_conjugated_or_negated_equals_eager(kind, policy, schedule):
     assert_trains_as_eager(kind, policy=policy, debug=schedule)
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-@pytest.mark.parametrize("kind", ["transform", "conjugated"])
+@pytest.mark.parametrize("kind", in_ci(["transform", "conjugated"], "conjugated"))
 def test_also_as_inductor_lowers_it(kind):
     assert_trains_as_eager(kind, policy="full-offload", lowering="inductor")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_ci(KINDS, "both"))
 def test_also_within_a_budget(kind):
     torch.manual_seed(0)
     with pytest.raises(Infeasible) as caught:
@@ -171,8 +181,12 @@ class Written(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize(
+    ("writes", "lowering"),
+    in_ci(
+        itertools.product((False, True), ("aten", "inductor")), (False, "inductor"), (True, "aten")
+    ),
+)
 def test_a_real_input_that_is_shown_negated_is_read_and_written_as_it_is_shown(lowering, writes):
     """Stock Inductor reads its memory without the sign."""
     torch.manual_seed(0)

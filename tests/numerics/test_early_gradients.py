@@ -17,7 +17,7 @@ from tests.numerics.training import ATEN, memo_compiled
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"  # Dynamo looks at any input's
 )
-WIDE, NUM_LAYERS = 128, 4
+WIDE, NUM_LAYERS = 128, 3
 NO_STATE = {
     "optimizer_state_bytes_per_parameter": 0,
     "costs": "roofline",
@@ -26,13 +26,13 @@ NO_STATE = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_models_in_random_modes(seed):
     attack(seed)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(3, 40))
+@pytest.mark.parametrize("seed", range(2, 40))
 def test_more_random_models_in_random_modes(seed):
     attack(seed)
 

@@ -91,6 +91,7 @@ class Narrow:
         return held + watches[0].growth_bytes
 
 
+@pytest.mark.full
 @keeps_kernels
 @pytest.mark.parametrize(
     ("lowering", "hidden", "autocast"),

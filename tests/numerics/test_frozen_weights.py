@@ -113,6 +113,7 @@ def test_dequantised_weights_are_no_saved_tensors(product):
     assert plan.arena_bytes < LAYERS * WEIGHT_BYTES  # and not two for each layer
 
 
+@pytest.mark.full
 def test_they_are_none_through_inductor():
     train(frozen_model("function"), **INDUCTOR)
     (plan,) = memo_compile.report().plans

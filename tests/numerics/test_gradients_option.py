@@ -12,6 +12,7 @@ from memo_compile.driver.assemble import Assembly
 from memo_compile.errors import Infeasible
 from memo_compile.units import format_enough
 from tests.numerics.small import Pair, Stack, rows
+from tests.numerics.training import in_ci
 
 MOVING = {
     "costs": "roofline",
@@ -69,7 +70,7 @@ def test_both_floors_are_in_the_first_error():
     assert f"where no .grad exists before the step: {enough}" in words
 
 
-@pytest.mark.parametrize("early_gradients", [True, False])
+@pytest.mark.parametrize("early_gradients", in_ci([True, False], True))
 def test_a_plan_that_does_not_run_counts_gradients_as_the_backend_does(early_gradients):
     options = {
         **MOVING,
@@ -164,6 +165,7 @@ class Named(nn.Module):
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.full
 def test_the_floor_with_gradients_also_runs_the_first_step_which_has_none():
     """That step keeps its own gradients, which others would add to the ones that are there."""
     torch.manual_seed(0)

@@ -263,6 +263,7 @@ def test_the_report_has_the_plan_that_ran(monkeypatch):
     assert plan.fixed.earlier_outputs == 0
 
 
+@pytest.mark.full
 def test_hidden_states(monkeypatch):
     assert_within("states", output_in_scope, floor_of("states"), monkeypatch)
 
@@ -310,6 +311,7 @@ def test_a_second_loss_outside_counts_once_a_backward_has_shown_it(monkeypatch):
     assert_planned()
 
 
+@pytest.mark.full
 def test_a_second_loss_outside_that_is_said_counts_from_the_first_step_on(monkeypatch):
     training = with_teacher()
     twin = copy.deepcopy(training)
@@ -326,19 +328,15 @@ def test_a_second_loss_outside_that_is_said_counts_from_the_first_step_on(monkey
     assert_planned()
 
 
-def test_a_loss_of_the_graph_alone_is_taken_for_the_only_one():
+def test_what_the_plan_cannot_know_of_is_said_once_it_is_there():
+    """A loss of the graph is taken for the only one until a backward shows another."""
     training = training_of("both")
     runner = compiled(training.model, floor_of("both"))
     for _ in range(3):
         output_in_scope(training, runner)
-    assert not any("outside_loss" in note for note in memo_compile.report().notes)
-
-
-def test_memory_that_the_plan_cannot_know_of_is_said():
-    training = training_of("both")
-    runner = compiled(training.model, floor_of("both"))
-    output_in_scope(training, runner)
-    assert not any("no plan knows of" in note for note in memo_compile.report().notes)
+    told = " ".join(memo_compile.report().notes)
+    assert "outside_loss" not in told
+    assert "no plan knows of" not in told
     penalty_outside(training, runner)
     assert any("no plan knows of" in note for note in memo_compile.report().notes)
 
@@ -416,6 +414,7 @@ def two_at_once(training: Training, runner: nn.Module) -> None:
     sum(out["loss"] for out in outs).backward()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("step", "options"),
     in_ci([(replaced_at_last, {}), (two_at_once, {"max_inflight": 2})], (replaced_at_last, {})),

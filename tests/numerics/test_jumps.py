@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import memo_compile
 
-TOKENS, WIDTH, INNER, LAYERS = 200, 1024, 256, 5
+TOKENS, WIDTH, INNER, LAYERS = 200, 1024, 256, 3
 
 
 def reductions(h):

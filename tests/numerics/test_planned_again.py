@@ -216,6 +216,7 @@ def test_the_floor_is_that_of_lowered_regions(monkeypatch):
     assert memo_compile.report().plans[-1].recomputed_bytes > 0
 
 
+@pytest.mark.full
 def test_gradients_that_are_kept_and_do_not_fit():
     """The error says what changed since the first step, which did fit."""
     model = Stack(num_layers=4)

@@ -64,6 +64,7 @@ def test_the_floor_of_accumulation():
     assert_retiled(budget)
 
 
+@pytest.mark.full
 def test_the_floor_of_a_second_loss_outside():
     inputs = rows(1, 256, 16), torch.arange(256)
 

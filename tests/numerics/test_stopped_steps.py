@@ -15,6 +15,7 @@ from memo_compile.driver.step_watch import StepWatch
 from memo_compile.errors import Infeasible
 from memo_compile.reporting import state
 from tests.numerics.small import Block
+from tests.numerics.training import in_ci
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"  # Dynamo hides it by a filter
@@ -101,7 +102,10 @@ def _raise(_: torch.Tensor) -> None:
     raise ValueError("half way")
 
 
-@pytest.mark.parametrize("way", ["blocks", "alike", "a graph break", "two forwards"])
+@pytest.mark.parametrize(
+    "way",
+    in_ci(["blocks", "alike", "a graph break", "two forwards"], "alike", "a graph break"),
+)
 def test_a_hook_that_raises_stops_one_step_only(way: str) -> None:
     """Autograd keeps the node behind such a hook until the thread's next backward."""
     model = Layers(breaks=way == "a graph break")
@@ -189,6 +193,7 @@ def test_two_lengths_live_together_in_any_order_where_their_plans_fit() -> None:
     assert not report.groups
 
 
+@pytest.mark.full
 def test_more_lengths_together_than_plans_have_room_for_are_said() -> None:
     """Each of them has run before, two at a time."""
     model = Layers()

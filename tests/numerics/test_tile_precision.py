@@ -136,5 +136,6 @@ def test_a_shifted_loss_runs_in_tiles(name):
     assert head["epilogue_fwd"] == head["epilogue_bwd"] == tiles
 
 
+@pytest.mark.full
 def test_sums_over_tiles_by_inductor():
     assert_as_near_as_eager(with_z, torch.float16, tokens(250), 4, lowering="inductor")

@@ -55,7 +55,7 @@ def test_op_by_op(name):
     assert_equals_eager(name, 4, lowering="aten", debug="poison")
 
 
-@pytest.mark.parametrize("name", in_ci(MODELS, "gpt2"))
+@pytest.mark.parametrize("name", in_ci(MODELS))
 def test_op_by_op_without_a_tile_in_the_middle(name):
     assert_equals_eager(name, 2, lowering="aten", debug="poison")
 

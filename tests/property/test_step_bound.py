@@ -8,30 +8,23 @@ from hypothesis import given, settings
 
 from memo_compile.planners.comm_windows import overlapped
 from memo_compile.planners.copy_windows import widened
-from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.candidate import simulated
-from memo_compile.planners.policy.candidates import WIDE
 from memo_compile.planners.policy.model import least_cost_s
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.step.movable import Action, Mode, Moves, Schedule, StepCosts
-from memo_compile.step.problem import OutsideBuffer, Phase
+from memo_compile.step.problem import OutsideBuffer
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from memo_compile.step.timed import TimedProgram
 from tests.steps.drawn_moves import moved_steps, regions_of, talking_steps
 from tests.steps.movable import (
-    FORWARD_S,
     KIB,
     LayerKind,
     costs_of,
-    layer_call,
     movable_step,
     recomputer,
     repeated,
-    with_regions,
 )
-from tests.steps.parallel_gpt import ROWS, SLOTS, parallel_step
-from tests.steps.parts import region
 
 FAST = 1e-7
 """A step that takes some ten seconds in these units takes microseconds."""
@@ -61,19 +54,6 @@ def test_no_plan_costs_less_than_its_decisions_do_at_least(drawn, widen):
     assert least <= simulated(step, moves, recomputer(step)).cost_s * (1 + 1e-9)
 
 
-def test_decisions_whose_copies_all_hide_cost_just_that():
-    """Of tensor parallel layers, which wait for some of their collectives."""
-    step = talking_step(comm_slowdown=1.25)
-    for copied in range(1, 4):
-        kept = len(SLOTS) - 1 - copied
-        away = Mode(actions=(Action.SAVE, *[Action.OFFLOAD] * copied, *[Action.SAVE] * kept))
-        moves = Moves(modes=(away,) * 4, schedule=WIDE)
-        found = simulated(step, moves, recomputer(step))
-        assert found.timeline.stall_s == 0 < found.timeline.exposed_comm_s
-        least = least_cost_s(step, moves, recomputer(step))
-        assert least == pytest.approx(found.cost_s, rel=1e-9)
-
-
 def test_the_bound_of_a_smaller_budget_is_higher():
     step = movable_step(4)
     most = peak_live_bytes(step.problem)
@@ -101,46 +81,6 @@ def test_what_a_call_has_read_may_be_gone_before_it_ends():
     problem = apply_moves(step, moved, recomputer(step))
     bound_s = step_lower_bound_s(step, budget_bytes=peak_live_bytes(problem))
     assert bound_s <= simulate(problem, step.costs).step_s
-
-
-def test_where_nothing_is_free_each_layer_waits_for_its_copies():
-    """x and a of a layer cannot be made anew, and have no place before the layer above is done."""
-    step = movable_step(5, bytes_per_s=64 * KIB)
-    modes = (Mode(actions=(Action.OFFLOAD,) * 5),) * 5
-    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
-    problem = apply_moves(step, Moves(modes=modes, schedule=once), recomputer(step))
-    added_s = step_lower_bound_s(step, budget_bytes=peak_live_bytes(problem)) - sum(
-        map(step.costs.call_s, step.problem.calls)
-    )
-    assert added_s >= 4 * step.costs.h2d_s(16 * KIB)
-
-
-def test_where_nothing_is_free_a_forward_waits_for_what_the_last_one_made():
-    """All copies could hide behind a call in the middle, but there only those of two layers are."""
-    step = _with_room_for_forwards(movable_step(6, bytes_per_s=8 * KIB), 256 * KIB)
-    step = _with_a_long_forward(step, 3, seconds=60.0)
-    again = Mode(actions=(Action.OFFLOAD,) * 2 + (Action.RECOMPUTE,) * 3)
-    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
-    moves = Moves(modes=(again,) * 6, schedule=once)
-    problem = apply_moves(step, moves, recomputer(step))
-    bound_s = step_lower_bound_s(step, budget_bytes=peak_live_bytes(problem))
-    assert bound_s <= simulate(problem, costs_of(step, *regions_of(step, moves))).step_s
-    added_s = bound_s - sum(facts_of(step).call_s)
-    assert added_s >= 3 * (step.costs.d2h_s(16 * KIB) - FORWARD_S)  # x is copied beside it
-
-
-def test_what_is_read_first_is_waited_for_though_all_copies_could_hide():
-    """Before a layer's backward comes a call of half a minute that reads a alone."""
-    step = _with_calls_that_read_a(movable_step(5, bytes_per_s=4 * KIB), seconds=30.0)
-    moves = Moves(
-        modes=(Mode(actions=(Action.OFFLOAD,) * 5),) * 5,
-        schedule=Schedule(offload_lag=0, reload_lead=0, at_once=True),
-    )
-    problem = apply_moves(step, moves, recomputer(step))
-    budget = peak_live_bytes(problem)
-    added_s = step_lower_bound_s(step, budget_bytes=budget) - sum(facts_of(step).call_s)
-    assert added_s >= 4 * step.costs.h2d_s(8 * KIB)
-    assert added_s < simulate(problem, step.costs).stall_s
 
 
 @pytest.mark.parametrize("bytes_per_s", [16 * KIB, 100 * KIB])
@@ -206,43 +146,6 @@ def test_copies_need_room_on_the_host():
     assert free < step_lower_bound_s(step, budget_bytes=budget, host_budget_bytes=0)
 
 
-def test_a_faster_recomputation_lowers_it():
-    step = movable_step(4, bytes_per_s=KIB)
-    budget = peak_live_bytes(step.problem) - 150 * KIB
-    slow = step_lower_bound_s(step, budget_bytes=budget)
-    regions = regions_of(step, _recompute_everything(step))
-    fast = [_in_half_the_time(region) for region in regions]
-    assert step_lower_bound_s(step, budget_bytes=budget, regions=regions) == pytest.approx(slow)
-    assert step_lower_bound_s(step, budget_bytes=budget, regions=fast) < slow
-
-
-def _with_calls_that_read_a(step, seconds):
-    profile = region("A", [], (1,), [], 1)
-    calls = []
-    for own in step.problem.calls:
-        if own.region == "Lb":
-            i = own.instance
-            calls.append(layer_call("A", i, Phase.BACKWARD, [f"a{i}"], []))
-        calls.append(own)
-    regions = {**step.problem.regions, "A": profile}
-    return replace(
-        step,
-        problem=replace(step.problem, calls=tuple(calls), regions=regions),
-        costs=with_regions(step.costs, {"A": seconds}),
-        layers=tuple(replace(layer, backward=f"A{layer.backward[2:]}") for layer in step.layers),
-    )
-
-
-def _with_a_long_forward(step, layer, seconds):
-    """``step`` with a call before that layer's forward that needs no memory."""
-    calls = list(step.problem.calls)
-    at = next(at for at, own in enumerate(calls) if own.name == f"L@{layer}")
-    calls.insert(at, layer_call("A", layer, Phase.FORWARD, [f"x{layer}"], []))
-    regions = {**step.problem.regions, "A": region("A", [], (1,), [], 1)}
-    problem = replace(step.problem, calls=tuple(calls), regions=regions)
-    return replace(step, problem=problem, costs=with_regions(step.costs, {"A": seconds}))
-
-
 def _made_fast(step):
     costs = replace(
         step.costs,
@@ -262,32 +165,3 @@ def _with_room_for_forwards(step, size_bytes):
     forward = replace(forward, buffers=(transient, *forward.buffers[1:]))
     problem = replace(step.problem, regions={**step.problem.regions, "L": forward})
     return replace(step, problem=problem)
-
-
-def _recompute_everything(step):
-    kept, again = Action.SAVE, Action.RECOMPUTE
-    return Moves(modes=(Mode(actions=(kept, kept, again, again, again)),) * len(step.layers))
-
-
-def _allocating(region, operator, size_bytes):
-    """``region`` in which that operator allocates so much itself."""
-    kind = f"aten.{operator}.default"
-    own = OutsideBuffer(kind=kind, size_bytes=size_bytes, start=0, end=region.profile.num_lines)
-    return replace(region, profile=replace(region.profile, outside=(own,)))
-
-
-def _in_half_the_time(region):
-    return replace(region, seconds=region.seconds / 2)
-
-
-def talking_step(copy_bytes_per_s=100_000, comm_slowdown=1.0):
-    """Four tensor parallel layers; attention takes 3 s."""
-    return parallel_step(
-        dict.fromkeys(SLOTS, 1024),
-        {row: 3.0 if row == "attention" else 1.0 for row in ROWS},
-        num_rows=2,
-        num_layers=4,
-        copy_bytes_per_s=copy_bytes_per_s,
-        comm_bytes_per_s=500,
-        comm_slowdown=comm_slowdown,
-    )

@@ -1,5 +1,3 @@
-import socket
-
 import pytest
 
 from tools import bootstrap
@@ -74,14 +72,3 @@ def test_the_build_of_torch_follows_the_machine(monkeypatch, chosen, driver, onl
     monkeypatch.setattr(bootstrap.shutil, "which", lambda _name: driver)
     monkeypatch.setattr(bootstrap, "reachable", lambda _url: online)
     assert bootstrap.torch_index() == arguments
-
-
-def test_a_host_that_listens_is_reachable(monkeypatch):
-    for name in ("https_proxy", "HTTPS_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        port = server.getsockname()[1]
-        assert bootstrap.reachable(f"https://127.0.0.1:{port}/whl")
-    assert not bootstrap.reachable(f"https://127.0.0.1:{port}/whl")

@@ -96,35 +96,6 @@ def test_a_wait_is_missing(problem, name):
     expect(faults(dropped(problem, named(problem, name))), f"{name} is missing")
 
 
-def test_a_beginning_is_missing(problem):
-    moved = dropped(problem, named(problem, "gather@5"))
-    expect(faults(moved), "wait.gather@5 waits for gather@5, but it was not issued before")
-
-
-def test_a_wait_stands_before_the_beginning(problem):
-    moved = swapped(problem, "gather@5", "wait.gather@5")
-    expect(faults(moved), "wait.gather@5 waits for gather@5, but it was not issued before")
-
-
-def test_a_second_wait(problem):
-    at = named(problem, "wait.gather@5")
-    again = dataclasses.replace(problem.calls[at], name="again", outputs=("e2",))
-    moved = with_calls(problem, (*problem.calls[: at + 1], again, *problem.calls[at + 1 :]))
-    expect(faults(moved), "again waits for gather@5, but it was waited for before")
-    expect(faults(moved), "again is no wait of the step without moves")
-
-
-def test_a_wait_for_the_other_collective(problem):
-    moved = replaced(problem, named(problem, "wait.gather@5"), waits_for="reduce@1")
-    expect(faults(moved), "wait.gather@5 waits for reduce@1, but it was waited for before")
-    expect(faults(moved), "gather@5 is never waited for")
-
-
-def test_a_wait_that_does_not_hold_the_input(problem):
-    moved = replaced(problem, named(problem, "wait.gather@5"), inputs=("c", "x1"))
-    expect(faults(moved), "wait.gather@5 waits for gather@5, which holds ('c', 'd'), with")
-
-
 @pytest.mark.parametrize("value", ["d", "c"])
 def test_a_write_while_it_is_in_flight(value):
     """Into the input, or the output, between the beginning and the wait."""

@@ -8,14 +8,12 @@ import pytest
 import torch
 from memo_runtime import collectives
 from memo_runtime.collectives import (
-    Collective,
     CollectiveEngine,
     CollectiveError,
     CollectiveKind,
     CollectiveSchedule,
     CollectiveTicket,
     CollectiveTimes,
-    engine_for,
 )
 
 EARLY, LATE, NORMAL = CollectiveSchedule.EARLY, CollectiveSchedule.LATE, CollectiveSchedule.NORMAL
@@ -277,13 +275,3 @@ def test_a_forked_process_does_not_wait(monkeypatch):
         engine.wait(flight)
     engine.settle(flight)
     assert log == ["begin a"]
-
-
-def test_an_unknown_reduction_is_refused():
-    with pytest.raises(CollectiveError, match=r"expected a reduction of .*, got 'xor'"):
-        Collective(kind=CollectiveKind.ALL_REDUCE, group_name="0", reduce_op="xor")
-
-
-def test_there_is_one_engine_for_each_setting():
-    assert engine_for(NORMAL, None) is engine_for(NORMAL, None)
-    assert engine_for(NORMAL, 1.0) is not engine_for(NORMAL, None)

@@ -68,21 +68,6 @@ def file_of(name: str) -> Path | None:
     return next((path for path in sources() if path.name == name), None)
 
 
-def test_a_citation_is_told_from_other_words():
-    cited = ("driver/pipeline.py", "cse.py", "tests/numerics", "step/problem.py::StepCall")
-    assert [is_citation(text) for text in cited] == [True] * 4
-    others = (
-        "report.html",
-        "memo/compile",
-        "x[i,m]",
-        "path/to/config.json",
-        "docs/seedN.py",
-        "shm",
-    )
-    assert [is_citation(text) for text in others] == [False] * 6
-    assert file_of("driver/never.py") is None
-
-
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_files_and_what_is_cited_in_them_exist(path):
     missing = []

@@ -32,12 +32,6 @@ def test_bytes_are_views_of_one_page_aligned_memory():
     assert store.bytes(0, 1000).numel() == 0
 
 
-@pytest.mark.parametrize(("num", "offset"), [(1001, 0), (1, 1000), (1, -1)])
-def test_a_range_outside_is_an_error(num, offset):
-    with pytest.raises(AssertionError, match="expected a range inside 1000 B of host memory"):
-        HostStore("shm", 1000).bytes(num, offset)
-
-
 def test_shared_memory_counts_as_shmem_and_goes_when_closed():
     gc.collect()
     shmem, anonymous = resident("RssShmem"), resident("RssAnon")
@@ -87,15 +81,6 @@ def test_a_full_disk_is_refused_before_the_first_copy(tmp_path):
         HostStore(f"file:{tmp_path}", 1 << 60)
 
 
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(HostStoreError, match="expected the host store to be shm, pinned or file:"):
-        HostStore("tape", 4096)
-
-
-def test_host_store_errors_are_memory_errors():
-    assert issubclass(HostStoreError, MemoryError)
-
-
 class FakeCudart:
     """Registers memory, or refuses it with ``code``."""
 
@@ -125,13 +110,6 @@ def cudart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     return fake
-
-
-def test_pinned_memory_is_registered_until_closed(cudart):
-    store = HostStore("pinned", 8192)
-    assert cudart.registered == {store.bytes(1).data_ptr(): 8192}
-    store.close()
-    assert cudart.registered == {}
 
 
 def test_pinned_memory_is_registered_in_parts_and_its_progress_is_said(cudart, monkeypatch, caplog):
@@ -221,12 +199,6 @@ def test_a_free_frame_that_is_too_small_is_replaced_by_one_of_exact_size():
     assert large is not small
     assert [store.size_bytes for store in pool.stores] == [large.size_bytes] == [9000]
     assert large.plans == {1, 2}
-
-
-def test_kinds_are_not_mixed(tmp_path):
-    pool = HostPool()
-    pool.release(pool.acquire("shm", 4096, 1))
-    assert pool.acquire(f"file:{tmp_path}", 4096, 1).kind == f"file:{tmp_path}"
 
 
 def test_forgetting_the_last_plan_frees_the_frame():

@@ -28,7 +28,6 @@ from tests.steps.bugs import (
     RUN,
     WAIT,
     calls_of,
-    dropped,
     expect,
     faults,
     named,
@@ -42,14 +41,6 @@ from tests.steps.byte_machine import roomy
 from tests.steps.movable import movable_step
 from tests.steps.moved import BACKWARD, SHAPES, tiles
 from tests.steps.parts import call as run_call
-
-
-@pytest.mark.parametrize(("name", "index"), calls_of(RECOMPUTE))
-def test_a_recomputation_is_dropped(name, index):
-    shape = shape_of(name)
-    call = shape.moved.calls[index]
-    found = faults(shape, dropped(shape.moved, index))
-    expect(found, "nothing fills bytes" if call.into else f"reads {call.outputs[0]} before it is")
 
 
 @pytest.mark.parametrize(("name", "index"), calls_of(RECOMPUTE))
@@ -73,25 +64,6 @@ def test_recomputed_outputs_change_places():
     moved = replaced(shape.moved, index, inputs=("gy1", "y0", "recomputed.a0", "recomputed.s0"))
     expect(faults(shape, moved), "B0 reads recomputed.s0, which is s0, where it must read a0")
     assert not works(shape, moved)
-
-
-def test_recomputed_outputs_of_two_layers_change_places():
-    """Equal regions, equal sizes: the values of layer 0 and of layer 1."""
-    shape = shape_of("token mix")
-    first, second = (named(shape.moved, f"B{i}") for i in range(2))
-    for index, i in ((first, 1), (second, 0)):
-        inputs = shape.moved.calls[index].inputs
-        moved = replaced(shape.moved, index, inputs=(*inputs[:2], f"reloaded.s{i}", inputs[3]))
-        expect(faults(shape, moved), f"reads reloaded.s{i}")
-        assert not works(shape, moved)
-
-
-def test_recomputed_rows_of_two_layers_change_places():
-    shape = shape_of("token mix")
-    into = [shape.moved.calls[named(shape.moved, f"recompute{i}")].into for i in range(2)]
-    moved = replaced(shape.moved, named(shape.moved, "recompute0"), into=into[1])
-    moved = replaced(moved, named(shape.moved, "recompute1"), into=into[0])
-    expect(faults(shape, moved), "recompute1 writes into reloaded.s0 before it is made")
 
 
 def test_what_recomputation_stands_for_must_be_known():
@@ -131,48 +103,10 @@ def test_fewer_bytes_of_the_arena_stay(name, index):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_numbers_of_the_plan(name):
-    moved, plan = shape_of(name).moved, plan_of(name)
-    assert check(moved, dataclasses.replace(plan, budget_bytes=plan.peak_bytes)).ok
-
-    def of(**changes) -> list[str]:
-        return list(check(moved, dataclasses.replace(plan, **changes)).problems)
-
-    expect(of(budget_bytes=plan.peak_bytes - 1), "> budget")
-    below_slack = plan.peak_bytes - plan.peak_bytes // 30  # a plan for CPU has some to spare
-    expect(of(peak_bytes=below_slack), "the peak says")
-    expect(of(lower_bound_bytes=plan.arena_bytes + 1), "lower bound")
-    expect(of(arena_bytes=plan.arena_bytes - 512), "outside the arena")
-    expect(of(resident_bytes=plan.resident_bytes[1:]), "one number per call")
-    expect(of(resident_bytes=(0,) * len(moved.calls)), "uses the arena up to")
-
-
-@pytest.mark.parametrize("name", SHAPES)
 def test_the_host_frame_is_too_small(name):
     moved = shape_of(name).moved
     small = dataclasses.replace(moved, host_bytes=moved.host_bytes - 1)
     expect(faults(shape_of(name), small), "uses host bytes")
-
-
-INTO = [
-    pytest.param(shape, index, at, shift, id=f"{shape}: {call.name} into {into.value} {shift:+}")
-    for shape in SHAPES
-    for index, call in enumerate(shape_of(shape).moved.calls)
-    for at, into in enumerate(call.into)
-    for shift in (512, -512)
-]
-
-
-@pytest.mark.parametrize(("name", "index", "at", "shift"), INTO)
-def test_a_call_writes_into_other_bytes(name, index, at, shift):
-    shape = shape_of(name)
-    call = shape.moved.calls[index]
-    into = list(call.into)
-    into[at] = dataclasses.replace(into[at], offset_bytes=into[at].offset_bytes + shift)
-    moved = replaced(shape.moved, index, into=tuple(into))
-    phrases = ("write the same bytes of", "writes bytes", "writes into", "nothing fills")
-    found = check(moved, roomy(moved)).problems
-    expect(list(found), *phrases)
 
 
 @pytest.mark.parametrize(("name", "index"), calls_of(RUN, shapes=("tiles",)))
@@ -315,22 +249,6 @@ def test_a_call_of_another_form(name, index):
     expect(found, f"{call.name} runs nowhere, which is no region")
 
 
-@pytest.mark.parametrize(("name", "index"), calls_of(RUN))
-def test_a_region_of_the_step_is_left_out(name, index):
-    shape = shape_of(name)
-    call = shape.moved.calls[index]
-    is_last = call.name == shape.original.calls[-1].name
-    phrase = f"{call.name} is missing" if is_last else f"the step without moves runs {call.name}"
-    expect(faults(shape, dropped(shape.moved, index)), phrase)
-
-
-def test_a_region_runs_twice():
-    shape = shape_of("offload only")
-    again = dataclasses.replace(shape.moved.calls[-1], name="B0 again", outputs=("gy", "w"))
-    moved = with_calls(shape.moved, (*shape.moved.calls, again))
-    expect(faults(shape, moved), "B0 again runs where the step without moves runs nothing")
-
-
 def test_another_frame_and_other_regions():
     shape = shape_of("offload only")
     fewer = dataclasses.replace(shape.moved, fixed=dataclasses.replace(shape.moved.fixed, inputs=1))
@@ -341,14 +259,6 @@ def test_another_frame_and_other_regions():
         faults(shape, dataclasses.replace(shape.moved, regions=regions)),
         "region B is not the same in the moved step",
     )
-
-
-def test_the_gradient_of_one_layer_is_read_by_another():
-    shape = shape_of("rotating")
-    index = named(shape.moved, "B1")
-    moved = replaced(shape.moved, index, inputs=("gy3", *shape.moved.calls[index].inputs[1:]))
-    expect(faults(shape, moved), "B1 reads gy3, which is gy3, where it must read gy2")
-    assert not works(shape, moved)
 
 
 def test_a_copy_of_what_is_not_in_the_arena():

@@ -2,15 +2,13 @@
 
 import operator
 
-import numpy as np
 import pytest
 import torch
 from torch import fx
 
 from memo_compile.analysis.layers import find_layers
-from memo_compile.analysis.module_paths import LayerPaths, role_of
-from memo_compile.analysis.repeats import TokenRun, token_runs
-from memo_compile.analysis.structure import make_tape, spec_of
+from memo_compile.analysis.module_paths import role_of
+from memo_compile.analysis.structure import make_tape
 
 aten = torch.ops.aten
 
@@ -50,10 +48,6 @@ def ranges(nodes: list[fx.Node]) -> list[tuple[int, int]]:
     return [(u.start, u.end) for u in find_layers(nodes).units if u.class_key is not None]
 
 
-def test_the_empty_sequence_has_no_units():
-    assert find_layers([]).units == ()
-
-
 @pytest.mark.parametrize("num_layers", [2, 3, 7])
 def test_every_layer_of_a_chain_is_a_unit(num_layers):
     assert ranges(chain(*[16] * num_layers)) == [(4 * i, 4 * i + 4) for i in range(num_layers)]
@@ -61,16 +55,6 @@ def test_every_layer_of_a_chain_is_a_unit(num_layers):
 
 def test_the_residual_keeps_two_equal_products_in_one_layer():
     assert ranges(chain(*[8] * 5)) == [(4 * i, 4 * i + 4) for i in range(5)]
-
-
-def test_a_lone_layer_is_a_gap():
-    (unit,) = find_layers(chain(16)).units
-    assert (unit.start, unit.end, unit.class_key) == (0, 4, None)
-
-
-def test_widths_make_classes():
-    structure = find_layers(chain(16, 16, 32, 32, 32))
-    assert [c.num_layers for c in structure.classes] == [2, 3]
 
 
 def test_a_constant_that_differs_ends_the_run():
@@ -124,19 +108,6 @@ def test_form_is_blind_to_names_and_sees_shared_inputs():
     assert make_tape(nodes).canonical(4, 8) != tape.canonical(0, 4)
 
 
-def test_border_is_the_residual_alone():
-    tape = make_tape(chain(16, 16))
-    assert tape.border_bytes(4, 0) == 4 * 8 * 4  # x: 4 rows, 8 columns, float32
-    assert tape.border_bytes(7, 4) == (4 * 8) * 4  # the second product; x was made before 4
-    assert tape.border_bytes(3, 0) == (4 * 8) * 4
-
-
-def test_strides_are_part_of_a_spec():
-    value = torch.empty(4, 8, device="meta")
-    assert spec_of(value) != spec_of(value.t().contiguous().t())
-    assert spec_of((value, None)) != spec_of((value, value))
-
-
 @pytest.mark.parametrize(
     ("form", "expected"),
     [
@@ -178,17 +149,3 @@ def test_period_counts_module_layers_per_unit():
     nodes = named(chain(16, 16), [f"L['self'].layers.{index // 2}" for index in range(8)])
     (found,) = find_layers(nodes).classes
     assert (found.num_layers, found.period, len(found.units)) == (4, 2, 2)
-
-
-def test_layer_starts_ignore_nodes_without_names():
-    nodes = chain(16, 16)
-    named(nodes[:3], ["L['self'].layers.0"] * 3)
-    named(nodes[4:], ["L['self'].layers.1"] * 4)
-    assert LayerPaths(nodes).layer_starts(0, 8, "self.layers") == [4]
-
-
-def test_token_runs_of_a_small_word():
-    tokens = np.array([9, 1, 2, 1, 2, 1, 8])
-    assert token_runs(tokens) == [TokenRun(start=1, end=6, period=2)]
-    assert token_runs(tokens)[0].count == 2
-    assert token_runs(tokens[:3]) == []

@@ -65,14 +65,6 @@ def test_overlap_beats_on_demand_beats_full(name):
     assert on_demand.critical_time > 0
 
 
-def test_split_helps_where_no_gemm_fits_a_window():
-    costs = layer("gpt-175b")
-    gemms = [costs.ops.times[i] for i in (1, 3, 8, 10)]
-    assert min(gemms) > costs.windows[0]
-    whole = solve_heu(stage(costs, 0.3)).critical_time
-    assert solve_heu(stage(costs, 0.3), token_split=True).critical_time < 0.6 * whole
-
-
 def test_more_memory_is_never_slower():
     costs = layer("gpt-13b")
     plans = [solve_heu(stage(costs, share)) for share in (0.3, 0.4, 0.5, 0.7, 1.0)]

@@ -211,16 +211,6 @@ def test_a_custom_operator_is_run_unless_there_are_other_ranks(monkeypatch):
             measure(aten.lower(region), region)
 
 
-def test_all_regions_by_name():
-    regions = {
-        "a": region_of(lambda x: (x.sin(),), (4,)),
-        "b": region_of(lambda x: (x @ x,), (256, 256)),
-    }
-    seconds = measure_all({name: aten.lower(region) for name, region in regions.items()}, regions)
-    assert list(seconds) == ["a", "b"]
-    assert all(figure > 0 for figure in seconds.values())
-
-
 def test_a_region_that_runs_once_reads_zeros_that_take_no_memory():
     region = region_of(lambda x, w: (x.sum(), w.add_(1.0).sum()), (64, 2**18), (4,))
     lowered, seen = spied(region)

@@ -55,12 +55,38 @@ def test_blocks_that_a_plan_takes_for_gone_have_mappings_of_their_own():
     assert MIN_OWN_BLOCK_BYTES >= MIN_OWN_MAPPING_BYTES
 
 
-FREE_PLACE = """
-import sys
+IN_FORKS = """
+import mmap, os, resource, sys
+from pathlib import Path
 import torch
 from memo_compile.backends.entry import large_blocks_leave_the_heap
+for code in sys.argv[1:]:
+    sys.stdout.flush()
+    if os.fork() == 0:
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+"""Runs each of its arguments in a copy of the process, whose heap is new but for the imports."""
+
+
+def outcome(*codes: str, **settings: str) -> list[str]:
+    """The lines that ``codes`` print one after the other, in a process of their own."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_FORKS, *codes],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+FREE_PLACE = """
+num_bytes = {}
 large_blocks_leave_the_heap()
-num_bytes = int(sys.argv[1])
 pieces = [torch.zeros(2**16) for _ in range(num_bytes // 2**18 + 64)]
 places = sorted(piece.data_ptr() for piece in pieces)
 held = [piece for piece in pieces if piece.data_ptr() in (places[0], places[-1])]
@@ -71,54 +97,9 @@ print(lies_there())
 large_blocks_leave_the_heap()
 print(lies_there())
 """
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-@pytest.mark.parametrize("num_bytes", [3 * MIB // 2, 8 * MIB, 100 * MIB])
-def test_large_blocks_stay_apart_although_the_heap_has_a_free_place(num_bytes):
-    """What was freed before a budget came lies between blocks that are held.
-
-    Where the kernel has put a mapping in the heap's way, that has no such place: once in a while.
-    """
-    found = (outcome(FREE_PLACE, str(num_bytes)) for _ in range(4))
-    assert next(own for own in found if own != "False\nFalse\n") == "True\nFalse\n"
-
-
-def outcome(code: str, *arguments: str, **settings: str) -> str:
-    """What ``code`` prints in a process of its own, whose heap is new."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-UNMAPPED = """
-import resource
-from memo_compile.backends.entry import large_blocks_leave_the_heap
-pieces = [bytearray(400_000) for _ in range(100)]
-del pieces[:-1:2]
-resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
-for _ in range(3):
-    large_blocks_leave_the_heap()
-print(int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() // 2**30)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_it_ends_where_glibc_may_map_no_blocks():
-    assert int(outcome(UNMAPPED, MALLOC_MMAP_MAX_="0")) <= 4
-
+SIZES = (3 * MIB // 2, 8 * MIB, 100 * MIB)
 
 GROWING = """
-import mmap
-from pathlib import Path
-import torch
-from memo_compile.backends.entry import large_blocks_leave_the_heap
 def mapped_bytes():
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 large_blocks_leave_the_heap()
@@ -130,9 +111,39 @@ for _ in range(25):
     large_blocks_leave_the_heap()
 print((mapped_bytes() - before) // 2**20)
 """
+"""100 MiB of small blocks come and go between two calls, 25 times."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_the_heap_does_not_grow_without_bound():
-    """100 MiB of small blocks come and go between two calls, 25 times."""
-    assert int(outcome(GROWING)) <= 1.5 * MOST_OCCUPIED_BYTES / MIB
+def test_large_blocks_stay_apart_although_the_heap_has_a_free_place():
+    """What was freed before a budget came lies between blocks that are held.
+
+    Where the kernel has put a mapping in the heap's way, that has no such place: once in a while.
+    """
+    codes, places = [FREE_PLACE.format(size) for size in SIZES], set()
+    for _ in range(4):
+        *found, grown_mib = outcome(*codes, GROWING)
+        places |= {(at, *found[2 * at : 2 * at + 2]) for at in range(len(SIZES))}
+        assert int(grown_mib) <= 1.5 * MOST_OCCUPIED_BYTES / MIB, "the heap has a bound"
+        if all((at, "True", "False") in places for at in range(len(SIZES))):
+            break
+    else:
+        pytest.fail(f"no free place was left: {places}")
+    assert places <= {
+        (at, first, "False") for at in range(len(SIZES)) for first in ("True", "False")
+    }
+
+
+UNMAPPED = """
+pieces = [bytearray(400_000) for _ in range(100)]
+del pieces[:-1:2]
+resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
+for _ in range(3):
+    large_blocks_leave_the_heap()
+print(int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() // 2**30)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_it_ends_where_glibc_may_map_no_blocks():
+    assert int(*outcome(UNMAPPED, MALLOC_MMAP_MAX_="0")) <= 4

@@ -38,32 +38,9 @@ def test_hooks_offload_all_but_parameters_and_change_no_gradient(monkeypatch):
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_save_on_cpu_copies_nothing_on_a_cpu():
-    assert not peers.save_on_cpu_copies()
-
-
 @pytest.mark.parametrize("peer", ["torchtitan-op", "deepspeed"])
 def test_a_package_that_is_missing_is_said(peer, monkeypatch):
     monkeypatch.setitem(sys.modules, peer.partition("-")[0], None)
     found = peers.run_peer(argparse.Namespace(child=f"{peer}:0", **SIZES))
     assert list(found) == ["missing"]
     assert peer.partition("-")[0] in found["missing"]
-
-
-def test_an_unknown_peer_is_refused():
-    with pytest.raises(ValueError, match="no peer 'magic': expected some of inductor, hooks"):
-        peers.prepared(nn.Linear(2, 2), "magic")
-
-
-def test_what_does_not_hold_is_named():
-    found = {
-        "hooks": {"gradient_difference": 1e-3, "ratio": 0.9},
-        "deepspeed": {"missing": "No module named 'deepspeed'"},
-        "torchtitan-op": {"gradient_difference": 1e-6, "ratio": 1.25},
-        "inductor": {"failed": "arm inductor: exit code 1\nKeyError: 'x'"},
-    }
-    assert peers.judge(found) == [
-        "hooks: gradients 1.0e-03 from eager's",
-        "at the memory of torchtitan-op: 1.250 x its time",
-        "inductor did not run: KeyError: 'x'",
-    ]

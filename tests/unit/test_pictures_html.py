@@ -9,7 +9,7 @@ from importlib import resources
 import pytest
 
 from memo_compile.reporting.html import render_html
-from memo_compile.step.plans import CheckVerdict, Decision, FrontierPoint
+from memo_compile.step.plans import CheckVerdict, Decision
 from tests.steps.pictures import layered
 from tests.steps.small import planned, two_layers
 
@@ -115,45 +115,6 @@ def test_what_is_missing_is_said_and_not_drawn():
     assert 'data-chart="lanes"' not in html
 
 
-def test_a_legend_names_only_what_is_drawn():
-    problem, plan = layered(4)
-    text = words(render_html(problem, plan))
-    assert "stall: compute waits" in text
-    assert "allocated by kernels" not in text
-    spans = tuple(span for span in plan.timeline.spans if span.lane == "compute")
-    calm = dataclasses.replace(plan.timeline, spans=spans, stall_s=0.0)
-    text = words(render_html(problem, dataclasses.replace(plan, timeline=calm)))
-    assert "Compute never waits for a copy" in text
-    assert "stall: compute waits" not in text
-
-
-def test_layers_on_the_axis_follow_the_program():
-    html = render_html(*layered(40))
-    axis = re.search(r'class="x program">.*?class="ticks">(.*?)</div>', html, re.DOTALL).group(1)
-    marks = [
-        (float(at), int(layer)) for at, layer in re.findall(r"left:([0-9.]+)%\">L(\d+)<", axis)
-    ]
-    assert marks == sorted(marks)
-    layers = [layer for _, layer in marks]
-    turn = layers.index(max(layers))
-    assert layers[:turn] == sorted(layers[:turn])
-    assert layers[turn:] == sorted(layers[turn:], reverse=True)
-    assert len(marks) >= 4
-
-
-def test_one_considered_plan_is_no_frontier():
-    problem, plan = layered(4)
-    alone = dataclasses.replace(plan, frontier=plan.frontier[:1])
-    assert "No frontier: only one plan was considered" in words(render_html(problem, alone))
-
-
-def test_equal_points_of_a_frontier_have_an_axis():
-    problem, plan = layered(4)
-    same = FrontierPoint(policy="p", step_s=0.0, peak_bytes=0, host_bytes=0)
-    html = render_html(problem, dataclasses.replace(plan, frontier=(same, same), budget_bytes=None))
-    assert html.count('class="dot"') >= 2
-
-
 def test_the_verdict_is_the_plans():
     problem, plan = layered(4)
     over = dataclasses.replace(plan, budget_bytes=plan.peak_bytes - 1024 * 1024)
@@ -209,12 +170,6 @@ def test_text_is_legible_and_marks_stand_out(scheme):
             assert contrast(found[text], found[ground]) >= 4.5, (text, ground)
     for mark in ("saved", "offloaded", "recomputed", "stall", "backward", "live"):
         assert contrast(found[mark], found["panel"]) >= 2.5, mark
-
-
-def test_host_memory_is_called_pinned_nowhere():
-    """A plan does not say which kind it was made for: on CPU nothing is pinned."""
-    problem, plan = layered()
-    assert "pinned" not in render_html(problem, dataclasses.replace(plan, host_bytes=4096))
 
 
 def test_what_moves_goes_to_host_memory_whatever_its_kind():

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from memo_compile.errors import InputError
 from memo_compile.planners.place_step import place_step
-from memo_compile.reporting import charts
-from memo_compile.reporting.svg import Shape, merge_along, merge_small, nice_ticks, path_of
+from memo_compile.reporting.svg import Shape, merge_small, nice_ticks
 from memo_compile.reporting.view import Role, view_step
 from memo_compile.step.plans import Decision
 from memo_compile.step.problem import arena_buffers
@@ -37,15 +36,6 @@ def test_roles_names_reasons_and_sources_of_moved_tensors():
     assert recomputed.reason == "recompute costs 4.0 ms, frees 48 MiB"
     assert boxes["fwd@0/attn"].source == "train/model.py:76"
     assert "aten.scaled_dot_product_attention" in boxes["fwd@0/attn"].about
-
-
-def test_labels_count_layers_in_the_order_of_the_forward():
-    view = view_step(*layered(4))
-    assert view.labels[0] == "layer 0 forward"
-    assert "head forward" in view.labels
-    assert view.labels[-1] == "layer 0 backward"
-    assert view.labels[view.call_at(view.backward_start)] == "head backward"
-    assert {"layer 0 copy to host", "layer 0 copy from host", "layer 1 recompute"} <= {*view.labels}
 
 
 def test_decisions_of_a_range_of_layers_hold_there_only():
@@ -99,27 +89,6 @@ def shape(x, y, width, height, css="a", tip=("one", "where")):
     return Shape(x=x, y=y, width=width, height=height, css=css, tip=tip)
 
 
-def test_small_neighbours_unite_and_others_stay():
-    merged = merge_small(
-        [
-            shape(10.1, 100, 0.2, 50),
-            shape(10.5, 150, 0.2, 50),
-            shape(10.4, 300, 0.2, 20),
-            shape(10.4, 150, 0.2, 50, css="b"),
-            shape(20, 0, 30, 40),
-        ],
-        noun="small buffers",
-    )
-    assert sorted((shape.x, shape.y, shape.height, shape.count) for shape in merged) == [
-        (10.0, 100, 100, 2),
-        (10.0, 150, 50, 1),
-        (10.0, 300, 20, 1),
-        (20, 0, 40, 1),
-    ]
-    united = next(shape for shape in merged if shape.count == 2)
-    assert united.tip == ("2 small buffers", "where")
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
@@ -141,15 +110,6 @@ def test_merging_keeps_every_shape_covered_to_a_pixel(sides):
         )
 
 
-def test_spans_of_a_lane_merge_only_when_small_and_touching():
-    spans = [shape(i * 0.3, 0, 0.3, 400) for i in range(10)] + [shape(50, 0, 5, 400)]
-    merged = merge_along(spans, noun="calls")
-    assert [shape.count for shape in merged] == [10, 1]
-    assert merged[0].width == pytest.approx(3.0)
-    wide = merge_along([shape(0, 0, 5, 400), shape(5, 0, 5, 400)], noun="calls")
-    assert len(wide) == 2
-
-
 @pytest.mark.parametrize(
     ("most", "base", "low", "ticks"),
     [
@@ -166,10 +126,6 @@ def test_ticks_are_round(most, base, low, ticks):
     assert found == pytest.approx(ticks)
 
 
-def test_a_path_has_one_decimal():
-    assert path_of([shape(1.04, 2.06, 3.0, 0.01)]) == "M1 2.1h3v0.1h-3z"
-
-
 def test_every_buffer_has_a_box():
     problem, plan = layered(4)
     view = view_step(problem, plan)
@@ -177,13 +133,3 @@ def test_every_buffer_has_a_box():
     assert sum(box.size_bytes for box in view.boxes if box.role is Role.RELOADED) == 2 * ATTN
     assert view.constant_bytes == 4 * 60 * MIB + 16 * MIB
     assert KIB * 1024 == MIB
-
-
-def test_ticks_of_a_time_axis_differ_however_close_they_are():
-    close = charts._second_ticks((3.055, 3.06, 3.065), 3.05, 3.07)
-    assert [tick["text"] for tick in close] == ["3.055 s", "3.06 s", "3.065 s"]
-    assert [tick["text"] for tick in charts._second_ticks((0.0, 1.0, 2.0), 0.0, 2.0)] == [
-        "0",
-        "1 s",
-        "2 s",
-    ]

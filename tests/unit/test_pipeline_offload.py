@@ -17,13 +17,12 @@ from memo_compile.papers.kwai.offload import (
     resident_chunks,
     static_bytes,
 )
-from memo_compile.papers.kwai.pipeline_replay import ChunkTimes, is_offloaded, replay_step
-from memo_compile.papers.kwai.schedule import Direction, PipelineShape, order_work
+from memo_compile.papers.kwai.pipeline_replay import ChunkTimes, replay_step
+from memo_compile.papers.kwai.schedule import Direction, PipelineShape
 
 DATA = Path(__file__).parents[1] / "data"
 BUDGET_BYTES = 65000 * 2**20
 POLICIES = {"no": Checkpoint.NONE, "ours": Checkpoint.BALANCED}
-MIB = 2**20
 
 
 def rows(name):
@@ -128,11 +127,6 @@ def test_replay_gives_the_closed_form(num_ranks, num_chunks):
         assert step.step_s == pytest.approx(ideal_s)
 
 
-def test_eight_ranks_five_chunks():
-    assert chunks_in_flight(8, 5) == 47
-    assert [resident_chunks(47, a) for a in (0, 0.5, 1)] == [47, 25.5, 4]
-
-
 def test_slow_copies_delay_the_step_but_add_no_memory():
     shape = PipelineShape(num_ranks=4, num_chunks=2, num_batches=8)
     fast = replay_step(shape, 0.5, ChunkTimes(forward_s=1, backward_s=2))
@@ -160,24 +154,6 @@ def test_lanes_run_one_thing_at_a_time_and_reloads_follow_copies():
             key = (span.work.chunk, span.work.micro_batch)
             if span.work.direction is Direction.BACKWARD and key in back:
                 assert back[key].end_s <= span.start_s + 1e-9
-
-
-@pytest.mark.parametrize("num_chunks", [1, 3])
-def test_every_rank_does_every_chunk_once(num_chunks):
-    shape = PipelineShape(num_ranks=4, num_chunks=num_chunks, num_batches=8)
-    for rank in range(4):
-        work = order_work(shape, rank)
-        assert len(set(work)) == len(work) == 2 * 8 * num_chunks
-        first = [w.direction for w in work[: shape.num_warmup(rank)]]
-        assert set(first) <= {Direction.FORWARD}
-
-
-def test_who_is_spared():
-    plain = PipelineShape(num_ranks=4, num_chunks=1, num_batches=4)
-    assert [is_offloaded(plain, rank, 0) for rank in range(4)] == [True, True, False, False]
-    interleaved = PipelineShape(num_ranks=4, num_chunks=2, num_batches=4)
-    spared = [(r, c) for r in range(4) for c in range(2) if not is_offloaded(interleaved, r, c)]
-    assert spared == [(3, 1)]
 
 
 def test_interleaving_needs_whole_groups():

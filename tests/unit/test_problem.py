@@ -11,7 +11,6 @@ from memo_compile.step.problem import (
     OutsideBuffer,
     Problem,
     RegionBuffer,
-    align,
     arena_buffers,
     call_starts,
     live_bytes,
@@ -51,12 +50,6 @@ def test_live_bytes_are_the_sum_at_each_line():
     assert curve[max(curve)] == 0
 
 
-def test_plan_reaches_the_lower_bound():
-    plan = planned(two_layers())
-    assert plan.lower_bound_bytes == 15 * KIB
-    assert plan.arena_bytes == 15 * KIB
-
-
 def test_outside_memory_counts_where_it_is_largest():
     kernel = OutsideBuffer(kind="conv", size_bytes=KIB, start=0, end=1)
     more = OutsideBuffer(kind="sort", size_bytes=2 * KIB, start=1, end=2)
@@ -64,11 +57,6 @@ def test_outside_memory_counts_where_it_is_largest():
     problem = two_layers()
     problem = dataclasses.replace(problem, regions={**problem.regions, "E": head})
     assert outside_peak(problem) == {"sort": 2 * KIB}
-
-
-@pytest.mark.parametrize(("size_bytes", "expected"), [(0, 0), (1, 512), (512, 512), (513, 1024)])
-def test_sizes_are_rounded_up(size_bytes, expected):
-    assert align(size_bytes) == expected
 
 
 def test_nonsense_buffers_are_refused():

@@ -53,12 +53,6 @@ def variables(text: str) -> set[str]:
     return names | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
-def test_duplicates_are_found():
-    assert duplicates([("plan", "a.py"), ("plan", "b.py"), ("cut", "a.py")]) == {
-        "plan": ["a.py", "b.py"]
-    }
-
-
 def test_no_two_modules_have_one_name():
     assert duplicates(module_names(sources())) == {}
 
@@ -75,15 +69,6 @@ def test_private_torch_is_imported_in_one_room_only():
         if name.startswith("torch._")
     }
     assert {user.rsplit("/", 1)[0] for user in users} == {"memo_compile/torch_private"}
-
-
-def test_variables_are_found():
-    assert variables("[call.name for call in calls if run(lambda x: x)]") == {
-        "call",
-        "calls",
-        "run",
-        "x",
-    }
 
 
 def test_variables_say_what_they_hold():

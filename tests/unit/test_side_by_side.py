@@ -1,7 +1,5 @@
 """Which samples of a timed step count, and what a benchmark makes of them."""
 
-import time
-
 from benchmarks import simulated
 from benchmarks.simulated import Sample, Timed
 
@@ -20,22 +18,6 @@ def test_on_a_busy_machine_all_count_and_it_is_said():
     found = timed((1.0, 0.0), (5.0, 0.4), (9.0, 0.5))
     assert (found.is_quiet, found.median_s, found.counted) == (False, 5.0, (0, 1, 2))
     assert "run again on a quiet machine: a" in simulated.busy_note({"a": found.as_dict()})
-
-
-def test_a_sample_does_not_count_this_process_as_another():
-    def spin():
-        end = time.perf_counter() + 0.3
-        while time.perf_counter() < end:
-            pass
-
-    found = simulated.sample(spin)
-    assert found.seconds >= 0.3
-    assert 0.0 <= found.others <= 1.1
-
-
-def test_a_layers_copy_takes_its_part_of_each_half():
-    layer = {"bytes": 80.0, "fwd_s": 1.0, "bwd_s": 2.0}
-    assert simulated.copy_speeds(layer, 0.8) == (100.0, 50.0)
 
 
 def test_a_simulated_step_may_be_ten_percent_off():
