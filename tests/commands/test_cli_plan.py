@@ -154,6 +154,7 @@ def test_a_budget_above_the_device_is_told(capsys, budget, is_told):
     assert ("note: the budget is above the 80.00 GiB that a100 has" in out) is is_told
 
 
+@pytest.mark.full
 def test_a_budget_between_floor_and_saving_moves_tensors(capsys):
     """The floor is 64.2 MiB; saving everything takes 84.0 MiB."""
     code, out, _ = plan(
@@ -458,6 +459,7 @@ def test_a_sweep_goes_from_the_floor_to_no_budget(capsys, monkeypatch):
     assert "h200 has 131.32 GiB: larger budgets need another device" in text
 
 
+@pytest.mark.full
 def test_the_seconds_of_recomputation_are_told():
     """A sweep shows them for each plan; they are no region's that the step begins with."""
     answer = forecast(question(policy="full-recompute"))

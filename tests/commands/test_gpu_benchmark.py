@@ -15,7 +15,7 @@ def options(*flags: str):
 @pytest.mark.parametrize(
     ("arm", "tokens"),
     [
-        ("memo", [128]),  # compiles
+        pytest.param("memo", [128], marks=pytest.mark.full),  # compiles
         ("offloaded-checkpointing", [128, 256]),
     ],
 )

@@ -55,6 +55,7 @@ def forecasts(budgets, pp):
             yield forecasting._forecast(asked(budget=budget, pp=pp), model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pp", [WHOLE, 2])
 def test_what_an_answer_takes_is_enough_for_no_slower_one(pp):
     answers = list(sweep(asked(pp=pp), 5))

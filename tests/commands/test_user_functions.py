@@ -62,6 +62,7 @@ def build(seq, dtype):
 """Layers as model code makes them: from rates, truncated normals, and in another dtype at last."""
 
 
+@pytest.mark.full
 def test_a_function_may_cast_draw_and_read_a_linspace(capsys, tmp_path, monkeypatch):
     """And the plan is that of a model that is made in its dtype."""
     torch_default = "torch.set_default_dtype(torch.float32)"

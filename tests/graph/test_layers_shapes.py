@@ -209,6 +209,7 @@ IN_CI = (
     "shared weights",
     "two towers",
     "dropout in three layers",
+    "encoder and decoder",
 )
 """The others are such chains too; small hand-made ones: tests/unit/test_layers_repeats.py."""
 

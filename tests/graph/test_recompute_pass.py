@@ -150,6 +150,7 @@ def test_one_of_two_sequences_comes_out_the_same(builder):
     check_same_numbers(region, key(*slots(region), rows=1), seeds, 2, **CLOSE)
 
 
+@pytest.mark.full
 def test_half_of_the_tokens_come_out_the_same():
     """One sequence: its tokens are the rows, up to attention."""
     region = layer_region(models.llama, batch=1)

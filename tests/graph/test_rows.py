@@ -341,6 +341,7 @@ def test_a_real_layer_is_separable_over_sequences(name):
     assert check_rows(gm, dims, 2, 1, 1) == len(outputs(gm))
 
 
+@pytest.mark.full
 def test_dropout_of_a_real_layer_is_absent():
     region = layer_region(models.gpt2, batch=1, dropout=0.1)
     dims = row_dims(region.gm, activations(region, 1), 32)

@@ -378,6 +378,7 @@ def test_any_number_of_rows_runs_in_tiles(head_inputs, num_rows):
     assert check(means, inputs[:2]).tiling.runs[0].sums
 
 
+@pytest.mark.full
 def test_the_head_of_a_real_model_sums_its_weight_gradient_over_tiles():
     def make():
         model, inputs, loss = models.llama(num_layers=2)

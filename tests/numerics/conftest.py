@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._dynamo import guards
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx as inductor
 
@@ -14,6 +15,9 @@ from memo_compile.backends import entry
 from memo_compile.driver.probe import TilingProbes
 from memo_compile.reporting import state
 from memo_compile.torch_private import inductor_api
+
+# Torch times the guards of each graph behind a flush of all caches, for a log that nobody reads.
+guards.profile_guard_manager = lambda *_: 0.0
 
 
 @pytest.fixture(autouse=True)

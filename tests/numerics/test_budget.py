@@ -79,6 +79,7 @@ def test_steps_equal_eager(model, subtests):
             check_run(case, budget, *step.run({**case.options(), "memory_budget": budget}))
 
 
+@pytest.mark.full
 def test_a_step_traced_once_has_the_plan_that_torch_compile_makes():
     case = Case(model="llama", decision="auto", budget="half")
     step, budget = traced(case), budget_of(case)

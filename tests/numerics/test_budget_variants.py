@@ -105,6 +105,7 @@ def test_lengths_that_the_granule_does_not_divide(seq, subtests):
     assert again == {16}
 
 
+@pytest.mark.full
 def test_alpha_moves_bytes_from_recomputation_to_copies():
     """Every alpha of MEMO's copies more than the one before and makes less again."""
     counted = []

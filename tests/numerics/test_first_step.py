@@ -109,6 +109,7 @@ def test_kernels_of_narrow_products_are_there_before_the_first_step(lowering, hi
     assert not any("no plan knows of" in note for note in memo_compile.report().notes)
 
 
+@pytest.mark.full
 @keeps_kernels
 def test_what_could_not_be_brought_before_is_named(monkeypatch):
     """The user's loss takes nothing here."""

@@ -103,6 +103,7 @@ def test_the_forward_writes_its_output_into_the_arena(varlen, monkeypatch):
     assert copied - made == align(x.nbytes)
 
 
+@pytest.mark.full
 def test_attention_with_dropout_is_not_recomputed():
     recomputed = []
     for dropout in (0.0, 0.1):

@@ -243,6 +243,7 @@ def test_output_in_scope(options, monkeypatch):
     assert_within("both", output_in_scope, budget, monkeypatch, **options)
 
 
+@pytest.mark.full
 def test_outputs_of_three_steps_in_a_list(monkeypatch):
     """What is held is learned while the program runs: too late for a plan in other tiles."""
     budget = floor_of("both", token_tiles=1) + 2 * LOGITS_BYTES
@@ -352,6 +353,7 @@ def test_a_second_live_step_finds_the_gradients_of_the_first():
     assert plan.fixed.gradients == 2 * gradients
 
 
+@pytest.mark.full
 def test_gradients_kept(monkeypatch):
     """The first refusal names what is needed where gradients exist before the step."""
     floor, words = refusal("both")

@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional
 
 import memo_compile
+from tests.numerics.training import in_ci
 
-TOKENS, WIDTH, INNER, LAYERS = 200, 1024, 256, 3
+TOKENS, WIDTH, INNER, LAYERS = 200, 1024, 256, 5
 
 
 def reductions(h):
@@ -68,7 +69,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", in_ci(READERS, "reductions", "readers"))
 @pytest.mark.parametrize(
     ("lowering", "kind"),
     [

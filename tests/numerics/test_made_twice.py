@@ -9,7 +9,6 @@ from memo_compile.planners import move_rules
 from memo_compile.planners.move_rules import closure_of, recompute_keys
 from tests.numerics import budget_cases
 from tests.numerics.budget_cases import SCHEDULES, Case, Shape, floor_bytes, reference, traced
-from tests.numerics.training import in_ci
 
 ALL, SOME = 1.0, 0.2
 """So that all of a layer takes no time, and so that some of it does."""
@@ -50,9 +49,8 @@ def made(monkeypatch) -> Made:
     return found
 
 
-@pytest.mark.parametrize(
-    ("model", "no_time"), in_ci([("llama", ALL), ("gpt2", ALL), ("llama", SOME)], ("llama", SOME))
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "no_time"), [("llama", ALL), ("gpt2", ALL), ("llama", SOME)])
 def test_slots_that_two_regions_make_equal_eager(made, monkeypatch, model, no_time):
     monkeypatch.setattr(move_rules, "NO_TIME", no_time)
     shape = f"long, no time {no_time}"  # floors are remembered by it

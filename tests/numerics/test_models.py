@@ -81,7 +81,7 @@ def assert_equals_eager(
 
 LEFT_TO_FULL = (
     *("llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "t5", "resnet", "functional_transformer"),
-    *("gpt2", "mixtral", "bert"),
+    *("gpt2", "mixtral", "bert", "qwen3_moe_dense"),
 )
 """What another case or the tests of budgets run with the same kinds of layers."""
 

@@ -230,6 +230,7 @@ def test_gradients_that_are_kept_and_do_not_fit():
     compiled(x(3)).backward()
 
 
+@pytest.mark.full
 def test_gradients_of_another_model_do_not_count():
     """Two models of one class share their compiled step."""
     budget = refusal(Stack(num_layers=4), **MOVING, memory_budget=1).floor_bytes

@@ -19,7 +19,7 @@ from memo_compile.lowering import region_cache
 from memo_compile.lowering.region_cache import CacheCounts
 from memo_compile.step.plans import Plan
 from tests.numerics.small import Pair, Stack, rows
-from tests.numerics.training import INDUCTOR, in_ci
+from tests.numerics.training import INDUCTOR
 
 NUM_REGIONS = 6
 
@@ -109,7 +109,8 @@ def exchanged(paths: list[Path]) -> None:
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", in_ci([truncated, flipped, emptied], flipped))
+@pytest.mark.full
+@pytest.mark.parametrize("damage", [truncated, flipped, emptied])
 def test_damaged_files_are_not_used_and_made_anew(store, monkeypatch, tmp_path, caplog, damage):
     """Memo's own, then the entries of torch's cache; then what is known of another region."""
     step(monkeypatch)
@@ -174,9 +175,8 @@ def no_profile(record: dict) -> None:
     record["profile"] = None
 
 
-@pytest.mark.parametrize(
-    "change", in_ci([views_left_out, another_code, inputs_left_out, no_profile], another_code)
-)
+@pytest.mark.full
+@pytest.mark.parametrize("change", [views_left_out, another_code, inputs_left_out, no_profile])
 def test_a_record_that_cannot_be_of_the_code_is_not_used(store, monkeypatch, change):
     """Its digest is right: whoever wrote it was wrong."""
     step(monkeypatch)

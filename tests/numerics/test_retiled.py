@@ -87,6 +87,7 @@ def test_the_floor_of_a_second_loss_outside():
     assert_retiled(found.value.floor_bytes)
 
 
+@pytest.mark.full
 def test_the_floor_of_two_forwards_whose_results_are_held():
     """The results of the one that waits are in the plan, as its frame is."""
     inputs = rows(1, 256, 16), torch.arange(256)

@@ -124,7 +124,8 @@ class Multiplied(nn.Module):
         return x.pow(2).mean()
 
 
-@pytest.mark.parametrize("policy", in_ci(["full-offload", "full-recompute"], "full-offload"))
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["full-offload", "full-recompute"])
 def test_what_several_segments_read_moves_with_the_last_of_them(policy):
     torch.manual_seed(0)
     options = {**OPTIONS, "policy": policy, "memory_budget": PLENTY, "debug": "poison,copies-late"}

@@ -175,6 +175,7 @@ def test_what_the_kernel_counts_late_is_not_taken_for_memory_of_the_user(
 LENGTHS = [(65, 33), (65, 65), (33, 65), (65, 33), (33, 33), (65, 65)]
 
 
+@pytest.mark.full
 def test_two_lengths_live_together_in_any_order_where_their_plans_fit() -> None:
     model = Layers()
     roomy = [torch.randn(1, 65, HIDDEN) for _ in range(2)]

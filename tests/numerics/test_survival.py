@@ -218,6 +218,7 @@ def test_a_length_that_does_not_fit_is_refused_with_one_that_does():
     assert leased_slabs() == 0
 
 
+@pytest.mark.full
 def test_a_float_that_never_settles_is_named():
     """An annealed weight: each value is a plan, and the refusal says what to pass instead."""
     model = Stack()
@@ -336,6 +337,7 @@ class StackByNumpy(Stack):
         return super().features(ByNumpy.apply(super().features(x)))
 
 
+@pytest.mark.full
 def test_an_operator_that_shows_the_arena_to_numpy_does_not_stop_the_next_plan():
     """Numpy's storages can never be resized."""
     arena = arena_of(torch.device("cpu"))

@@ -55,7 +55,8 @@ def test_op_by_op(name):
     assert_equals_eager(name, 4, lowering="aten", debug="poison")
 
 
-@pytest.mark.parametrize("name", in_ci(MODELS))
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
 def test_op_by_op_without_a_tile_in_the_middle(name):
     assert_equals_eager(name, 2, lowering="aten", debug="poison")
 
@@ -71,9 +72,8 @@ def test_tiles_of_a_step_that_moves(policy):
         assert {row.tensor.split()[0] for row in kept} == {"embedding", "add_14"}
 
 
-@pytest.mark.parametrize(
-    "debug", in_ci(["poison,copies-early", "poison,copies-late"], "poison,copies-late")
-)
+@pytest.mark.full
+@pytest.mark.parametrize("debug", ["poison,copies-early", "poison,copies-late"])
 def test_what_the_attention_needs_is_recomputed_after_the_mlps_backward(debug):
     """Policy memo keeps what attention returns, so that the rest is made in two parts."""
     more = {"policy": "memo", "alpha": 0.0, "token_granule": 4, "debug": debug}

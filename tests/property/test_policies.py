@@ -82,6 +82,7 @@ class WithHoles:
         self.peak_bytes = int(peak_live_bytes(problem) * (1 + holes))
 
 
+@pytest.mark.full
 @settings(max_examples=8, deadline=None)
 @given(
     num_layers=st.integers(2, 5),

@@ -60,6 +60,7 @@ def test_a_region_that_draws_seeds_does_not_move_the_generator():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.full
 def test_inputs_have_the_layout_that_was_traced():
     region = layer_region(models.llama)
     lowered, seen = spied(region)

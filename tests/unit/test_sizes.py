@@ -24,6 +24,7 @@ def test_parameters_that_must_be_given_by_position_count():
 
 def test_sums_that_are_too_large_are_named(monkeypatch, capsys):
     monkeypatch.setattr(check_sizes, "MAX_SUMS", {("tools",): 1})
+    monkeypatch.setattr(check_sizes, "DEFAULT_PATHS", ("tools",))
     assert check_sizes.main([]) == 1
     assert "lines, at most 1" in capsys.readouterr().out
 
