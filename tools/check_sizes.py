@@ -28,7 +28,7 @@ FIXED_SIGNATURES = (
 
 MAX_SUMS = {
     ("memo_compile", "runtime"): 62_000,
-    ("tests",): 57_700,
+    ("tests",): 56_500,
     ("benchmarks",): 8_000,
 }
 """The lines of Python that parts of the project may have in all. Lower these as code goes."""
