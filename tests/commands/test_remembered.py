@@ -94,6 +94,7 @@ def test_what_takes_seconds_is_said(store):
     assert second == [("planning, whole",)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "damaged",
     [

@@ -201,12 +201,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, str]]]] = {
 
 
 IN_CI = (
-    "one layer with a loop over experts",
     "two local, one global, and a rest",
-    "a single stranger",
     "MLP, attention, MLP is one layer",
     "stages of layers",
-    "shared weights",
     "two towers",
     "dropout in three layers",
     "encoder and decoder",

@@ -141,7 +141,8 @@ def halves(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
-@pytest.mark.parametrize("inputs", in_ci([apart, shifted, halves], shifted))
+@pytest.mark.full
+@pytest.mark.parametrize("inputs", [apart, shifted, halves])
 def test_inputs_that_share_a_length(counts, inputs):
     pair = Pair(Labelled(attends))
     for tokens in LENGTHS[:6]:

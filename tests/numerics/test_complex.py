@@ -121,7 +121,8 @@ def test_also_as_inductor_lowers_it(kind):
     assert_trains_as_eager(kind, policy="full-offload", lowering="inductor")
 
 
-@pytest.mark.parametrize("kind", in_ci(KINDS, "both"))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_also_within_a_budget(kind):
     torch.manual_seed(0)
     with pytest.raises(Infeasible) as caught:
@@ -146,7 +147,7 @@ class Multiplied(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", in_ci(POLICIES, "full-recompute"))
 @pytest.mark.parametrize("shown", [torch.conj, lambda z: z.conj().imag], ids=["conj", "neg"])
 def test_an_input_that_other_code_shows_conjugated_or_negated(shown, policy):
     torch.manual_seed(0)

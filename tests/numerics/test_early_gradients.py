@@ -156,6 +156,7 @@ def test_the_floor_of_accumulation_holds_one_copy_of_the_gradients():
     assert accumulated_floor() == early
 
 
+@pytest.mark.full
 def test_the_floor_with_hooks_that_use_gradients_up_holds_those_of_one_layer():
     model = wide()
     late = floor(model, early_gradients=False)

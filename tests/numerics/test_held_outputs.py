@@ -363,6 +363,7 @@ def test_gradients_kept(monkeypatch):
     assert_within("both", gradients_kept, floor + gradients, monkeypatch)
 
 
+@pytest.mark.full
 def test_outputs_that_are_dropped_need_less(monkeypatch):
     floor = floor_of("both", outputs="dropped")
     assert floor < floor_of("both")

@@ -57,7 +57,7 @@ LOSSES = {
 }
 
 
-IN_CI = ("smoothed", "soft", "shifted", "z", "capped")
+IN_CI = ("smoothed", "shifted", "capped")
 """The shifted loss is a sum that ignores some labels."""
 
 
@@ -194,6 +194,7 @@ def test_without_the_pass(modified):
     assert modified == []
 
 
+@pytest.mark.full
 def test_inductor(modified):
     model = WithHead(_shifted)
     assert_equals_eager(model, lowering="inductor", dtype=torch.bfloat16, token_tiles=4)

@@ -139,6 +139,12 @@ CASES = {
 }
 
 
+IN_CI = (
+    *("copied_into", "written_at_indices", "written_twice", "seen_through_views"),
+    *("times_ones", "running_statistics"),
+)
+
+
 def _assert_trains_as_eager(model: nn.Module, **options: object) -> None:
     twin = copy.deepcopy(model)
     planned = memo_compiled(model, **options)
@@ -157,7 +163,7 @@ def _assert_trains_as_eager(model: nn.Module, **options: object) -> None:
     ("name", "options"),
     in_ci(
         itertools.product(CASES, (TILED, RECOMPUTED)),
-        *zip(CASES, itertools.cycle((RECOMPUTED, TILED)), strict=False),
+        *zip(IN_CI, itertools.cycle((RECOMPUTED, TILED)), strict=False),
     ),
     ids=str,
 )
@@ -173,7 +179,9 @@ def test_what_a_batch_norm_makes_is_made_again():
     assert plan.recomputed_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["scaled_after", "copied_into", "written_twice"])
+@pytest.mark.parametrize(
+    "name", in_ci(["scaled_after", "copied_into", "written_twice"], "scaled_after")
+)
 def test_one_buffer_of_all_layers(name):
     _assert_trains_as_eager(Blocks(*CASES[name], shares=True), policy="full-recompute")
 

@@ -49,7 +49,8 @@ def assert_equals_eager(name: str, tiles: int, num_layers: int = 2, **options: o
     assert leased_slabs() == 0
 
 
-@pytest.mark.parametrize("name", in_ci(MODELS, "mixtral"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
 def test_op_by_op(name):
     """A first tile, two in the middle, a last one; test_budget runs the other models so."""
     assert_equals_eager(name, 4, lowering="aten", debug="poison")

@@ -69,9 +69,6 @@ def test_tied_weights():
     plan = memo_compile.report().plans[-1]
     unique = sum(parameter.numel() * parameter.element_size() for parameter in case[0].parameters())
     assert plan.fixed.parameters == unique
-    train(models.llama(num_layers=2), compiled_by_memo(), [sgd], steps=1)
-    apart = memo_compile.report().plans[-1]
-    assert plan.arena_bytes <= apart.arena_bytes  # neither part of the gradient waits in it
 
 
 class OneWeight(nn.Module):
