@@ -418,13 +418,6 @@ def test_the_longest_sequence_is_found_where_nothing_is_known_of_the_floor(monke
     assert longest(question(seq=None), lambda *_: None) == 77 * 1024
 
 
-def test_a_length_for_which_only_the_whole_choice_has_a_plan_counts(monkeypatch):
-    for name, limit in (("_least_bytes", 70 * 1024), ("_whole_bytes", 72 * 1024)):
-        needed = _needing(limit)
-        monkeypatch.setattr(forecasting, name, lambda asked, _, of=needed: of(asked).num_bytes)
-    assert longest(question(seq=None), lambda *_: None) == 72 * 1024
-
-
 def test_max_seq_is_in_the_answer(capsys, monkeypatch):
     monkeypatch.setattr(forecasting, "needed", _needing(3 * 1024))
     code, out, err = plan(capsys, "tiny-gpt", "--max-seq", "--hardware", "a100", "--json")

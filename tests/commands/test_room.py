@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,33 +119,3 @@ def test_what_a_plan_takes_leaves_room_for_it_and_no_byte_more(num_frames, arena
     assert config.plan_bytes(taken, beside) == beside + arena
     assert config.plan_bytes(taken - 1, beside) < beside + arena
     assert config.plan_bytes(beside - 1, beside) == beside - 1
-
-
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_a_plan_with_more_beside_its_arena_is_looked_for_again(monkeypatch, is_faster):
-    """Of 2,000 bytes an arena may have 990 beside 1,000, a plan has 1,990; and 495 beside 1,500."""
-    found = [plan_with(1500, 400, 2.0), plan_with(1500, 490, 1.0 if is_faster else 3.0)]
-    asked_bytes = []
-
-    def plan(question, model, *, plan_bytes=None):
-        asked_bytes.append(plan_bytes)
-        return SimpleNamespace(plan=found[len(asked_bytes) - 1])
-
-    def answer(question, model, step):
-        taken = question.room.taken_bytes(step.plan)
-        return SimpleNamespace(step=step, step_s=step.plan.step_s, fits=taken <= 2000)
-
-    monkeypatch.setattr(forecasting, "_plan", plan)
-    monkeypatch.setattr(forecasting, "_answer", answer)
-    room = Room(budget_bytes=2000, num_frames=1, missed_percent=1)
-    best = forecasting._within_budget(SimpleNamespace(room=room), None)
-    assert asked_bytes == [None, 1500 + 500 * 100 // 101]
-    assert best.step.plan is found[is_faster]
-
-
-def plan_with(beside_bytes, arena_bytes, step_s):
-    peak = beside_bytes + arena_bytes
-    point = SimpleNamespace(step_s=1.0, peak_bytes=1990)
-    return SimpleNamespace(
-        peak_bytes=peak, arena_bytes=arena_bytes, step_s=step_s, frontier=(point,)
-    )

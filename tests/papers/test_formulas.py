@@ -9,21 +9,16 @@ import pytest
 
 from benchmarks import memo_tables
 from benchmarks.memo_steps import (
-    MemoPolicy,
     Rates,
     Training,
-    choose_alpha,
-    estimate_step,
     layer_times,
     rotating_step_s,
 )
-from memo_compile.cli.main import main
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
 from memo_compile.errors import InputError
 from memo_compile.papers.layer_costs import Efficiency
 from memo_compile.papers.memo.alpha import compute_alpha
-from memo_compile.planners.policy.named import QUANTA
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -40,30 +35,11 @@ def test_named_shapes_are_those_of_table_2(row):
     assert found == tuple(int(row[key]) for key in ("n_layers", "h", "h_ffn", "n_head", "n_vocab"))
 
 
-def test_worked_example_of_alpha(capsys):
-    """GPT-7B, 512K tokens, tp 4, cp 2, 32 GB/s, 250 GB per GPU, half of an A800's FLOP/s."""
-    call = "--hidden 4096 --layers 32 --seq 524288 --tp 4 --cp 2 --pp 1"
-    rates = "--bandwidth 32e9 --host-bytes 250e9 --flops 156e12 --json"
-    with pytest.raises(SystemExit) as left:
-        main(["alpha", *call.split(), *rates.split()])
-    body = json.loads(capsys.readouterr().out)
-    assert left.value.code == 0
-    assert body["alpha_bandwidth"] == pytest.approx(8.2592, abs=1e-4)
-    assert body["alpha_host"] == pytest.approx(0.9659, abs=1e-4)
-    assert body["alpha"] == body["alpha_host"]
-    assert body["alpha_quantised"] == 0.5
-
-
 PUBLISHED = [
     row
     for row in rows_of("memo_strategies.csv")
     if row["system"] == "Memo" and row["status"] == "ok"
 ]
-
-
-def test_there_are_44_published_alphas():
-    assert len(PUBLISHED) == 44
-    assert {float(row["alpha"]) for row in PUBLISHED} <= set(QUANTA)
 
 
 @pytest.mark.parametrize(
@@ -136,32 +112,6 @@ def test_a_layer_moves_sixteen_units():
     assert times.others_bytes == 14 * unit_bytes
     assert times.others_s < times.forward_s
     assert 2 * times.forward_s < times.backward_s < 3 * times.forward_s
-
-
-@pytest.mark.parametrize("seq", [64 * 1024, 256 * 1024, 896 * 1024])
-def test_no_extreme_that_fits_the_host_beats_the_plan(seq):
-    steps = {policy: estimate_step(training(seq), RATES, policy) for policy in MemoPolicy}
-    memo = steps[MemoPolicy.MEMO]
-    assert memo.host_bytes <= 250e9
-    fitting = [step for step in steps.values() if step.host_bytes <= 250e9]
-    assert memo.step_s <= min(step.step_s for step in fitting) * (1 + 1e-9)
-
-
-def test_full_offload_of_half_a_million_tokens_is_beyond_the_host():
-    """Table 4's column ends there; two layers of 32 stay on the device."""
-    full = estimate_step(training(512 * 1024), RATES, MemoPolicy.FULL_OFFLOAD)
-    assert full.host_bytes == 30 * 16 * 2 * 4096 * 512 * 1024 / 8
-    assert full.host_bytes > 250e9
-
-
-def test_alpha_falls_with_the_host_and_recomputation_grows():
-    plenty, little = (
-        estimate_step(training(512 * 1024, host_bytes=size), RATES, MemoPolicy.MEMO)
-        for size in (300e9, 70e9)
-    )
-    assert (plenty.alpha, little.alpha) == (1.0, 0.125)
-    assert little.step_s > plenty.step_s
-    assert choose_alpha(training(512 * 1024), RATES).quantised == 0.5
 
 
 def test_what_the_closed_form_does_not_cover_is_refused():

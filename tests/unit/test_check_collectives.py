@@ -96,6 +96,19 @@ def test_a_wait_is_missing(problem, name):
     expect(faults(dropped(problem, named(problem, name))), f"{name} is missing")
 
 
+def test_a_wait_that_cannot_be(problem):
+    """For what was not begun, twice, or without the input that the collective reads."""
+    at = named(problem, "wait.gather@5")
+    not_begun = dropped(problem, named(problem, "gather@5"))
+    expect(faults(not_begun), "wait.gather@5 waits for gather@5, but it was not issued before")
+    again = dataclasses.replace(problem.calls[at], name="again", outputs=("e2",))
+    twice = with_calls(problem, (*problem.calls[: at + 1], again, *problem.calls[at + 1 :]))
+    expect(faults(twice), "again waits for gather@5, but it was waited for before")
+    expect(faults(twice), "again is no wait of the step without moves")
+    moved = replaced(problem, at, inputs=("c", "x1"))
+    expect(faults(moved), "wait.gather@5 waits for gather@5, which holds ('c', 'd'), with")
+
+
 @pytest.mark.parametrize("value", ["d", "c"])
 def test_a_write_while_it_is_in_flight(value):
     """Into the input, or the output, between the beginning and the wait."""

@@ -12,7 +12,9 @@ from memo_compile.reporting.compare import measured_peak
 from memo_compile.reporting.snapshot import memory_snapshot
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.movable import StepCosts
-from memo_compile.step.serialise import to_json
+from memo_compile.step.problem import Problem
+from memo_compile.step.program_text import program_text
+from memo_compile.step.serialise import from_json, to_json
 from memo_compile.step.simulate import simulate
 from tests.steps.pictures import ATTN, MIB, SECONDS, layered
 
@@ -192,6 +194,14 @@ def test_replay_gives_the_same_plan(capsys, dump):
     assert "the plan equals plan.json" in out
     assert "simulation  skipped: the dump has no costs.json" in out
     assert "check       ok" in out
+
+
+def test_replay_prints_the_step_program(capsys, dump):
+    code, out, _ = run(capsys, "replay", dump, "--program")
+    assert code == 0
+    problem = from_json((dump / "problem.json").read_text(), Problem)
+    assert out == program_text(problem)
+    assert len(out.splitlines()) >= len(problem.calls)
 
 
 def test_replay_simulates_and_draws(capsys, tmp_path):

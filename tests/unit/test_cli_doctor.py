@@ -41,6 +41,15 @@ def test_exit_code_says_whether_memo_can_run(health, code, argv, capsys, monkeyp
     assert run(argv, capsys)[0] == code
 
 
+def test_remedies_are_printed_as_they_are(capsys, monkeypatch):
+    broken = finding(Health.BROKEN, text="[Errno 2] gone", remedy="pip install memo-compile[fast]")
+    monkeypatch.setattr(checkup, "examine", lambda: [broken])
+    _code, out = run([], capsys)
+    assert "[Errno 2] gone" in out
+    assert "torch: pip install memo-compile[fast]" in out
+    assert "memo cannot run here" in out
+
+
 def test_json_names_what_is_missing():
     found = doctor.as_dict([finding(Health.LIMITED, name="numba", remedy="pip install numba")])
     assert found == {
@@ -113,3 +122,10 @@ def test_a_compiler_that_works_is_found_to():
 def test_a_compiler_that_is_absent_or_fails_is_named():
     assert "no-such-compiler" in checkup.try_compiler("no-such-compiler")
     assert checkup.try_compiler("false").startswith("false fails")
+
+
+def test_a_bad_rank_count_is_a_finding(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
+    (found,) = checkup._memory()
+    assert found.health is Health.LIMITED
+    assert "LOCAL_WORLD_SIZE: expected an integer of at least 1, got 'many'" in found.text

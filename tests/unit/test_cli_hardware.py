@@ -9,7 +9,7 @@ import torch
 from memo_compile.cli.main import main
 from memo_compile.costs import hardware_measure
 from memo_compile.costs.hardware import FIGURES, HARDWARE, find_hardware
-from memo_compile.costs.hardware_measure import measure_hardware
+from memo_compile.costs.hardware_measure import measure_hardware, pick_device
 from memo_compile.errors import InputError
 
 
@@ -76,6 +76,15 @@ def test_measure_prints_one_object_and_progress_beside_it(capsys, tmp_path, monk
     assert body["figures"]["d2h_bytes_per_s"]["value"] > 1e7
 
 
+def test_a_busy_machine_is_said_to_be_one(capsys, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 1.0, 1.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    code, out, err = run(capsys, "hardware", "measure", "--device", "cpu", "--json")
+    assert code == 0
+    assert json.loads(out)["schema_version"] == 1
+    assert "other processes use this machine (load 9.0 on 4 cores)" in err
+
+
 def test_a_measured_file_works_where_a_name_does(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, "hardware", "measure", "--device", "cpu")
@@ -137,6 +146,13 @@ def test_a_cpu_takes_no_figure_from_the_assumed_profile(monkeypatch):
     assert profile.name == name
     assert profile.link_bytes_per_s == profile.d2h_bytes_per_s
     assert "one device to measure" in profile.source_of("link_bytes_per_s").document
+
+
+def test_without_a_gpu_the_cpu_is_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device(None) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device(None) == torch.device("cuda", 0)
 
 
 def test_a_host_that_does_not_say_its_memory_is_refused(monkeypatch):

@@ -46,6 +46,16 @@ def test_heu(capsys, tmp_path):
     assert body["peak_bytes"] <= 40
 
 
+def test_heu_token_split_prints_fractions(capsys, tmp_path):
+    path = write(tmp_path, KNOWN["heu"][6]["instance"])
+    code, body, _ = run(capsys, "lynx", "heu", path, "--token-split")
+    assert code == 0
+    assert body["objective"] < KNOWN["heu"][6]["optimum"]
+    parts = [part for window in body["windows"] for part in window]
+    assert all(part.keys() == {"op", "fraction"} for part in parts)
+    assert any(part["fraction"] < 1 for part in parts)
+
+
 def test_opt(capsys, tmp_path):
     entry = KNOWN["opt"][5]
     code, body, _ = run(capsys, "lynx", "opt", write(tmp_path, entry["instance"]), "--json")
@@ -124,6 +134,12 @@ def test_offload_fraction(capsys):
     assert (body["chunks_in_flight"], body["fits"]) == (111, True)
     assert body["resident_chunks"] == pytest.approx(4 + 107 * (1 - body["alpha"]))
     assert run(capsys, *OFFLOAD)[1].split()[-2:] == ["fits", "yes"]
+
+
+def test_offload_fraction_that_does_not_fit(capsys):
+    code, body, err = run(capsys, *OFFLOAD[:-1], "20GiB", "--json")
+    assert (code, body["alpha"], body["fits"], body["resident_chunks"]) == (1, 1.0, False, 4.0)
+    assert re.fullmatch(r"memo: does not fit: budget 20.00 GiB < 41.09 GiB .* 4 chunks .*\n", err)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +232,14 @@ JOINT = {
     "budget": 220,
     "extra_time": [0, 0, 50],
 }
+
+
+def test_search_where_nothing_fits(capsys):
+    argv = "search --model 175b --gpus 8 --seq 4096 --global-batch 256 --json".split()
+    code, body, err = run(capsys, *argv)
+    assert (code, body["status"], body["configurations"]) == (1, "infeasible", [])
+    assert "smallest peak of 630 configurations" in err
+    assert run(capsys, *argv, "--budget", "0%")[0] == 2
 
 
 def test_stages_with_policies(capsys, tmp_path):

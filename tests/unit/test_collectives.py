@@ -8,6 +8,7 @@ import pytest
 import torch
 from memo_runtime import collectives
 from memo_runtime.collectives import (
+    Collective,
     CollectiveEngine,
     CollectiveError,
     CollectiveKind,
@@ -275,3 +276,8 @@ def test_a_forked_process_does_not_wait(monkeypatch):
         engine.wait(flight)
     engine.settle(flight)
     assert log == ["begin a"]
+
+
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(CollectiveError, match=r"expected a reduction of .*, got 'xor'"):
+        Collective(kind=CollectiveKind.ALL_REDUCE, group_name="0", reduce_op="xor")

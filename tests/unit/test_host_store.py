@@ -32,6 +32,12 @@ def test_bytes_are_views_of_one_page_aligned_memory():
     assert store.bytes(0, 1000).numel() == 0
 
 
+@pytest.mark.parametrize(("num", "offset"), [(1001, 0), (1, 1000), (1, -1)])
+def test_a_range_outside_is_an_error(num, offset):
+    with pytest.raises(AssertionError, match="expected a range inside 1000 B of host memory"):
+        HostStore("shm", 1000).bytes(num, offset)
+
+
 def test_shared_memory_counts_as_shmem_and_goes_when_closed():
     gc.collect()
     shmem, anonymous = resident("RssShmem"), resident("RssAnon")
@@ -79,6 +85,11 @@ def test_a_refusal_names_size_kind_and_options(kind, size, reason):
 def test_a_full_disk_is_refused_before_the_first_copy(tmp_path):
     with pytest.raises(HostStoreError, match=r"host memory for offloaded activations was refused"):
         HostStore(f"file:{tmp_path}", 1 << 60)
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(HostStoreError, match="expected the host store to be shm, pinned or file:"):
+        HostStore("tape", 4096)
 
 
 class FakeCudart:

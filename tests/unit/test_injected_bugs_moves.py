@@ -28,6 +28,7 @@ from tests.steps.bugs import (
     RUN,
     WAIT,
     calls_of,
+    dropped,
     expect,
     faults,
     named,
@@ -247,6 +248,15 @@ def test_a_call_of_another_form(name, index):
     wrong = replaced(moved, index, region="nowhere")
     found = faults(shape_of(name), wrong, plan_of(name))
     expect(found, f"{call.name} runs nowhere, which is no region")
+
+
+def test_a_region_of_the_step_is_left_out():
+    shape = shape_of("offload only")
+    calls = shape.moved.calls
+    first = next(at for at, call in enumerate(calls) if call.kind is RUN)
+    expect(faults(shape, dropped(shape.moved, first)), "the step without moves runs F0")
+    last = named(shape.moved, shape.original.calls[-1].name)
+    expect(faults(shape, dropped(shape.moved, last)), f"{calls[last].name} is missing")
 
 
 def test_another_frame_and_other_regions():
