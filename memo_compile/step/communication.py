@@ -14,33 +14,34 @@ from memo_compile.step.problem import (
 
 
 def value_sizes(problem: Problem, wanted: Set[str] | None = None) -> dict[str, int]:
-    """Value -> bytes of its arena buffer, for what calls make there, and what waits show.
+    """Returns the bytes of the arena buffer of every value that a call makes there.
 
-    A wait shows the buffer that its collective has written. That stands under the wait's name too.
-    ``wanted`` are those values that are asked for, if no wait shows them.
+    The output of a COMM_WAIT is listed as well: it lies in the buffer that the collective wrote.
+    With ``wanted`` only calls that make one of these values are looked at; no COMM_WAIT's output
+    may be among them.
     """
     sizes: dict[str, int] = {}
-    made = {name: _arena_outputs(region) for name, region in problem.regions.items()}
-    talking = []
+    buffers_of = {name: _arena_outputs(region) for name, region in problem.regions.items()}
+    collective_calls = []
     for call in problem.calls:
         if call.region == COPY_REGION or (wanted and wanted.isdisjoint(call.outputs)):
             continue
-        inside = call.into_buffers()
-        for position, buffer, size_bytes in made[call.region]:
-            if buffer not in inside:
+        inside_others = call.into_buffers()
+        for position, buffer, size_bytes in buffers_of[call.region]:
+            if buffer not in inside_others:
                 sizes[call.outputs[position]] = size_bytes
         if call.kind is CallKind.ISSUE or call.kind is CallKind.COMM_WAIT:
-            talking.append(call)
-    for call in talking:
+            collective_calls.append(call)
+    for call in collective_calls:
         for output, value in problem.made_by(call):
-            shown = call.inputs[0] if output.index == 0 else ""
-            if value not in sizes and shown in sizes:
-                sizes[value] = sizes[shown]
+            written = call.inputs[0] if output.index == 0 else ""
+            if value not in sizes and written in sizes:
+                sizes[value] = sizes[written]
     return sizes
 
 
 def _arena_outputs(region: RegionProfile) -> list[tuple[int, int, int]]:
-    """(position, index of its buffer, bytes of that) of each output in the arena."""
+    """Returns (position, index of its buffer, bytes of that) of each output in the arena."""
     return [
         (position, output.index, region.buffers[output.index].size_bytes)
         for position, output in enumerate(region.outputs)
@@ -49,28 +50,28 @@ def _arena_outputs(region: RegionProfile) -> list[tuple[int, int, int]]:
 
 
 def handed_on(problem: Problem) -> frozenset[str]:
-    """Values that only a collective and its wait read: what is in flight, and in its place."""
-    found: set[str] = set()
+    """Returns the values that only collectives and their waits read, such as what is in flight."""
+    handed_on: set[str] = set()
     readers: dict[str, set[CallKind]] = {}
     for call in problem.calls:
         for value in call.inputs:
             readers.setdefault(value, set()).add(call.kind)
     for call in problem.calls:
         if call.kind is CallKind.COMM_WAIT:
-            found.update(
+            handed_on.update(
                 value
                 for value in call.inputs
                 if readers[value] <= {CallKind.ISSUE, CallKind.COMM_WAIT}
             )
-    return frozenset(found)
+    return frozenset(handed_on)
 
 
 def comm_bytes(problem: Problem, call: StepCall) -> int:
-    """Bytes of the larger of what the ISSUE ``call`` reads and makes."""
+    """Returns the bytes that the ISSUE ``call`` reads, or those that it makes if they are more."""
     region = problem.regions[call.region]
     return max(layouts_bytes(call.reads), layouts_bytes(region.output_layouts))
 
 
 def layouts_bytes(layouts: Layouts) -> int:
-    """Bytes of the numbers of all tensors among ``layouts``."""
+    """Returns the bytes of the elements of all tensors among ``layouts``."""
     return sum(layout.num_elements * layout.item_bytes for layout in layouts if layout is not None)

@@ -15,29 +15,28 @@ HalfKey = tuple[Phase, int]
 """Phase and member."""
 
 RUNS = (CallKind.RUN, CallKind.RECOMPUTE, CallKind.ISSUE, CallKind.COMM_WAIT)
-"""Calls that run a region, or talk to other ranks: in the half of their member, which alone has
-its inputs."""
+"""Calls that run a region or a collective: only the half of their own member has their inputs."""
 
 
 def half_keys(problem: Problem) -> tuple[HalfKey, ...]:
-    """The halves in the order in which they run; a step on paper has two."""
+    """Returns the halves in the order in which they run; a step without any listed has two."""
     if not problem.halves:
         return ((Phase.FORWARD, 0), (Phase.BACKWARD, 0))
     return tuple((half.phase, half.member) for half in problem.halves)
 
 
 def halves_of_calls(problem: Problem) -> tuple[int, ...]:
-    """Per call the index of the half that runs it.
+    """Returns for each call the index of the half that runs it.
 
-    Copies and waits stand between regions. Where these are of two halves, the earlier one begins
-    the copies, so that they run beside what the user's code does in between; what stands behind
-    the last of them is left to the later one.
+    Copies and waits stand in gaps between regions. In a gap between two halves the earlier half
+    issues the copies, so that they run beside the user's code between the halves; the waits
+    behind the last issued copy belong to the later half.
     """
     keys = half_keys(problem)
     index_of = {key: at for at, key in enumerate(keys)}
-    found: list[int] = []
+    halves: list[int] = []
     gap: list[StepCall] = []
-    before = own = 0
+    earlier = half = 0
     phase = member = None
     for call in problem.calls:
         if call.kind not in RUNS:
@@ -45,32 +44,31 @@ def halves_of_calls(problem: Problem) -> tuple[int, ...]:
             continue
         if call.phase is not phase or call.member != member:
             phase, member = call.phase, call.member
-            own = index_of[phase, member]
+            half = index_of[phase, member]
         if gap:
-            found += [own] * len(gap) if before == own else _of_gap(gap, keys, before, own)
+            halves += [half] * len(gap) if earlier == half else _of_gap(gap, keys, earlier, half)
             gap = []
-        found.append(own)
-        before = own
-    last = len(keys) - 1
-    return (*found, *(_of_gap(gap, keys, before, last)))
+        halves.append(half)
+        earlier = half
+    return (*halves, *_of_gap(gap, keys, earlier, len(keys) - 1))
 
 
 def _of_gap(
-    gap: Sequence[StepCall], keys: Sequence[HalfKey], before: int, own: int
+    gap: Sequence[StepCall], keys: Sequence[HalfKey], earlier: int, later: int
 ) -> Iterator[int]:
-    """The half of each copy and wait between regions of half ``before`` and of half ``own``.
+    """Yields the half of each copy and wait between regions of two halves.
 
-    The earlier one ends with the last copy that is issued; where a backward follows a forward,
-    with the last call of a forward.
+    The earlier half ends with the last copy that is issued; where it is a forward and the later
+    one a backward, with the last copy or wait of phase FORWARD.
     """
-    turns = keys[before][0] is Phase.FORWARD and keys[own][0] is Phase.BACKWARD
+    turns = keys[earlier][0] is Phase.FORWARD and keys[later][0] is Phase.BACKWARD
     ends = (call.phase is Phase.FORWARD if turns else call.copy is not None for call in gap)
     last = max((at for at, is_end in enumerate(ends) if is_end), default=-1)
     for at in range(len(gap)):
-        yield before if at <= last else own
+        yield earlier if at <= last else later
 
 
 def half_starts(problem: Problem) -> tuple[int, ...]:
-    """Per half the index of its first call, and the number of calls as last."""
+    """Returns for each half the index of its first call, and behind them the number of calls."""
     of_calls = halves_of_calls(problem)
     return tuple(bisect.bisect_left(of_calls, half) for half in range(len(half_keys(problem)) + 1))

@@ -1,86 +1,82 @@
-"""When a step has no more use for a gradient, and for what it is the gradient of.
+"""After which call of the backward a gradient can be handed to autograd.
 
 A gradient may leave the step after the last call that adds to it or reads it. A hook that runs then
-may change the parameter, so that no later call may read that one either. Autograd adds a gradient
-that leaves to the one that exists, or a hook uses it up: then it is gone before the next call.
+may change the parameter, so no later call may read the parameter either. Where autograd adds the
+gradient to an existing one, or a hook uses it up, its memory is free before the next call.
 """
 
-from memo_compile.step.problem import Half, Phase, Problem, Storage
+from memo_compile.step.problem import Phase, Problem, Storage
 
 
 def last_uses(problem: Problem) -> dict[str, int]:
-    """Value at the root of a storage -> the last call that makes, reads or writes what lies there.
+    """Returns for each storage the index of the last call that makes, reads or writes in it.
 
-    The roots are of ``storage_roots``. Calls are counted over both halves.
+    A storage is named by its root (see ``storage_roots``).
     """
     roots = storage_roots(problem)
-    found: dict[str, int] = {}
+    last_use: dict[str, int] = {}
     for index, call in enumerate(problem.calls):
         for value in (*call.inputs, *call.outputs, *(into.value for into in call.into)):
-            found[roots.get(value, value)] = index
-    return found
+            last_use[roots.get(value, value)] = index
+    return last_use
 
 
 def storage_roots(problem: Problem) -> dict[str, str]:
-    """Value that lies in another's storage -> the first value there."""
+    """Returns for each value that lies in another's storage the first value there, its root."""
     roots: dict[str, str] = {}
     sharing = {name for name, region in problem.regions.items() if region.shares_storage}
     for call in problem.calls:
         for output, value in problem.made_by(call) if call.into or call.region in sharing else ():
-            around = call.value_around(output.index) if output.storage is Storage.ARENA else None
+            holder = call.value_around(output.index) if output.storage is Storage.ARENA else None
             if output.storage is Storage.INPUT and output.index is not None:
-                around = call.inputs[output.index]
+                holder = call.inputs[output.index]
             elif output.same_as is not None:
-                around = call.outputs[output.same_as]
-            if around is not None and around != value:
-                roots[value] = roots.get(around, around)
+                holder = call.outputs[output.same_as]
+            if holder is not None and holder != value:
+                roots[value] = roots.get(holder, holder)
     return roots
 
 
 def ready_after(problem: Problem) -> tuple[int, ...] | None:
-    """Per result of the backward the index of the call after which it may leave; -1: before all.
+    """Returns for each result of the backward the index of the call after which it may leave.
 
-    None where results and the forward's arguments do not belong together one by one, and in a
-    group, whose gradients leave at the end of each half.
+    -1: before all calls. None where the backward's results are not one for each argument of the
+    forward, and in a group, whose gradients leave at the end of each half.
     """
     if len(problem.halves) != 2:
         return None
     forward, backward = problem.halves
-    if not _are_gradients(forward, backward):
+    if len(forward.arguments) != len(backward.results):
         return None
     roots, last = storage_roots(problem), last_uses(problem)
-    made: dict[str, int] = {}
-    for value, parameter in zip(backward.results, forward.arguments, strict=True):
-        if value is not None:
-            root = roots.get(value, value)
-            uses = (last.get(root, -1), last.get(parameter, -1), made.get(root, -1))
-            made[root] = max(uses)
+    ready: dict[str, int] = {}
+    for gradient, parameter in zip(backward.results, forward.arguments, strict=True):
+        if gradient is not None:
+            root = roots.get(gradient, gradient)
+            uses = (last.get(root, -1), last.get(parameter, -1), ready.get(root, -1))
+            ready[root] = max(uses)
     return tuple(
-        -1 if value is None else made[roots.get(value, value)] for value in backward.results
+        -1 if gradient is None else ready[roots.get(gradient, gradient)]
+        for gradient in backward.results
     )
 
 
 def leaving_after(problem: Problem) -> dict[str, int]:
-    """Value that the backward makes in ordinary memory -> the call after which it is gone.
+    """Returns for each gradient of ``problem.leaving`` the call after which its memory is free.
 
-    Only of ``problem.leaving``; where another result lies in the same storage, both must leave.
+    A gradient is named by the root of its storage; all results in one storage must leave.
     """
     ready = ready_after(problem) if problem.leaving else None
     if ready is None:
         return {}
     roots = storage_roots(problem)
     backward = next(half for half in problem.halves if half.phase is Phase.BACKWARD)
-    gone: dict[str, int] = {}
-    stays = set()
+    free_after: dict[str, int] = {}
+    staying = set()
     for value, after in zip(backward.results, ready, strict=True):
-        if value is None:
-            continue
-        root = roots.get(value, value)
-        gone[root] = after
-        if value not in problem.leaving:
-            stays.add(root)
-    return {root: after for root, after in gone.items() if root not in stays}
-
-
-def _are_gradients(forward: Half, backward: Half) -> bool:
-    return len(forward.arguments) == len(backward.results)
+        if value is not None:
+            root = roots.get(value, value)
+            free_after[root] = after
+            if value not in problem.leaving:
+                staying.add(root)
+    return {root: after for root, after in free_after.items() if root not in staying}

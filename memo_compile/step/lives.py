@@ -1,8 +1,8 @@
-"""When values are read last, and how many bytes of the arena are alive: of many alike programs.
+"""Last reads of values and live bytes of the arena, found quickly for many similar programs.
 
-Programs that are made of one step by different moves share most of their calls. ``CallTables``
-keeps what such a call reads and makes as rows of numbers, so that a program is a few arrays, put
-together from the rows of its calls.
+The programs that different moves make of one step share most of their ``StepCall`` objects.
+``CallTables`` turns what a call reads and makes into rows of integers once; the arrays of a whole
+program are then concatenations of its calls' rows, and numpy does the rest.
 """
 
 import itertools
@@ -23,28 +23,31 @@ from memo_compile.step.problem import (
 )
 
 MOST_CALLS = 60_000
-"""So many calls are kept, in about 30 MiB: of a step of 80 layers and of a hundred programs."""
+"""Most calls that are kept, in about 30 MiB: those of a hundred programs of 80 layers."""
 
 _NOTHING = 0
-"""The number that stands for no value; nothing reads it."""
+"""The number of no value: no call reads it."""
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows of numbers, each found by its own number; an entry is a number in each column."""
+    """Rows of different lengths, kept end to end in one array.
+
+    A row is a list of entries, an entry has an integer in each column. Row 0 is the first added.
+    """
 
     _values: Any = field(default_factory=lambda: np.zeros((1, 0), dtype=np.int64))
     """(columns, entries), with room for more."""
     _bounds: Any = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
-    """(2, rows), with room for more: the first entry of a row, and how many it has."""
+    """(2, rows), with room for more: index of a row's first entry, and how many it has."""
     _num_entries: int = 0
     _num_rows: int = 0
     _new: list[list[int]] = field(default_factory=lambda: [[]])
-    """Columns of the entries that are not in ``_values`` yet."""
+    """Columns of the entries that were added, but are not in ``_values`` yet."""
     _new_counts: list[int] = field(default_factory=list)
 
     def add(self, *columns: Sequence[int]) -> int:
-        """Keep a row; its number. Columns that it lacks are filled up with ``_NOTHING``."""
+        """Adds a row; returns its number. Columns that it lacks are filled with ``_NOTHING``."""
         count = len(columns[0]) if columns else 0
         while len(self._new) < len(columns):
             self._new.append([_NOTHING] * len(self._new[0]))
@@ -54,38 +57,38 @@ class _Rows:
         return self._num_rows + len(self._new_counts) - 1
 
     def counts(self, numbers: Any) -> Any:
-        """How many entries each of these rows has."""
-        self._put_away()
+        """Returns how many entries each of these rows has."""
+        self._store_new()
         return self._bounds[1, numbers]
 
     def joined(self, numbers: Any) -> Any:
-        """(columns, entries) of these rows, one behind the other."""
-        self._put_away()
+        """Returns the entries of these rows, one row behind the other: (columns, entries)."""
+        self._store_new()
         firsts, counts = self._bounds[:, numbers]
         ends = np.cumsum(counts)
         return self._values[:, np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1])]
 
-    def _put_away(self) -> None:
+    def _store_new(self) -> None:
         if not self._new_counts:
             return
         entries = np.array(self._new, dtype=np.int64)
-        self._values = _with(self._values, self._num_entries, entries)
+        self._values = _appended(self._values, self._num_entries, entries)
         counts = np.array(self._new_counts, dtype=np.int64)
         firsts = self._num_entries + np.cumsum(counts) - counts
-        self._bounds = _with(self._bounds, self._num_rows, np.stack([firsts, counts]))
+        self._bounds = _appended(self._bounds, self._num_rows, np.stack([firsts, counts]))
         self._num_entries += entries.shape[1]
         self._num_rows += len(counts)
         self._new, self._new_counts = [[] for _ in self._new], []
 
 
-def _with(array: Any, used: int, more: Any) -> Any:
-    """``array``, of which ``used`` entries are used, or a larger one, with ``more`` behind them."""
-    num_columns, end = len(more), used + more.shape[1]
+def _appended(array: Any, used: int, entries: Any) -> Any:
+    """Writes ``entries`` behind the ``used`` ones of ``array``; returns it, or a larger copy."""
+    num_columns, end = len(entries), used + entries.shape[1]
     if end > array.shape[1] or num_columns > len(array):
         larger = np.full((num_columns, max(2 * end, array.shape[1])), _NOTHING, dtype=np.int64)
         larger[: len(array), :used] = array[:, :used]
         array = larger
-    array[:, used:end] = more
+    array[:, used:end] = entries
     return array
 
 
@@ -93,52 +96,59 @@ class _Region(NamedTuple):
     """What the calls of one region have in common."""
 
     number: int
-    """Of its rows."""
+    """Of its rows in ``read_ends``, ``buffers`` and ``inner``."""
     profile: RegionProfile
-    """Kept, so that its identity stays its own."""
+    """Kept alive, so that no other object gets its id."""
     outputs: list[list[int]]
-    """Per buffer that lives at least as long as the call its outputs, by position."""
+    """Positions of the outputs in each buffer that lives at least as long as the call."""
     shares: bool
     """True where an output has the storage of an input, or of an earlier output."""
 
 
 class _Call(NamedTuple):
-    """A call whose rows are known."""
+    """A call and where its rows are."""
 
     call: StepCall
-    """Kept, so that its identity stays its own."""
+    """Kept alive, so that no other object gets its id."""
     profile: RegionProfile
     row: int
+    """In ``reads`` and ``made``."""
     region: int
     """Number of its region."""
 
 
 @dataclass(slots=True)
 class CallTables:
-    """The numbers of values, and the calls of programs that share most of them."""
+    """Rows of integers for the calls and regions of programs that share most of them.
+
+    A buffer is *crossing* if it lives at least as long as its call. Lines count from the first line
+    of the call.
+    """
 
     _numbers: dict[str, int] = field(default_factory=dict)
+    """Value -> its number."""
     _region_of: dict[tuple[int, frozenset[int]], _Region] = field(default_factory=dict)
-    _known: dict[int, _Call] = field(default_factory=dict)
-    """By the identity of calls."""
+    """By the id of the profile and the buffers that lie in other values."""
+    _call_of: dict[int, _Call] = field(default_factory=dict)
+    """By the id of the call."""
     _row_of: dict[object, int] = field(default_factory=dict)
-    """Of copies, by what they read or make: each program has its own calls."""
+    """Row of a copy, by what it reads or makes: each program has copies of its own."""
     regions: list[_Region] = field(default_factory=list)
     """By number."""
     reads: _Rows = field(default_factory=_Rows)
-    """Per call the values that it reads and writes into."""
+    """Row of a call: the values that it reads and those that it writes into."""
     read_ends: _Rows = field(default_factory=_Rows)
-    """Per region likewise the line after each use: of an input its last one, of a value that is
-    written into the end. Lines count from the first of the call."""
+    """Row of a region, entries as in ``reads``: the line after the last use of an input, or the end
+    of the call for a value that it writes into."""
     made: _Rows = field(default_factory=_Rows)
-    """Per call the values in each buffer that lives at least as long as the call."""
+    """Row of a call: an entry for each crossing buffer, a column for each value in it."""
     buffers: _Rows = field(default_factory=_Rows)
-    """Per region of each such buffer its first line, its end, and its bytes."""
+    """Row of a region, entries as in ``made``: first line, end and bytes of a crossing buffer."""
     inner: _Rows = field(default_factory=_Rows)
-    """Per region for each line the bytes of the buffers that die in the call."""
+    """Row of a region: for each line the bytes of buffers that die inside the call."""
 
     def number(self, value: str) -> int:
-        """What stands for ``value``, from 1 on."""
+        """Returns the number that stands for ``value``, at least 1."""
         return self._numbers.setdefault(value, len(self._numbers) + 1)
 
     @property
@@ -147,54 +157,54 @@ class CallTables:
         return len(self._numbers)
 
     def rows_of(self, problem: Problem) -> tuple[list[int], list[int]]:
-        """Per call the number of its rows, and that of its region's."""
-        if len(self._known) >= MOST_CALLS:
-            self._known.clear()
+        """Returns for each call of the program the number of its row, and that of its region."""
+        if len(self._call_of) >= MOST_CALLS:
+            self._call_of.clear()
             self._row_of.clear()
             self.reads, self.made = _Rows(), _Rows()
-        known, profiles = self._known, problem.regions
+        call_of, profiles = self._call_of, problem.regions
         rows: list[int] = []
         regions: list[int] = []
         for call in problem.calls:
-            found = known.get(id(call))
-            if found is None or found.profile is not profiles[call.region]:
-                found = known[id(call)] = self._learned(call, profiles[call.region])
-            rows.append(found.row)
-            regions.append(found.region)
+            entry = call_of.get(id(call))
+            if entry is None or entry.profile is not profiles[call.region]:
+                entry = call_of[id(call)] = self._add_call(call, profiles[call.region])
+            rows.append(entry.row)
+            regions.append(entry.region)
         return rows, regions
 
-    def _learned(self, call: StepCall, profile: RegionProfile) -> _Call:
+    def _add_call(self, call: StepCall, profile: RegionProfile) -> _Call:
         region = self._region(profile, call.into_buffers())
         if call.region == COPY_REGION or call.kind is CallKind.RELOAD:
             key = call.inputs, call.outputs, region.number
             if key not in self._row_of:
-                self._row_of[key] = self._row(call, region)
+                self._row_of[key] = self._add_rows(call, region)
             row = self._row_of[key]
         else:
-            row = self._row(call, region)
+            row = self._add_rows(call, region)
         return _Call(call, profile, row, region.number)
 
-    def _row(self, call: StepCall, region: _Region) -> int:
+    def _add_rows(self, call: StepCall, region: _Region) -> int:
         number = self.number
-        if region.shares:  # what is no buffer has a life as well
+        if region.shares:  # outputs without a buffer need a number as well: `_with_shared`
             _ = [*map(number, call.outputs)]
         reads = [*map(number, call.inputs), *(number(into.value) for into in call.into)]
-        numbers = [[number(call.outputs[at]) for at in some] for some in region.outputs]
-        self.made.add(*map(list, itertools.zip_longest(*numbers, fillvalue=_NOTHING)))
+        made = [[number(call.outputs[at]) for at in positions] for positions in region.outputs]
+        self.made.add(*map(list, itertools.zip_longest(*made, fillvalue=_NOTHING)))
         return self.reads.add(reads)
 
     def _region(self, profile: RegionProfile, inside: frozenset[int]) -> _Region:
-        """The region where its buffers ``inside`` lie in other values."""
+        """Returns the region whose buffers ``inside`` lie in other values."""
         key = id(profile), inside
         if key not in self._region_of:
-            self._region_of[key] = self._new_region(profile, inside)
+            self._region_of[key] = self._add_region(profile, inside)
             self.regions.append(self._region_of[key])
         return self._region_of[key]
 
-    def _new_region(self, profile: RegionProfile, inside: frozenset[int]) -> _Region:
+    def _add_region(self, profile: RegionProfile, inside: frozenset[int]) -> _Region:
         crossing = profile.outputs_of_buffers()
-        own = [index for index in crossing if index not in inside]
-        buffers = [profile.buffers[index] for index in own]
+        in_arena = [index for index in crossing if index not in inside]
+        buffers = [profile.buffers[index] for index in in_arena]
         inner = np.zeros(profile.num_lines + 2, dtype=np.int64)
         for index, buffer in enumerate(profile.buffers):
             if index not in crossing and index not in inside:
@@ -210,7 +220,7 @@ class CallTables:
         return _Region(
             number=self.inner.add(np.cumsum(inner)[:-1].tolist()),
             profile=profile,
-            outputs=[crossing[index] for index in own],
+            outputs=[crossing[index] for index in in_arena],
             shares=profile.shares_storage,
         )
 
@@ -246,24 +256,28 @@ class Lives(NamedTuple):
 
 
 def lives_of(problem: Problem, tables: CallTables) -> Lives:
-    """The lives of ``problem``, whose calls ``tables`` knows or learns. Cost: linear."""
+    """Returns the lives of ``problem``; calls that ``tables`` lacks are added. Cost: linear."""
     starts = call_starts(problem)
     if not problem.calls:
         return Lives(starts, LastReads({}, ()), np.zeros(0, dtype=np.int64))
-    some_rows, some_regions = tables.rows_of(problem)
-    rows, regions = np.array(some_rows, dtype=np.int64), np.array(some_regions, dtype=np.int64)
+    row_list, region_list = tables.rows_of(problem)
+    rows, regions = np.array(row_list, dtype=np.int64), np.array(region_list, dtype=np.int64)
     begins = np.array(starts[:-1], dtype=np.int64)
     last = _last_lines(tables, rows, regions, begins)
-    _with_shared(last, problem, starts, tables, some_regions)
+    _with_shared(last, problem, starts, tables, region_list)
     level = _crossing_level(tables, rows, regions, begins, last, starts[-1])
     return Lives(starts, LastReads(tables._numbers, last), level + tables.inner.joined(regions)[0])
 
 
 def _last_lines(tables: CallTables, rows: Any, regions: Any, begins: Any) -> Any:
-    """Per value the line after its last read, 0 for none; no storage is shared yet."""
+    """Returns by a value's number the line after its last read, 0 for none.
+
+    Reads of other values in the same storage are not counted yet.
+    """
     last = np.zeros(tables.num_values + 1, dtype=np.int64)
-    begun = np.repeat(begins, tables.reads.counts(rows))
-    np.maximum.at(last, tables.reads.joined(rows)[0], tables.read_ends.joined(regions)[0] + begun)
+    call_begins = np.repeat(begins, tables.reads.counts(rows))
+    ends = tables.read_ends.joined(regions)[0] + call_begins
+    np.maximum.at(last, tables.reads.joined(rows)[0], ends)
     return last
 
 
@@ -274,31 +288,34 @@ def _with_shared(
     tables: CallTables,
     regions: Sequence[int],
 ) -> None:
-    """What shares another value's storage makes that live as long; the last calls first."""
+    """Lets a storage live as long as each value in it; writes that into ``last``.
+
+    The last calls come first, so that chains of such values are settled in one pass.
+    """
     number = tables.number
     sharing = {region.number for region in tables.regions if region.shares}
     for at in reversed([at for at, region in enumerate(regions) if region in sharing]):
-        names, profile = problem.calls[at], tables.regions[regions[at]].profile
+        call, profile = problem.calls[at], tables.regions[regions[at]].profile
         end = starts[at] + profile.num_lines
-        for output, value in zip(profile.outputs, names.outputs, strict=True):
+        for output, value in zip(profile.outputs, call.outputs, strict=True):
             alive = last[number(value)]
             if output.same_as is not None:
-                first = number(names.outputs[output.same_as])
+                first = number(call.outputs[output.same_as])
                 last[first] = max(last[first], alive)
             if output.storage is Storage.INPUT and output.index is not None:
-                source = number(names.inputs[output.index])
+                source = number(call.inputs[output.index])
                 last[source] = max(last[source], alive, end)
 
 
 def _crossing_level(
     tables: CallTables, rows: Any, regions: Any, begins: Any, last: Any, num_lines: int
 ) -> Any:
-    """Per line the bytes alive of buffers that live at least as long as a call."""
-    begun = np.repeat(begins, tables.buffers.counts(regions))
+    """Returns for each line the bytes alive in crossing buffers."""
+    call_begins = np.repeat(begins, tables.buffers.counts(regions))
     firsts, ends, sizes = tables.buffers.joined(regions)
-    read = last[tables.made.joined(rows)].max(axis=0)
-    ends = np.minimum(np.maximum(begun + ends, read), num_lines)
+    last_read = last[tables.made.joined(rows)].max(axis=0)
+    ends = np.minimum(np.maximum(call_begins + ends, last_read), num_lines)
     changes = np.zeros(num_lines + 1, dtype=np.int64)
-    np.add.at(changes, begun + firsts, sizes)
+    np.add.at(changes, call_begins + firsts, sizes)
     np.subtract.at(changes, ends, sizes)
     return np.cumsum(changes)[:-1]

@@ -1,8 +1,8 @@
-"""A planned step seen as layers whose saved tensors may move: what the policies decide on.
+"""A step as layers with saved tensors that may move: what the policies decide on.
 
-Every layer (and prologue, middle, epilogue, as a class of one layer) has *slots*: its input, and
-the tensors that its forward leaves for its backward. A *mode* says for each slot of a layer what
-happens to it between forward and backward. No torch here.
+Every layer has *slots*: its input, and the tensors that its forward saves for its backward. The
+prologue, the middle and the epilogue count as layers too, each the only one of its class. A *mode*
+says for each slot of a layer whether it is kept, copied to the host or recomputed. No torch here.
 """
 
 import enum
@@ -24,7 +24,7 @@ class Action(enum.Enum):
     OFFLOAD = "OFFLOAD"
     RECOMPUTE = "RECOMPUTE"
 
-    __hash__ = object.__hash__  # as members are single; Enum's takes many times as long
+    __hash__ = object.__hash__  # right, as each member is one object; Enum's own is much slower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class Slot:
     row_bytes: int = 0
     """Row r is bytes ``[r * row_bytes, (r + 1) * row_bytes)`` of the storage, when num_rows > 1."""
     first_read: int = 0
-    """The first call that reads it in the backward, counted from the layer's first; of the class's
-    first layer. A backward in tiles is several calls."""
+    """Index of the first backward call that reads it, among those of the class's first layer: a
+    backward in tiles is several calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class LayerOp:
 
 
 class RecomputePart(NamedTuple):
-    """What one region recomputes: see ``RecomputeKey``."""
+    """The slots that one region recomputes: see ``RecomputeKey``."""
 
     slots: tuple[int, ...]
     passing: tuple[int, ...]
@@ -86,7 +86,7 @@ class LayerClass:
     parts: dict[tuple[int, ...], tuple[RecomputePart, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    """Slots that are recomputed -> what each region makes that does it, once they were found."""
+    """Cache: slots that are recomputed -> the parts, a region each, into which that work is cut."""
 
     @property
     def saved_bytes(self) -> int:
@@ -127,12 +127,12 @@ class StepCosts:
     collective_s: Mapping[str, float] | None = field(default=None, metadata=LEFT_OUT)
     """Region of a collective -> its seconds, where they were measured."""
     comm_slowdown: float = field(default=1.0, metadata=LEFT_OUT)
-    """Computation takes so many times as long while a collective runs beside it."""
+    """By which factor computation is slower while a collective runs beside it."""
     source: str = "declared"
     """Where the numbers come from, for the report: ``measured``, ``roofline: h200`` ..."""
 
     def call_s(self, call: StepCall) -> float:
-        """Seconds of the region that ``call`` runs. Raises InputError: they are not known."""
+        """Returns the seconds of the region that ``call`` runs. Raises InputError: not known."""
         seconds = self.region_s.get(call.region)
         if seconds is None:
             raise InputError(
@@ -142,39 +142,43 @@ class StepCosts:
         return seconds
 
     def comm_s(self, region: str, num_bytes: int) -> float:
-        """Seconds of the collective ``region``: measured, or as ``num_bytes`` take by declaration.
+        """Returns the seconds of the collective ``region``.
 
-        0 where nobody knows.
+        They are the measured ones, or follow from ``num_bytes`` and the declared speed of the link;
+        0 where neither is known.
         """
         if self.collective_s is not None and region in self.collective_s:
             return self.collective_s[region]
         return 0.0 if self.comm_bytes_per_s is None else num_bytes / self.comm_bytes_per_s
 
     def beside_s(self, seconds: float, busy_s: float) -> float:
-        """Seconds of computation that takes ``seconds`` alone, where ranks talk for ``busy_s``."""
+        """Returns how long computation takes beside collectives that still run for ``busy_s``.
+
+        Alone it takes ``seconds``.
+        """
         if busy_s <= 0 or self.comm_slowdown == 1:
             return seconds
-        done_s = min(seconds, busy_s / self.comm_slowdown)
-        return seconds + (self.comm_slowdown - 1) * done_s
+        slowed_s = min(seconds, busy_s / self.comm_slowdown)
+        return seconds + (self.comm_slowdown - 1) * slowed_s
 
     def d2h_s(self, num_bytes: int, num_copies: int = 1) -> float:
-        """Seconds of ``num_copies`` copies to the host with ``num_bytes`` together."""
+        """Returns the seconds of ``num_copies`` copies to the host, ``num_bytes`` in sum."""
         return num_copies * self.copy_latency_s + num_bytes / self.d2h_bytes_per_s
 
     def h2d_s(self, num_bytes: int, num_copies: int = 1) -> float:
-        """Seconds of ``num_copies`` copies back with ``num_bytes`` together."""
+        """Returns the seconds of ``num_copies`` copies from the host, ``num_bytes`` in sum."""
         return num_copies * self.copy_latency_s + num_bytes / self.h2d_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeKey:
-    """Which region recomputes: class, slots it makes, rows ``[0, rows)`` (None: all)."""
+    """Names a region that recomputes slots of a layer class, on rows ``[0, rows)`` (None: all)."""
 
     class_key: str
     slots: tuple[int, ...]
     rows: int | None = None
     passing: tuple[int, ...] = ()
-    """Slots that it makes on the way and does not keep: another region makes them again, later."""
+    """Slots that it computes on the way and drops: another region recomputes them later."""
 
     @property
     def region(self) -> str:
@@ -219,8 +223,8 @@ class Mode:
     recompute_rows: int | None = None
 
     def slots(self, action: Action) -> tuple[int, ...]:
-        """Indices of the slots with ``action``."""
-        return tuple(index for index, own in enumerate(self.actions) if own is action)
+        """Returns the indices of the slots with ``action``."""
+        return tuple(slot for slot, chosen in enumerate(self.actions) if chosen is action)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,14 +239,14 @@ class Schedule:
     offload_lag: int | None = None
     reload_lead: int | None = None
     at_once: bool = False
-    """Nothing runs beside a copy to the host, and a reload begins where its value is needed: the
-    program does not depend on seconds."""
+    """Each copy is waited for where it is issued, so that the program does not depend on seconds:
+    nothing runs beside an offload, and a reload begins where its value is needed."""
     widen: float = 0.0
-    """Copies get more time wherever no more bytes are alive than this many times the step's peak;
-    0: they do not."""
+    """Waits are put off and reloads issued earlier, as far as no more bytes are alive than this
+    factor times the step's peak; 0: not at all."""
     spare: float = 0.0
-    """Copies to the host leave this share of the peak free, where ``widen`` gives them time: for a
-    plan whose tensors cannot be placed without holes otherwise."""
+    """Where ``widen`` puts waits of offloads off, this share of the peak stays free: for plans
+    whose tensors could not be placed without holes otherwise."""
 
     def __post_init__(self) -> None:
         for name in ("offload_lag", "reload_lead"):
@@ -264,9 +268,9 @@ class Moves:
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True, eq=False)
 class MovableStep:
-    """What the policies get: the step under policy SAVE, its layers in forward order, costs.
+    """What policies decide on: the step with everything kept, its layers in forward order, costs.
 
-    Facts are remembered for each of them, so that two are equal only if they are one.
+    Caches are keyed by the object, so that two are equal only if they are the same object.
     """
 
     problem: Problem
@@ -276,16 +280,17 @@ class MovableStep:
     token_granule: int = 128
     """``recompute_rows`` is a multiple of this."""
     shares: tuple[float, ...] = ()
-    """Per member the share of its saved bytes that goes to the host; empty: nobody said."""
+    """For each member the share of its saved bytes that goes to the host, as the user declared it
+    for the stages of a pipeline; empty: not declared."""
     waits_late: bool = True
-    """Collectives are waited for as late as order allows; else at once."""
+    """Collectives are waited for as late as their readers allow; else directly behind the issue."""
 
     def class_of(self, layer: Layer) -> LayerClass:
-        """The class of ``layer``."""
+        """Returns the class of ``layer``."""
         return self.classes[layer.class_key]
 
     def save_all(self) -> Moves:
-        """Policy SAVE."""
+        """Returns the decisions that keep everything."""
         modes = (
             Mode(actions=(Action.SAVE,) * len(self.class_of(layer).slots)) for layer in self.layers
         )

@@ -1,6 +1,7 @@
-"""What a step holds in ordinary memory, outside of its arena, as events on the axis of lines.
+"""When a step allocates and frees ordinary memory, outside of its arena.
 
-Results for the user, gradients that come in, and what kernels allocate themselves.
+That is memory of results for the user, of incoming gradients, and of what kernels allocate
+themselves. An event is (line of the step, bytes allocated or minus bytes freed).
 """
 
 import bisect
@@ -25,15 +26,17 @@ Starts = tuple[int, ...]
 def ordinary_events(
     problem: Problem, starts: Starts | None = None, last_read: Mapping[str, int] | None = None
 ) -> Iterator[tuple[int, int]]:
-    """(line, bytes born or minus bytes gone) of ordinary memory: outputs, incoming gradients.
+    """Yields the events of results, incoming gradients, interludes and the loss.
 
-    What the backward makes for the user stays, but for what leaves the step, which is gone before
-    the next call. An incoming gradient that no call reads stays too. A group's results go where
-    ``held_until`` says. What only the loss needs is gone after the backward's first line. What a
-    call is the last to read counts to that call's end: the heap may put what the call makes beside
-    its hole, a large block's too where it found a free place in the heap.
-    ``starts`` and ``last_read`` are what ``call_starts`` and ``last_reads`` found, where that is at
-    hand.
+    * A result of the backward stays to the end, but one that leaves the step (``leaving_after``) is
+      gone before the next call. Results of a group go where ``held_until`` says.
+    * An incoming gradient goes after its last read; one that no call reads stays.
+    * What only the loss needs is gone after the backward's first line.
+    * What a call is the last to read counts to that call's end: the heap need not put what the
+      call makes into the hole that it leaves.
+
+    ``starts`` and ``last_read`` are the results of ``call_starts`` and ``last_reads``, if the
+    caller has them.
     """
     starts = call_starts(problem) if starts is None else starts
     backward_line = starts[problem.first_backward]
@@ -44,19 +47,19 @@ def ordinary_events(
         yield from ((backward_line, problem.loss_bytes), (backward_line + 1, -problem.loss_bytes))
     half_lines = [starts[at] for at in half_starts(problem)]
     yield from _interlude_events(problem, half_lines)
-    given_at = {
+    arrival_line = {
         value: half_lines[at] for at, half in enumerate(problem.halves) for value in half.arguments
     }
     for value, size_bytes in problem.tangents.items():
-        begin = given_at.get(value, backward_line)
+        begin = arrival_line.get(value, backward_line)
         yield begin, size_bytes
         if value in last_read:
             end = _last_line(starts, last_read[value])
             yield max(begin + 1, end), -size_bytes
-    returning = _regions_with(problem, Storage.EXTERNAL)
-    gone = leaving_after(problem)
+    regions_with_results = _regions_with(problem, Storage.EXTERNAL)
+    leaving = leaving_after(problem)
     for index, call in enumerate(problem.calls):
-        for output, value in problem.made_by(call) if call.region in returning else ():
+        for output, value in problem.made_by(call) if call.region in regions_with_results else ():
             if output.storage is not Storage.EXTERNAL or not output.size_bytes:
                 continue
             yield starts[index] + output.start, output.size_bytes
@@ -66,14 +69,14 @@ def ordinary_events(
             elif call.phase is Phase.FORWARD and not problem.keeps_outputs:
                 end = _last_line(starts, last_read.get(value))
                 yield max(backward_line, end), -output.size_bytes
-            elif value in gone and call.phase is Phase.BACKWARD:
-                yield starts[max(gone[value], index) + 1], -output.size_bytes
+            elif value in leaving and call.phase is Phase.BACKWARD:
+                yield starts[max(leaving[value], index) + 1], -output.size_bytes
 
 
 def _interlude_events(problem: Problem, half_lines: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """What code between the halves leaves is born on the last line of the half before.
+    """Yields what user code between the halves leaves, on the last line of the half before it.
 
-    What it frees is there until that code has run.
+    What that code frees is freed on the first line of the half behind it.
     """
     for interlude in problem.interludes:
         line = half_lines[interlude.half] - (interlude.left_bytes > 0)
@@ -81,9 +84,10 @@ def _interlude_events(problem: Problem, half_lines: Sequence[int]) -> Iterator[t
 
 
 def passing_bytes(problem: Problem) -> Iterator[tuple[int, int]]:
-    """Per interlude the call before it, and what it takes at its most beyond what it leaves.
+    """Yields for each interlude the call before it, and its most bytes beyond those that it leaves.
 
-    It runs on that call's last line, on which nothing is alive but what crosses from call to call.
+    The interlude runs on that call's last line, where nothing is alive but values that later calls
+    read.
     """
     starts = half_starts(problem) if problem.interludes else ()
     for interlude in problem.interludes:
@@ -91,27 +95,27 @@ def passing_bytes(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 def outside_peak(problem: Problem) -> dict[str, int]:
-    """Kind -> bytes outside the arena at the line where their sum is largest."""
+    """Returns the bytes outside the arena by kind, at the line where their sum is largest."""
     alive: dict[str, int] = {}
-    best: dict[str, int] = {}
+    peak: dict[str, int] = {}
     for _, size_bytes, kind in sorted(outside_events(problem)):
         alive[kind] = alive.get(kind, 0) + size_bytes
-        if sum(alive.values()) > sum(best.values()):
-            best = {key: value for key, value in alive.items() if value}
-    return best
+        if sum(alive.values()) > sum(peak.values()):
+            peak = {key: value for key, value in alive.items() if value}
+    return peak
 
 
 def outside_bytes(region: RegionProfile) -> int:
-    """Most bytes that the region's kernels allocate themselves, at one line."""
-    events = [(own.start, own.size_bytes) for own in region.outside]
-    events += [(own.end, -own.size_bytes) for own in region.outside]
+    """Returns the most bytes that the region's kernels hold themselves at one line."""
+    events = [(buffer.start, buffer.size_bytes) for buffer in region.outside]
+    events += [(buffer.end, -buffer.size_bytes) for buffer in region.outside]
     return max(running_sums(events).values(), default=0)
 
 
 def outside_events(
     problem: Problem, starts: Starts | None = None, last_read: Mapping[str, int] | None = None
 ) -> Iterator[tuple[int, int, str]]:
-    """(line, bytes born or minus bytes dead, kind) of all memory that kernels allocate."""
+    """Yields (line, bytes allocated or minus bytes freed, kind) of what kernels allocate."""
     starts = call_starts(problem) if starts is None else starts
     for call, start in zip(problem.calls, starts, strict=False):
         for buffer in problem.regions[call.region].outside:
@@ -124,7 +128,7 @@ def outside_events(
 def unplanned_outputs(
     problem: Problem, starts: Starts, last_read: Mapping[str, int] | None = None
 ) -> Iterator[tuple[int, int]]:
-    """(line, bytes born or minus bytes dead) of what kernels allocate and return."""
+    """Yields the events of outputs that kernels allocate themselves (Storage.OUTSIDE)."""
     returning = _regions_with(problem, Storage.OUTSIDE)
     if not returning:
         return
@@ -138,7 +142,7 @@ def unplanned_outputs(
 
 
 def _regions_with(problem: Problem, storage: Storage) -> set[str]:
-    """The regions that return something whose storage is of that kind."""
+    """Returns the names of the regions that have an output of that storage."""
     return {
         name
         for name, region in problem.regions.items()
@@ -147,5 +151,5 @@ def _regions_with(problem: Problem, storage: Storage) -> set[str]:
 
 
 def _last_line(starts: Sequence[int], line: int | None) -> int:
-    """The last line of the call that ``line`` is in; 0 without one."""
+    """Returns the last line of the call that ``line`` is in; 0 for None."""
     return 0 if line is None else starts[bisect.bisect_right(starts, line)] - 1

@@ -39,7 +39,7 @@ class CheckVerdict:
 
 
 def _one_of_each_sort(problems: Sequence[str]) -> Iterator[str]:
-    """The first of the faults that differ in names and numbers only, and how many more there are.
+    """Yields one of the faults that differ in names and numbers only, with the number of the rest.
 
     One defect of a plan mostly shows in many of its calls.
     """
@@ -47,8 +47,8 @@ def _one_of_each_sort(problems: Sequence[str]) -> Iterator[str]:
     for problem in problems:
         words = (word.strip(",;") for word in problem.split())
         sorts.setdefault(tuple(filter(str.isalpha, words)), []).append(problem)
-    for first, *more in sorts.values():
-        yield f"{first} (and {len(more)} more such faults)" if more else first
+    for first, *similar in sorts.values():
+        yield f"{first} (and {len(similar)} more such faults)" if similar else first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +58,24 @@ class Decision:
     tensor: str
     """Its name in the first layer that the row stands for, and its shape."""
     layer_class: str
-    """Of which layers; it ends in ``[first:last]`` where the row holds for some of them only."""
+    """Its layers; it ends in ``[first:last]`` where the row holds for some of the class only."""
     bytes: int
     """Bytes in one layer."""
     decision: str
     """``SAVE``, ``OFFLOAD`` or ``RECOMPUTE``."""
     token_fraction: float
-    """The part of the tokens that it is about."""
+    """The share of the tokens that the row holds for."""
     reason: str
-    """A sentence for people."""
+    """Why, as a sentence for the user."""
     source: str | None
     """Where in the user's code it is made: ``file:line``."""
     role: str = ""
-    """The tensor's name for people: ``layer input``, ``mlp.up_proj``; empty where it has none."""
+    """The tensor's name for the user: ``layer input``, ``mlp.up_proj``; empty where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that a lane does during ``[start_s, end_s)`` of the simulated step."""
+    """What a lane does during ``[start_s, end_s)`` of the simulated step."""
 
     lane: str
     """``compute``, ``d2h``, ``h2d`` or ``communication``; ``stall`` is compute that waits."""
@@ -92,15 +92,15 @@ class Timeline:
     """A simulated step."""
 
     step_s: float
-    """From the forward's start to the backward's end."""
+    """Seconds from the forward's start to the backward's end."""
     stall_s: float
-    """Of these, computation waits for copies."""
+    """Seconds of the step in which computation waits for copies."""
     spans: tuple[Span, ...] = ()
     """What each lane does, in order of time."""
     hidden_comm_s: float = field(default=0.0, metadata=LEFT_OUT)
-    """Other ranks are talked to, and the step computes."""
+    """Seconds of collectives beside which the step computes."""
     exposed_comm_s: float = field(default=0.0, metadata=LEFT_OUT)
-    """Computation waits for other ranks."""
+    """Seconds in which computation waits for collectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +112,9 @@ class FrontierPoint:
     step_s: float
     """Seconds of its simulated step."""
     peak_bytes: int
-    """What it needs on the device, placed."""
+    """Peak device memory, after placement."""
     host_bytes: int
-    """What it needs on the host."""
+    """Host memory for offloaded tensors."""
     chosen: bool = False
     """True for the plan that was taken."""
 
@@ -140,14 +140,14 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     """What becomes of each kind of saved tensor, and why."""
     resident_bytes: tuple[int, ...] = ()
-    """Per call the bytes of the arena, from its start, that stay in memory."""
+    """For each call how many bytes of the arena, from its start, stay in memory."""
     dropped: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """Per interlude of the problem the bytes of the arena, ``[start, end)``, that are given back
-    while it runs; later calls bring them back."""
+    """For each interlude of the problem the ranges ``[start, end)`` of the arena that are given
+    back while it runs; later calls get the pages again as they write to them."""
     releases_pages: bool = False
     """CPU: the arena's pages can be given back; ``peak_bytes`` counts what the heap adds."""
     budget_bytes: int | None = None
-    """What it had to fit."""
+    """The budget that ``peak_bytes`` had to fit."""
     solver: str = "greedy"
     """How the offsets were found."""
     num_regions: int = 0
@@ -157,27 +157,28 @@ class Plan:
     check: CheckVerdict = field(default_factory=CheckVerdict)
     """What the independent checker found."""
     policy: str = "save"
-    """Of the options; ``save`` where everything is kept because it fits."""
+    """The policy that the options name; ``save`` where everything is kept because it fits."""
     host_bytes: int = 0
     """Bytes of the host frame that offloaded activations are copied to."""
     timeline: Timeline | None = None
     """The simulated step, where costs are known."""
     step_lower_bound_s: float | None = None
-    """Seconds that no plan within the budget goes below, by the same costs as ``timeline``."""
+    """No plan within the budget takes fewer seconds, by the same costs as ``timeline``."""
     compute_s: float | None = None
-    """Seconds of the same step, in the same tiles, with everything kept: its computation alone."""
+    """Seconds of computation alone: of the same step, in the same tiles, with everything kept."""
     tiles: Mapping[str, int] = field(default_factory=dict)
-    """Region (a layer's half, the loss head's) -> in how many tiles of tokens it runs; 1: whole."""
+    """Region (a layer's half, the loss head's) -> number of its tiles of tokens; 1: whole."""
     frontier: tuple[FrontierPoint, ...] = ()
-    """Step time against memory, fastest first; where a budget made memo choose."""
+    """Plans that were considered and not beaten, fastest first; empty where everything fits."""
     num_collectives: int = field(default=0, metadata=LEFT_OUT)
-    """How many collectives the step begins and waits for at places of its program."""
+    """How many collectives have an issue and a wait of their own in the step's program."""
     measured_collectives: int = field(default=0, metadata=LEFT_OUT)
-    """Of these, how many had measured seconds when the plan was made; others' are declared."""
+    """How many of them had measured seconds when the plan was made; others' are declared."""
     window_recompute_s: float = field(default=0.0, metadata=LEFT_OUT)
-    """Simulated seconds of recomputation between the beginning of a collective and its wait."""
+    """Simulated seconds of recomputation between the issue of a collective and its wait."""
     dropping_saves_bytes: int = 0
-    """How much the peak would fall, moves as they are, if results went before the backward."""
+    """By how much the peak would fall, with the same decisions, if the user dropped the forward's
+    results before the backward."""
 
     @property
     def step_s(self) -> float | None:
@@ -200,26 +201,26 @@ class Plan:
         return sum(self.outside_bytes_by_kind.values())
 
     def with_check(self, verdict: CheckVerdict) -> "Plan":
-        """The same plan with the checker's verdict."""
+        """Returns the same plan with the checker's verdict."""
         return dataclasses.replace(self, check=verdict)
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that ReportedPlan can have two bases
 class Observed:
-    """How long it took to plan a step, and what the last one that ran has moved."""
+    """How long it took to plan a step, and what the last step that ran has moved."""
 
     planning_s: float = 0.0
     """Seconds that it took to plan the step."""
     lowering_s: float = 0.0
-    """Seconds that it took to make its regions code."""
+    """Seconds that it took to lower its regions to code."""
     offloaded_bytes: int = 0
-    """Copied to the host in the last step, counted while it ran."""
+    """Bytes that the last step copied to the host, counted while it ran."""
     recomputed_bytes: int = 0
-    """Recomputed in the last step, counted while it ran."""
+    """Bytes that the last step recomputed, counted while it ran."""
     stall_s: float = 0.0
-    """How long computation stood still for copies in the last step, measured."""
+    """Seconds for which computation waited for copies in the last step, measured."""
     comm_wait_s: float = field(default=0.0, metadata=LEFT_OUT)
-    """How long it stood still for other ranks, measured."""
+    """Seconds for which it waited for collectives, measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,13 +235,13 @@ class ReportedPlan(Plan, Observed):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedGroup(ReportedPlan):
-    """The plan of a group: one step for several live steps of one graph."""
+    """The plan of a group: several modules that share one graph, planned as one step."""
 
     num_instances: int
-    """How many modules are called, by one graph, in one step."""
+    """How many modules run that graph in one step."""
     between_bytes: int = 0
-    """The most that other code took between two of their forwards and backwards, as measured (CPU,
-    under a budget), or as its gradients take. It is counted in ``peak_bytes``."""
+    """The most bytes that other code took between two of their forwards and backwards, as measured
+    (CPU, under a budget), or as its gradients take. They are counted in ``peak_bytes``."""
     module_path: str | None = None
     graphs: tuple[str, ...] = ()
     """Names of the plans of single graphs in whose place the group's plan stands."""
@@ -255,15 +256,14 @@ class ReportedGroup(ReportedPlan):
         between_bytes: int,
         graphs: tuple[str, ...],
     ) -> "ReportedGroup":
-        """``plan`` and ``observed`` in one value."""
+        """``plan`` and ``observed`` in one value, with the path of the first class that has one."""
         paths = (layer_class.module_path for layer_class in plan.layer_classes)
-        fields = {**_fields(plan, Plan), **_fields(observed, Observed)}
-        path = next(filter(None, paths), None)
         return cls(
-            **fields,
+            **_fields(plan, Plan),
+            **_fields(observed, Observed),
             num_instances=num_instances,
             between_bytes=between_bytes,
-            module_path=path,
+            module_path=next(filter(None, paths), None),
             graphs=graphs,
         )
 

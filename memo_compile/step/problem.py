@@ -23,7 +23,7 @@ ALIGNMENT_BYTES = 512
 
 
 LEFT_OUT = {"left_out": True}
-"""Metadata of a field that a file only has where it is not the default: what few steps have."""
+"""Metadata of a field that is written to JSON only if it is not the default: few steps have it."""
 
 
 class Phase(enum.Enum):
@@ -51,8 +51,8 @@ class CallKind(enum.Enum):
     """A collective begins: it reads its one input and writes its one output, and may do so until
     the COMM_WAIT that names it. The output may lie in the input's place."""
     COMM_WAIT = "comm_wait"
-    """The compute lane goes on when the collective that ``waits_for`` names has ended. It reads
-    what that has made and what that reads; its output is the former, which may be read now."""
+    """The compute lane goes on when the collective that ``waits_for`` names has ended. Its inputs
+    are that collective's output and input; its output is the former, which may now be read."""
 
 
 class Storage(enum.Enum):
@@ -93,19 +93,19 @@ class Layout:
 
     @property
     def num_elements(self) -> int:
-        """How many numbers the tensor shows."""
+        """How many elements the tensor has."""
         return math.prod(self.size)
 
     @property
     def end(self) -> int:
-        """The first element, from where the value begins, behind all that the tensor shows."""
+        """Index of the element behind the last one of the tensor, from where the value begins."""
         if 0 in self.size:
             return self.offset
         spans = ((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         return self.offset + sum(spans) + 1
 
     def part(self, dim: int, start: int, length: int) -> "Layout":
-        """Entries ``[start, start + length)`` of dimension ``dim``."""
+        """Returns the layout of entries ``[start, start + length)`` of dimension ``dim``."""
         return replace(
             self,
             size=(*self.size[:dim], length, *self.size[dim + 1 :]),
@@ -170,7 +170,7 @@ class RegionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionProfile:
-    """What is known of a region once it is lowered: arena buffers, memory outside of it, lines."""
+    """The memory of a lowered region: its arena buffers and memory outside, line by line."""
 
     name: str
     num_lines: int
@@ -180,18 +180,18 @@ class RegionProfile:
     outputs: tuple[RegionOutput, ...]
     outside: tuple[OutsideBuffer, ...] = ()
     input_layouts: Layouts = ()
-    """What the code was made for; empty for copies, and where no code is known."""
+    """Layouts that the code expects; empty for copies, and where no code is known."""
     output_layouts: Layouts = ()
     overwrites: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
-    """Inputs, by position, in whose place the code puts what it makes: they are gone then."""
+    """Positions of inputs that the code overwrites with its results."""
 
     def outputs_of_buffers(self) -> dict[int, list[int]]:
-        """Buffer index -> the outputs whose storage it is, by position."""
-        found: dict[int, list[int]] = {}
+        """Returns for each buffer that holds outputs their positions, by the buffer's index."""
+        positions: dict[int, list[int]] = {}
         for position, output in enumerate(self.outputs):
             if output.storage is Storage.ARENA and output.index is not None:
-                found.setdefault(output.index, []).append(position)
-        return found
+                positions.setdefault(output.index, []).append(position)
+        return positions
 
     @property
     def shares_storage(self) -> bool:
@@ -199,7 +199,10 @@ class RegionProfile:
         return any(o.same_as is not None or o.storage is Storage.INPUT for o in self.outputs)
 
     def most_bytes(self, *, own_outputs: bool = True) -> int:
-        """Most bytes of buffers at one line; without ``own_outputs`` outputs lie elsewhere."""
+        """Returns the most bytes of buffers at one line.
+
+        Without ``own_outputs`` buffers of outputs are not counted, because they lie elsewhere.
+        """
         outputs = self.outputs_of_buffers()
         events: list[tuple[int, int]] = []
         for index, buffer in enumerate(self.buffers):
@@ -227,13 +230,13 @@ class Copy:
 
     @property
     def num_bytes(self) -> int:
-        """How much moves."""
+        """How many bytes move."""
         return self.end_bytes - self.start_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Into:
-    """A buffer of the region that takes no place of its own: it lies inside another value.
+    """A buffer of a call that has no place of its own in the arena: it lies inside another value.
 
     The call writes bytes ``[offset_bytes, offset_bytes + size)`` of ``value``'s storage, which
     lives at least to the end of the call. ``value`` may lie in ordinary memory.
@@ -249,8 +252,8 @@ class Into:
 class StepCall:
     """One call of the step: which values it reads and which it makes.
 
-    A copy or a wait runs no code; its ``region`` is one of ``copy_regions``, which gives it one
-    line on the step's time axis, so that the lives of what it moves follow like all others.
+    A copy or a wait runs no code. Its ``region`` is one of ``copy_regions`` and has one line on the
+    step's time axis, so that lifetimes of copied values need no rules of their own.
     """
 
     name: str
@@ -259,14 +262,14 @@ class StepCall:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     layer_class: str | None = None
-    """The class of the layer whose pass this is; None for prologue, middle and epilogue."""
+    """The class of the layer that it is part of; None for prologue, middle and epilogue."""
     instance: int = 0
     """Which layer of its class."""
     member: int = 0
     """Which live step of a group this belongs to; 0 where there is one."""
     kind: CallKind = CallKind.RUN
     copy: Copy | None = None
-    """OFFLOAD and RELOAD."""
+    """OFFLOAD and RELOAD: the bytes that move."""
     waits_for: str | None = None
     """WAIT: the name of the copy's call; COMM_WAIT: that of the ISSUE."""
     into: tuple[Into, ...] = ()
@@ -275,11 +278,11 @@ class StepCall:
     or a wait, which takes bytes, and where no code is known."""
 
     def value_around(self, buffer: int | None) -> str | None:
-        """The value in which the region's ``buffer`` lies; None: it has a place of its own."""
+        """Returns the value in which ``buffer`` lies; None if it has a place of its own."""
         return next((target.value for target in self.into if target.buffer == buffer), None)
 
     def into_buffers(self) -> frozenset[int]:
-        """Indices of the region's buffers that lie inside other values."""
+        """Returns the indices of the region's buffers that lie inside other values."""
         return frozenset(target.buffer for target in self.into) if self.into else frozenset()
 
 
@@ -288,17 +291,17 @@ COPY_REGION = "memo.copy"
 
 
 def copy_regions(reload_sizes: Iterable[int]) -> dict[str, RegionProfile]:
-    """The regions of copies and waits, by name; RELOADs have one for each size in bytes."""
-    waits = RegionProfile(name=COPY_REGION, num_lines=1, buffers=(), input_ends=(1,), outputs=())
+    """Returns the regions of copies and waits by name; RELOADs have one for each size in bytes."""
+    copy = RegionProfile(name=COPY_REGION, num_lines=1, buffers=(), input_ends=(1,), outputs=())
     return {
-        COPY_REGION: waits,
+        COPY_REGION: copy,
         **{reload_region(size): _reload_profile(size) for size in reload_sizes},
     }
 
 
 @functools.cache
 def _reload_profile(size_bytes: int) -> RegionProfile:
-    """One object for each size, so that what is known of it is found by its identity."""
+    """Returns the same object for each size, because ``CallTables`` finds profiles by their id."""
     return RegionProfile(
         name=reload_region(size_bytes),
         num_lines=1,
@@ -309,7 +312,7 @@ def _reload_profile(size_bytes: int) -> RegionProfile:
 
 
 def reload_region(size_bytes: int) -> str:
-    """The name of the region of RELOADs whose buffer has ``size_bytes``."""
+    """Returns the name of the region of RELOADs of ``size_bytes``."""
     return f"memo.reload.{size_bytes}"
 
 
@@ -317,7 +320,7 @@ def reload_region(size_bytes: int) -> str:
 class Half:
     """What autograd gives one half of the step, and what the half returns, by names of values.
 
-    A group has two for each of its members: it plans several live steps of one graph as one.
+    A group, which plans several live steps of one graph as one, has two halves for each member.
     """
 
     phase: Phase
@@ -327,13 +330,13 @@ class Half:
     """Names of the arguments in order; those of a backward include the handle."""
     results: tuple[str | None, ...]
     handle: str
-    """What the forward's lease makes and what arrives in the backward."""
+    """The value that stands for all saved tensors: the forward makes it, the backward gets it."""
     layouts: Layouts
-    """How the constants lie, and behind them the arguments."""
+    """Layouts of the constants, and behind them of the arguments."""
     member: int = 0
 
     def given(self) -> dict[str, Layout | None]:
-        """How what the half is given lies, by value."""
+        """Returns the layouts of the half's constants and arguments, by value."""
         return dict(zip((*self.constants, *self.arguments), self.layouts, strict=True))
 
 
@@ -342,12 +345,12 @@ class Interlude:
     """Ordinary memory that the user's own code took before a half of a group, as measured."""
 
     half: int
-    """Index in ``Problem.halves`` of the half that follows; their number stands for the end."""
+    """Index in ``Problem.halves`` of the half that follows; the number of halves for the end."""
     most_bytes: int
     """The most at one time, above what was there when the half before had ended."""
     left_bytes: int
-    """What of it stays (gradients of other modules), to the end of the step or until a later
-    interlude frees it: below 0 there."""
+    """How much of it stays (gradients of other modules), to the end of the step or until a later
+    interlude frees it; below 0 in an interlude that frees more than it leaves."""
 
     def __post_init__(self) -> None:
         if self.half < 1 or not max(0, self.left_bytes) <= self.most_bytes:
@@ -364,7 +367,7 @@ class TensorInfo:
     source: str | None = None
     """``file:line`` of the user's code that made it."""
     role: str = ""
-    """Its name for people, by the module that made it: ``mlp.up_proj``, ``attention output``."""
+    """Its name for the user, by the module that made it: ``mlp.up_proj``, ``attention output``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,9 +375,9 @@ class LayerClassInfo:
     """One class of repeating layers, as the report shows it."""
 
     num_layers: int
-    """How many layers are alike."""
+    """How many layers the class has."""
     module_path: str | None
-    """Where the model holds them, where that is known."""
+    """Where the model holds them, such as ``model.layers``; None: not known."""
     period: int
     """How many modules make a layer."""
     num_regions: int
@@ -392,7 +395,7 @@ class FixedBytes:
     gradients: int = 0
     """Those of this backward, and those that exist already where gradients are accumulated."""
     optimizer_state: int = 0
-    """What the optimizer keeps, or will keep."""
+    """What the optimizer keeps, or will keep once it has made its first step."""
     inputs: int = 0
     """Graph inputs and incoming gradients."""
     outputs: int = 0
@@ -402,12 +405,12 @@ class FixedBytes:
     earlier_outputs: int = 0
     """Results of earlier steps that the user holds during this one."""
     libraries: int = 0
-    """CUDA: what cuBLAS keeps once it has multiplied, and Inductor takes to tune a kernel."""
+    """CUDA: cuBLAS's workspace, and what Inductor takes to tune a kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A whole step to be placed: region profiles, the calls in order, what memory is fixed."""
+    """A whole step to be planned: region profiles, the calls in order, and memory that is fixed."""
 
     regions: Mapping[str, RegionProfile]
     calls: tuple[StepCall, ...]
@@ -423,28 +426,28 @@ class Problem:
     host_bytes: int = 0
     """Size of the step's host frame, into which OFFLOADs copy."""
     tangents: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of incoming gradients by value: there from the start of the backward that is given
+    """Bytes of incoming gradients by value: they exist from the start of the backward that gets
     them to their last read."""
     held_until: Mapping[str, int] = field(default_factory=dict)
-    """Groups: result -> index of the half at whose end it is gone; others stay to the step's."""
+    """Groups: result -> index of the half at whose end it is freed; others: the step's end."""
     interludes: tuple[Interlude, ...] = ()
-    """Groups: what runs between the halves."""
+    """Groups: the user's code between the halves."""
     keeps_outputs: bool = False
-    """True when the user holds what the forward returned until the step has ended. Else it goes
+    """True when the user holds what the forward returned until the step has ended. Else it is freed
     when the forward ends, or where the backward last reads it."""
     rebound_bytes: int = 0
-    """Results of the step before that exist until the forward has ended: in ``out = model(x)`` of a
-    loop the name lets go of the old ones when it is given the new ones."""
+    """Results of the previous step that exist until this forward has ended: in a loop with
+    ``out = model(x)``, ``out`` still refers to them while the model runs."""
     loss_bytes: int = 0
     """What a loss that is computed outside the graph is taken to hold, besides results and their
     gradients, when the backward begins."""
     leaving: tuple[str, ...] = ()
-    """Results of the backward that are gone once autograd has them, because they are added to
-    gradients that exist, or hooks use them up."""
+    """Results of the backward that are freed once autograd has them, because they are added to
+    existing gradients, or hooks use them up."""
     live_steps: int = 1
     """max_inflight: forwards that may wait for their backwards, each with its own frame."""
     releases_pages: bool = False
-    """True where the device takes single pages of the arena back, so that the arena falls as
+    """True where the device takes single pages of the arena back, so that the arena shrinks as
     ordinary memory grows. Else the whole arena stays."""
 
     @functools.cached_property
@@ -461,7 +464,7 @@ class Problem:
         return all(call.phase is Phase.BACKWARD for call in self.calls[self.first_backward :])
 
     def made_by(self, call: StepCall) -> Iterator[tuple[RegionOutput, str]]:
-        """What each value is that ``call`` makes."""
+        """Returns the outputs of ``call``: each output of its region with the name of the value."""
         return zip(self.regions[call.region].outputs, call.outputs, strict=True)
 
 
@@ -482,17 +485,20 @@ class ArenaBuffer:
 
 
 def call_starts(problem: Problem) -> tuple[int, ...]:
-    """The first line of every call on the step's time axis, and the end of the step as last."""
+    """Returns the first line of every call on the step's time axis, and behind them its end."""
     lines = {name: region.num_lines + 1 for name, region in problem.regions.items()}
     return tuple(itertools.accumulate((lines[call.region] for call in problem.calls), initial=0))
 
 
 def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
-    """Every arena buffer with its life, a crossing value's to its last reader. Cost: linear."""
+    """Returns every arena buffer with its lifetime on the step's time axis. Cost: linear.
+
+    A buffer with outputs lives to the last reader of these.
+    """
     starts = call_starts(problem)
     last_read = last_reads(problem, starts)
     outputs = {name: region.outputs_of_buffers() for name, region in problem.regions.items()}
-    found = []
+    buffers = []
     for index, call in enumerate(problem.calls):
         region, crossing = problem.regions[call.region], outputs[call.region]
         inside = call.into_buffers()
@@ -503,7 +509,7 @@ def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
             if position in crossing:
                 reads = [last_read.get(call.outputs[output], 0) for output in crossing[position]]
                 end = max([end, starts[index] + region.num_lines, *reads])
-            found.append(
+            buffers.append(
                 ArenaBuffer(
                     id=f"{call.name}/{buffer.name}",
                     call=index,
@@ -514,11 +520,11 @@ def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
                     transient=position not in crossing,
                 )
             )
-    return tuple(found)
+    return tuple(buffers)
 
 
 class ArenaValue(NamedTuple):
-    """A value that a call makes in a buffer which lies inside no other value."""
+    """A value whose buffer has a place of its own in the arena."""
 
     value: str
     id: str
@@ -531,7 +537,7 @@ class ArenaValue(NamedTuple):
 
 
 def arena_values(problem: Problem) -> Iterator[ArenaValue]:
-    """Everything that calls make in the arena, in order; several values may share a buffer."""
+    """Yields the values that calls make in the arena, in order; several may share a buffer."""
     for at, call in enumerate(problem.calls):
         buffers, inside = problem.regions[call.region].buffers, call.into_buffers()
         for output, value in problem.made_by(call):
@@ -542,18 +548,18 @@ def arena_values(problem: Problem) -> Iterator[ArenaValue]:
 
 
 def aliases(problem: Problem) -> dict[str, str]:
-    """Value that a region returns of what it was given -> the value that was made there."""
-    found: dict[str, str] = {}
+    """Returns for each output that is an input, or a view of one, the value first made there."""
+    base_of: dict[str, str] = {}
     for call in problem.calls:
         for output, value in problem.made_by(call):
             if output.storage is Storage.INPUT and output.index is not None:
                 viewed = call.inputs[output.index]
-                found[value] = found.get(viewed, viewed)
-    return found
+                base_of[value] = base_of.get(viewed, viewed)
+    return base_of
 
 
 def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
-    """Value -> the line after its last read, its aliases' reads included.
+    """Returns for each value the line after its last read, reads of its aliases included.
 
     An output whose storage is an input (Storage.INPUT) makes the input's storage live as long
     as the output, and one that shares an earlier output's storage makes that output's; walking
@@ -561,12 +567,11 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
     """
     last: dict[str, int] = {}
     sharing = {name for name, region in problem.regions.items() if region.shares_storage}
-    known = last.get
     for index in reversed(range(len(problem.calls))):
         call, start = problem.calls[index], starts[index]
         region = problem.regions[call.region]
         for end, value in zip(region.input_ends, call.inputs, strict=True):
-            if start + end > known(value, 0):
+            if start + end > last.get(value, 0):
                 last[value] = start + end
         for into in call.into:
             last[into.value] = max(last.get(into.value, 0), starts[index] + region.num_lines)
@@ -582,7 +587,7 @@ def last_reads(problem: Problem, starts: tuple[int, ...]) -> dict[str, int]:
 
 
 def live_bytes(buffers: Iterable[ArenaBuffer]) -> dict[int, int]:
-    """Line -> bytes alive from that line on, at every line where the sum changes."""
+    """Returns the bytes alive from each line on at which their sum changes, by line."""
     return running_sums(
         event
         for buffer in buffers
@@ -591,7 +596,7 @@ def live_bytes(buffers: Iterable[ArenaBuffer]) -> dict[int, int]:
 
 
 def running_sums(events: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Line -> sum of all changes up to and at it, given (line, change); ascending."""
+    """Returns for each line of ``events``, (line, change), the sum of the changes up to it."""
     change: dict[int, int] = {}
     for line, size_bytes in events:
         change[line] = change.get(line, 0) + size_bytes

@@ -27,11 +27,11 @@ TEXT_WIDTH = 60
 """Characters of a line before the copies in flight."""
 
 MAX_VALUES = 6
-"""Most values of one kind that are listed; of the others only their number is told."""
+"""How many values of a list are printed; of the others only the number."""
 
 
 def program_text(problem: Problem) -> str:
-    """The calls of ``problem`` in order; equal programs have equal texts."""
+    """Returns the calls of ``problem`` in order; equal programs have equal texts."""
     return "\n".join(_lines(problem)) + "\n"
 
 
@@ -39,20 +39,20 @@ def _lines(problem: Problem) -> Iterator[str]:
     if problem.host_bytes:
         yield f"host frame {format_bytes(problem.host_bytes)}"
     phase: Phase | None = None
-    flying: dict[str, tuple[CallKind, str]] = {}
+    in_flight: dict[str, tuple[CallKind, str]] = {}
     for call in problem.calls:
         if call.phase is not phase:
             phase = call.phase
             yield f"{phase.value}:"
         if call.waits_for is not None:
-            flying.pop(call.waits_for, None)
+            in_flight.pop(call.waits_for, None)
         name = call.name if call.kind is CallKind.RUN else call.kind.value
         line = f"  {name:<{NAME_WIDTH}} {_text(call, problem.regions[call.region])}"
-        if call.kind in (CallKind.RUN, CallKind.RECOMPUTE) and flying:
-            line = f"{line:<{TEXT_WIDTH}} | {_in_flight(flying)}"
+        if call.kind in (CallKind.RUN, CallKind.RECOMPUTE) and in_flight:
+            line = f"{line:<{TEXT_WIDTH}} | {_in_flight(in_flight)}"
         yield line.rstrip()
         if call.copy is not None or call.kind is CallKind.ISSUE:
-            flying[call.name] = (call.kind, (*call.inputs, *call.outputs)[0])
+            in_flight[call.name] = (call.kind, (*call.inputs, *call.outputs)[0])
 
 
 def _text(call: StepCall, region: RegionProfile) -> str:
@@ -85,19 +85,19 @@ def _into_text(into: Into, region: RegionProfile) -> str:
 
 def _listed(values: Sequence[str]) -> str:
     shown = ", ".join(value or "_" for value in values[:MAX_VALUES])
-    more = len(values) - MAX_VALUES
-    return f"{shown} and {more} more" if more > 0 else shown
+    num_hidden = len(values) - MAX_VALUES
+    return f"{shown} and {num_hidden} more" if num_hidden > 0 else shown
 
 
-def _in_flight(flying: Mapping[str, tuple[CallKind, str]]) -> str:
-    """The values that are on their way, by direction."""
+def _in_flight(in_flight: Mapping[str, tuple[CallKind, str]]) -> str:
+    """Returns the text of the values that copies and collectives move, by direction."""
     texts = []
-    for word, kind in (
+    for label, kind in (
         ("out", CallKind.OFFLOAD),
         ("back", CallKind.RELOAD),
         ("among ranks", CallKind.ISSUE),
     ):
-        values = [value for flying_kind, value in flying.values() if flying_kind is kind]
+        values = [value for flight_kind, value in in_flight.values() if flight_kind is kind]
         if values:
-            texts.append(f"{word} {_listed(values)}")
+            texts.append(f"{label} {_listed(values)}")
     return "; ".join(texts)

@@ -1,9 +1,8 @@
 """How much of the arena must be in memory during each call, and the peak of the whole step.
 
-Gradients leave the arena: while the backward runs they fill ordinary memory, and the saved
-activations whose place they take are dead. Where the device can give single pages back (CPU), the
-dead tail of the arena is given back just as fast as the gradients grow, so that the step's peak is
-that of what is alive. Elsewhere the whole arena stays.
+Gradients lie outside the arena: as the backward runs, ordinary memory grows while saved activations
+die. Where the device can give single pages back (CPU), the dead tail of the arena is given back as
+fast as the gradients grow. Elsewhere the whole arena stays.
 
 Symbols: for call c, tail(c) = highest end of a buffer alive in c or later; ordinary(c) = the
 largest sum, at one line of c, of outputs made so far and memory that kernels allocate themselves.
@@ -11,8 +10,8 @@ largest sum, at one line of c, of outputs made so far and memory that kernels al
     resident(c) = min(resident(c-1), max_d (tail(d) + ordinary(d)) - ordinary(c))     >= tail(c)
 so that no more pages are given back (and faulted in again in the next step) than the peak needs.
 ``waiting`` are the whole frames of other steps whose backward is still to come (max_inflight).
-While an interlude runs, what is dead below the tail can go as well (``step.interludes``): there
-tail(c) is what is alive then.
+While an interlude runs, dead ranges below the tail can be given back as well
+(``step.interludes``): there tail(c) stands for the live bytes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memo_compile.step.interludes import PlacedInterlude, Range, pauses
+from memo_compile.step.interludes import PlacedInterlude, Range, placed_interludes
 from memo_compile.step.ordinary import Starts, ordinary_events, unplanned_outputs
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import ArenaBuffer, Problem, arena_buffers, call_starts, last_reads
@@ -36,13 +35,14 @@ MAX_HEAP_SLACK_BYTES = 5 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residency:
-    """Per call the bytes of the arena, from its start, that stay in memory; and the peak."""
+    """How much of the arena stays in memory during each call, and the peak of the step."""
 
     resident_bytes: tuple[int, ...]
+    """For each call the bytes of the arena, from its start, that stay."""
     peak_bytes: int
     """Peak of the whole step: fixed memory, arena, outputs and kernels' own memory."""
     dropped: tuple[tuple[Range, ...], ...] = ()
-    """Per interlude what goes of the arena while it runs; no other pages than these come back."""
+    """For each interlude the ranges of the arena that are given back while it runs."""
 
 
 def residency(
@@ -51,9 +51,9 @@ def residency(
     arena_bytes: int,
     buffers: Sequence[ArenaBuffer] | None = None,
 ) -> Residency:
-    """The residency of a placed step; ``buffers`` are its own, where they are known.
+    """Returns the residency of a placed step. Cost: buffers x log calls.
 
-    Cost: buffers x log calls.
+    ``buffers`` are its ``arena_buffers``, if the caller has them.
     """
     fixed = step_constant_bytes(problem)
     buffers = arena_buffers(problem) if buffers is None else buffers
@@ -61,21 +61,22 @@ def residency(
     tails = [arena_bytes] * len(ordinary.most)
     if releases:
         tails = _tails(problem, buffers, offsets)
-    between = pauses(problem, buffers, offsets, ordinary.after)
-    most = max((tail + more for tail, more in zip(tails, ordinary.most, strict=True)), default=0)
-    for pause in between:
-        stays = pause.stays_bytes(_following(tails, pause)) if releases else arena_bytes
-        most = max(most, stays + pause.ordinary_bytes)
-    resident = _resident(tails, ordinary.most, between, most, arena_bytes)
+    interludes = placed_interludes(problem, buffers, offsets, ordinary.after)
+    call_bytes = (tail + outside for tail, outside in zip(tails, ordinary.most, strict=True))
+    own_peak = max(call_bytes, default=0)
+    for interlude in interludes:
+        stays = interlude.stays_bytes(_next_call(tails, interlude)) if releases else arena_bytes
+        own_peak = max(own_peak, stays + interlude.ordinary_bytes)
+    resident = _resident(tails, ordinary.most, interludes, own_peak, arena_bytes)
     dropped = tuple(
-        pause.dropped(_following(resident, pause), most - pause.ordinary_bytes) if releases else ()
-        for pause in between
+        interlude.dropped(_next_call(resident, interlude), own_peak - interlude.ordinary_bytes)
+        if releases
+        else ()
+        for interlude in interludes
     )
-    slack = heap_slack(most) if releases else 0
-    waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, arena_bytes)
     return Residency(
         resident_bytes=tuple(resident),
-        peak_bytes=fixed + most + slack + waiting,
+        peak_bytes=fixed + _with_slack(problem, own_peak, arena_bytes),
         dropped=dropped,
     )
 
@@ -83,45 +84,51 @@ def residency(
 def _resident(
     tails: Sequence[int],
     ordinary: Sequence[int],
-    between: Sequence[PlacedInterlude],
-    most: int,
-    current: int,
+    interludes: Sequence[PlacedInterlude],
+    own_peak: int,
+    arena_bytes: int,
 ) -> list[int]:
-    """Per call the bytes that stay; at first ``current``."""
-    found: list[int] = []
-    room = {pause.call + 1: most - pause.ordinary_bytes for pause in between}
-    for index, (tail, more) in enumerate(zip(tails, ordinary, strict=True)):
-        current = max(tail, min(current, most - more, room.get(index, current)))
-        found.append(current)
-    return found
+    """Returns for each call how many bytes of the arena stay: ``resident(c)`` of this module."""
+    resident: list[int] = []
+    current = arena_bytes
+    room = {interlude.call + 1: own_peak - interlude.ordinary_bytes for interlude in interludes}
+    for call, (tail, outside) in enumerate(zip(tails, ordinary, strict=True)):
+        current = max(tail, min(current, own_peak - outside, room.get(call, current)))
+        resident.append(current)
+    return resident
 
 
-def _following(per_call: Sequence[int], pause: PlacedInterlude) -> int:
-    """The number of the call behind an interlude; of the last call where there is none."""
-    return per_call[min(pause.call + 1, len(per_call) - 1)]
+def _next_call(per_call: Sequence[int], interlude: PlacedInterlude) -> int:
+    """Returns the entry of the call behind an interlude, or of the last call."""
+    return per_call[min(interlude.call + 1, len(per_call) - 1)]
 
 
 def running_peak_bytes(problem: Problem, plan: Plan) -> int:
-    """The peak of a step that runs by ``plan``, where ``problem`` tells of ordinary memory."""
-    needs = zip(plan.resident_bytes, ordinary_bytes(problem).most, strict=True)
-    most = max((stay + more for stay, more in needs), default=0)
-    slack = heap_slack(most) if problem.releases_pages else 0
-    waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, plan.arena_bytes)
-    return step_constant_bytes(problem) + most + slack + waiting
+    """Returns the peak of a step by ``plan``, with the ordinary memory that ``problem`` has now."""
+    stays = zip(plan.resident_bytes, ordinary_bytes(problem).most, strict=True)
+    own_peak = max((resident + outside for resident, outside in stays), default=0)
+    return step_constant_bytes(problem) + _with_slack(problem, own_peak, plan.arena_bytes)
+
+
+def _with_slack(problem: Problem, own_peak: int, arena_bytes: int) -> int:
+    """Returns ``own_peak`` bytes of one step, with the heap's slack and steps that wait."""
+    slack = heap_slack(own_peak) if problem.releases_pages else 0
+    waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, arena_bytes)
+    return own_peak + slack + waiting
 
 
 def waiting_step_bytes(problem: Problem, arena_bytes: int) -> int:
-    """What a step holds until its backward begins: its frame, and results that are kept."""
+    """Returns what a step holds until its backward begins: its frame, and results that are kept."""
     return arena_bytes + (problem.fixed.outputs if problem.keeps_outputs else 0)
 
 
 def heap_slack(step_bytes: int) -> int:
-    """Bytes to plan for on top of the ``step_bytes`` that a step adds to what is constant (CPU)."""
+    """Returns the slack (CPU) for ``step_bytes`` that a step takes beside constant memory."""
     return min(int(step_bytes * HEAP_SLACK), MAX_HEAP_SLACK_BYTES)
 
 
 def step_constant_bytes(problem: Problem) -> int:
-    """Memory that is there from the forward's entry to the backward's exit."""
+    """Returns the memory that exists from the forward's entry to the backward's exit."""
     fixed = problem.fixed
     old_gradients = max(0, fixed.gradients - fixed.new_gradients)
     given = fixed.parameters + fixed.buffers + fixed.optimizer_state + fixed.inputs
@@ -129,32 +136,36 @@ def step_constant_bytes(problem: Problem) -> int:
 
 
 def beside_arena_bytes(problem: Problem) -> int:
-    """The most memory of the step beside its arena."""
+    """Returns the most memory of the step beside its arena."""
     return step_constant_bytes(problem) + max(ordinary_bytes(problem).most, default=0)
 
 
 def retained_peak_bytes(problem: Problem, plan: Plan) -> int:
-    """The peak of a step whose backward keeps its graph: its frame exists twice until its end."""
+    """Returns the peak of a step whose backward keeps its graph (``retain_graph=True``).
+
+    Its frame of the arena exists twice while the backward runs.
+    """
     ordinary = ordinary_bytes(problem)
-    needs = [stay + more for stay, more in zip(plan.resident_bytes, ordinary.most, strict=True)]
-    most, end = max(needs, default=0), plan.arena_bytes + sum(ordinary.after[-1:])
-    retained = plan.arena_bytes + max([end, *needs[problem.first_backward :]])
-    return plan.peak_bytes + max(0, retained - most)
+    stays = zip(plan.resident_bytes, ordinary.most, strict=True)
+    call_bytes = [resident + outside for resident, outside in stays]
+    end = plan.arena_bytes + sum(ordinary.after[-1:])
+    retained = plan.arena_bytes + max([end, *call_bytes[problem.first_backward :]])
+    return plan.peak_bytes + max(0, retained - max(call_bytes, default=0))
 
 
 class OrdinaryMemory(NamedTuple):
-    """Ordinary memory per call: what kernels hold themselves, and outputs made so far."""
+    """Bytes of ordinary memory for each call: memory of kernels, and outputs made so far."""
 
     before: list[int]
     """When the call begins; for the first of the backward, with the gradients of the results."""
     most: list[int]
-    """At one of the call's lines."""
+    """The most at one of the call's lines."""
     after: list[int]
     """When the call has ended."""
 
 
 def ordinary_bytes(problem: Problem) -> OrdinaryMemory:
-    """What the step holds outside its arena, in ordinary memory."""
+    """Returns what the step holds in ordinary memory, call by call."""
     of_calls = call_starts(problem)
     starts = np.array(of_calls)
     level = ordinary_level(problem, of_calls)
@@ -167,48 +178,52 @@ def ordinary_bytes(problem: Problem) -> OrdinaryMemory:
 def ordinary_level(
     problem: Problem, starts: Starts | None = None, last_read: Mapping[str, int] | None = None
 ) -> Any:
-    """Per line of the step the bytes of ordinary memory; arguments as of ``outside_events``."""
+    """Returns the bytes of ordinary memory at each line; arguments as of ``ordinary_events``."""
     starts = call_starts(problem) if starts is None else starts
     last_read = last_reads(problem, starts) if last_read is None else last_read
     events = [
         *unplanned_outputs(problem, starts, last_read),
         *ordinary_events(problem, starts, last_read),
     ]
-    few = np.array(events, dtype=np.int64).reshape(-1, 2).T
-    lines, changes = np.concatenate([few, *_inside_calls(problem, starts)], axis=1)
+    between_calls = np.array(events, dtype=np.int64).reshape(-1, 2).T
+    lines, changes = np.concatenate([between_calls, *_inside_calls(problem, starts)], axis=1)
     return level_of(lines, changes, starts[-1])
 
 
 def _inside_calls(problem: Problem, starts: Starts) -> Iterator[Any]:
-    """(2, n) each: lines, and the bytes that kernels of calls allocate and free there."""
-    begins: dict[str, list[int]] = {
+    """Yields for each region (2, events): lines, and bytes that its kernels allocate or free."""
+    begins_of: dict[str, list[int]] = {
         name: [] for name, region in problem.regions.items() if region.outside
     }
     for call, start in zip(problem.calls, starts, strict=False):
-        if call.region in begins:
-            begins[call.region].append(start)
-    for name, first in begins.items():
+        if call.region in begins_of:
+            begins_of[call.region].append(start)
+    for name, begins in begins_of.items():
         outside = problem.regions[name].outside
         lines = [line for buffer in outside for line in (buffer.start, buffer.end)]
         changes = [
             change for buffer in outside for change in (buffer.size_bytes, -buffer.size_bytes)
         ]
-        every = np.add.outer(np.array(first, dtype=np.int64), np.array(lines, dtype=np.int64))
-        yield np.stack([every.ravel(), np.tile(np.array(changes, dtype=np.int64), len(first))])
+        all_lines = np.add.outer(np.array(begins, dtype=np.int64), np.array(lines, dtype=np.int64))
+        all_changes = np.tile(np.array(changes, dtype=np.int64), len(begins))
+        yield np.stack([all_lines.ravel(), all_changes])
 
 
 def level_of(lines: Sequence[int], changes: Sequence[int], num_lines: int) -> Any:
-    """Per line the sum of all ``changes`` (bytes) up to and at it; those at the end are left."""
+    """Returns for each line the sum of the ``changes`` (bytes) at ``lines`` up to it.
+
+    Changes at ``num_lines`` or behind it are left out.
+    """
     level = np.zeros(num_lines + 1, dtype=np.int64)
-    at = np.minimum(np.array(lines, dtype=np.int64), num_lines)
-    np.add.at(level, at, np.array(changes, dtype=np.int64))
+    places = np.minimum(np.array(lines, dtype=np.int64), num_lines)
+    np.add.at(level, places, np.array(changes, dtype=np.int64))
     return np.cumsum(level)[:-1]
 
 
 def _tails(
     problem: Problem, buffers: Iterable[ArenaBuffer], offsets: Mapping[str, int]
 ) -> list[int]:
-    """Per call the highest end of a buffer that is alive in it or later."""
+    """Returns for each call the highest end of a buffer that is alive in it or later."""
     starts = call_starts(problem)
     ends = sorted((buffer.end, offsets[buffer.id] + buffer.size_bytes) for buffer in buffers)
     tails, highest = [], 0

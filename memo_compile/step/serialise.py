@@ -1,4 +1,4 @@
-"""Problem, Plan and StepCosts as JSON, both ways. A file carries the schema's version."""
+"""Writes Problem, Plan and StepCosts as JSON and reads them. A file has the schema's version."""
 
 import dataclasses
 import enum
@@ -21,7 +21,7 @@ _OBSERVED = frozenset(field.name for field in dataclasses.fields(Observed))
 
 
 def to_json(data: Problem | Plan | StepCosts) -> str:
-    """``data`` as JSON; equal data, equal text. A bare Plan's has nothing observed."""
+    """Returns ``data`` as JSON; equal data have equal texts. A Plan gets an empty ``Observed``."""
     if isinstance(data, Plan) and not isinstance(data, ReportedPlan):
         data = ReportedPlan.of(data, Observed())
     content = {"schema": SCHEMA_VERSION, "kind": _kind_name(type(data)), **plain(data)}
@@ -29,7 +29,7 @@ def to_json(data: Problem | Plan | StepCosts) -> str:
 
 
 def from_json(text: str, kind: type[Data], *, where: str = "input") -> Data:
-    """The ``kind`` that ``text`` holds; a Plan without what was observed of it.
+    """Returns the ``kind`` that ``text`` holds; a Plan comes without its ``Observed`` fields.
 
     Raises InputError: not JSON, another kind or version, or a field that is missing or wrong.
     """
@@ -41,8 +41,8 @@ def from_json(text: str, kind: type[Data], *, where: str = "input") -> Data:
             f"{where}: expected schema {SCHEMA_VERSION}, got {content.get('schema')!r}; "
             "write the file again with this version of memo"
         )
-    apart = {"schema", "kind"} | (_OBSERVED if kind is Plan else set())
-    fields = {key: value for key, value in content.items() if key not in apart}
+    ignored = {"schema", "kind"} | (_OBSERVED if kind is Plan else set())
+    fields = {key: value for key, value in content.items() if key not in ignored}
     try:
         data = restore(fields, kind, kind.__name__.lower())
         if isinstance(data, Problem):
@@ -53,7 +53,7 @@ def from_json(text: str, kind: type[Data], *, where: str = "input") -> Data:
 
 
 def _require_regions(problem: Problem) -> None:
-    """Every call runs a region that is there, on as many values as it takes and makes."""
+    """Raises InputError unless each call's region exists and has as many inputs and outputs."""
     for at, call in enumerate(problem.calls):
         region = problem.regions.get(call.region)
         if region is None:
@@ -71,29 +71,29 @@ def _kind_name(kind: type) -> str:
     return Plan.__name__ if issubclass(kind, Plan) else kind.__name__
 
 
-_AS_THEY_ARE = frozenset((int, float, str, bool, type(None)))
+_JSON_SCALARS = frozenset((int, float, str, bool, type(None)))
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON has it: objects for dataclasses and mappings, lists for tuples."""
+    """Returns ``value`` as JSON has it: dataclasses and mappings as dicts, tuples as lists."""
     kind: Any = type(value)
-    return _plainer(kind)(value)
+    return _converter(kind)(value)
 
 
 @functools.cache
-def _plainer(kind: Any) -> Callable[[Any], Any]:
-    """``plain`` for values of ``kind``."""
+def _converter(kind: Any) -> Callable[[Any], Any]:
+    """Returns ``plain`` for values of ``kind``, made once, as it runs for every call of a step."""
     if dataclasses.is_dataclass(kind):
         fields = dataclasses.fields(kind)
-        names = [own.name for own in fields]
-        may_lack = [(own.name, own.default) for own in fields if own.metadata]
+        names = [field.name for field in fields]
+        may_lack = [(field.name, field.default) for field in fields if field.metadata]
 
         def of_dataclass(value: Any) -> dict[str, Any]:
-            left = [name for name, default in may_lack if getattr(value, name) == default]
+            lacking = [name for name, default in may_lack if getattr(value, name) == default]
             return {
-                name: item if type(item) in _AS_THEY_ARE else plain(item)
+                name: item if type(item) in _JSON_SCALARS else plain(item)
                 for name in names
-                if name not in left
+                if name not in lacking
                 for item in (getattr(value, name),)
             }
 
@@ -103,7 +103,9 @@ def _plainer(kind: Any) -> Callable[[Any], Any]:
     if issubclass(kind, Mapping):
         return lambda value: {key: plain(item) for key, item in value.items()}
     if issubclass(kind, tuple | list):
-        return lambda value: [item if type(item) in _AS_THEY_ARE else plain(item) for item in value]
+        return lambda value: [
+            item if type(item) in _JSON_SCALARS else plain(item) for item in value
+        ]
     return lambda value: value
 
 
@@ -115,22 +117,22 @@ _SCALARS: dict[Any, tuple[Any, str]] = {
 
 
 def restore(value: Any, kind: Any, where: str) -> Any:
-    """``value`` from JSON as ``kind``: a dataclass, enum, tuple, mapping, or optional of these.
+    """Returns ``value`` of JSON as ``kind``: a dataclass, enum, tuple, mapping, or optional.
 
-    Raises InputError: a field is missing, unknown or of another type; it is named from ``where``
-    on.
+    Raises InputError: a field is missing, unknown or of another type; its path begins with
+    ``where``.
     """
     try:
         return _restorer(kind)(value)
     except (ValueError, TypeError, AttributeError, MemoError):
-        return _restored(value, kind, where)  # which says what is wrong, and where
+        return _slowly_restored(value, kind, where)  # which says what is wrong, and where
 
 
 @functools.cache
 def _restorer(kind: Any) -> Callable[[Any], Any]:
-    """``_restored`` for values of ``kind``, several times as fast. What it takes is right.
+    """Returns a function that restores values of ``kind``, several times as fast.
 
-    It raises one of ``restore``'s errors for all else, and does not say where.
+    It raises one of the errors that ``restore`` catches, and does not say where the fault is.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -163,7 +165,7 @@ def _restorer(kind: Any) -> Callable[[Any], Any]:
 
 
 def _kinds_of(scalar: Any) -> frozenset[type]:
-    """The types of what is right for a ``scalar``."""
+    """Returns the types of JSON values that a ``scalar`` may have."""
     kinds = _SCALARS[scalar][0]
     return frozenset(kinds if isinstance(kinds, tuple) else (kinds,))
 
@@ -177,13 +179,13 @@ def _dataclass_restorer(kind: Any) -> Callable[[Any], Any]:
         if field.default is missing and field.default_factory is missing
     }
 
-    def made(value: Any) -> Any:
-        given = _exactly(dict, value).keys()
-        if not needed <= given <= fields.keys():
+    def of_dataclass(value: Any) -> Any:
+        names = _exactly(dict, value).keys()
+        if not needed <= names <= fields.keys():
             _refuse(value)
-        return kind(**{key: fields[key](item) for key, item in value.items()})
+        return kind(**{name: fields[name](item) for name, item in value.items()})
 
-    return made
+    return of_dataclass
 
 
 def _exactly(kind: type, value: Any) -> Any:
@@ -194,22 +196,25 @@ def _refuse(value: Any) -> Never:
     raise ValueError(f"{value!r:.40} is not of the kind that is restored")
 
 
-def _restored(value: Any, kind: Any, where: str) -> Any:
-    """What ``restore`` returns, or raises."""
+def _slowly_restored(value: Any, kind: Any, where: str) -> Any:
+    """Returns or raises what ``restore`` does; ``where`` is the path of ``value`` in the file."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         inner = next(argument for argument in arguments if argument is not type(None))
-        return None if value is None else _restored(value, inner, where)
+        return None if value is None else _slowly_restored(value, inner, where)
     if origin is tuple:
         items = _require(value, list, "a list", where)
         kinds = arguments[:1] * len(items) if arguments[-1] is ... else arguments
         if len(items) != len(kinds):
             raise InputError(f"{where}: expected {len(kinds)} entries, got {len(items)}")
         pairs = enumerate(zip(items, kinds, strict=True))
-        return tuple(_restored(item, inner, f"{where}[{at}]") for at, (item, inner) in pairs)
+        return tuple(_slowly_restored(item, inner, f"{where}[{at}]") for at, (item, inner) in pairs)
     if origin is not None and issubclass(origin, Mapping):
         items = _require(value, dict, "an object", where)
-        return {key: _restored(item, arguments[1], f"{where}.{key}") for key, item in items.items()}
+        return {
+            key: _slowly_restored(item, arguments[1], f"{where}.{key}")
+            for key, item in items.items()
+        }
     if dataclasses.is_dataclass(kind):
         return _restore_fields(_require(value, dict, "an object", where), kind, where)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -226,15 +231,18 @@ def _restored(value: Any, kind: Any, where: str) -> Any:
 def _restore_fields(values: dict[str, Any], kind: Any, where: str) -> Any:
     hints = _hints(kind)
     if unknown := sorted(values.keys() - hints.keys()):
-        known = ", ".join(sorted(hints))
-        raise InputError(f"{where}.{unknown[0]}: unknown field; expected {known}")
+        expected = ", ".join(sorted(hints))
+        raise InputError(f"{where}.{unknown[0]}: unknown field; expected {expected}")
     missing = dataclasses.MISSING
     for field in dataclasses.fields(kind):
         optional = field.default is not missing or field.default_factory is not missing
         if field.name not in values and not optional:
             raise InputError(f"{where}.{field.name}: is missing")
     return kind(
-        **{key: _restored(item, hints[key], f"{where}.{key}") for key, item in values.items()}
+        **{
+            key: _slowly_restored(item, hints[key], f"{where}.{key}")
+            for key, item in values.items()
+        }
     )
 
 

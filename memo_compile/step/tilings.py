@@ -1,11 +1,11 @@
-"""What a step in tiles must do, as pure data: the step before any tiles, and what each tile takes.
+"""What a step in tiles must do, as pure data: the step before any tiles, and what each tile reads.
 
-A tiled region is three parts: ``before`` makes room and what all tiles read, ``tile`` runs once for
-each slice of the rows, ``after`` does the rest. Where the rows do not divide into equal tiles the
-last one is shorter, and a region of its own. Each tile's terms are added to running sums by regions
-of their own. The checker proves that the calls of a step do just this
-(``check_program.py``); that the parts compute what the region computes is tried on numbers
-(``driver/probe.py``).
+A tiled region has three parts: ``before`` allocates results and computes what all tiles read,
+``tile`` runs once for each slice of the rows, ``after`` computes the rest. Where the rows do not
+divide into equal tiles the last one is shorter, and a region of its own. What a tile contributes to
+sums over all rows (gradients of weights) is added to running sums by regions of their own. The
+checker proves that the calls of a step do just this (``check_program.py``); that the parts compute
+what the region computes is tried on numbers (``driver/probe.py``).
 """
 
 import enum
@@ -16,7 +16,7 @@ from memo_compile.step.problem import Half, Layout, Layouts, StepCall
 
 
 class Source(enum.Enum):
-    """Which list a value stands in."""
+    """The list that a ``Ref`` points into."""
 
     REGION_INPUT = "region input"
     BEFORE = "output of before"
@@ -46,7 +46,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """What a tile, or a sum behind it, reads: a value as ``whole``, or its slice of that."""
+    """What a tile, or a sum behind it, reads: a value laid out as ``whole``, or a slice of it."""
 
     value: Ref
     whole: Layout | None
@@ -55,7 +55,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What an output of the tile is: a slice of output ``whole`` of ``before``, in its place."""
+    """Where an output of the tile lies: it is a slice of output ``whole`` of ``before``."""
 
     whole: int
     slice: Slice
@@ -111,6 +111,6 @@ class WholeStep:
     """Region -> how it runs in tiles."""
 
     def tiles(self) -> Mapping[str, int]:
-        """Region of the step before any tiles -> in how many it runs; 1: whole."""
+        """Returns the number of tiles of each region of the step before any tiles; 1: whole."""
         tiles = {region: tiling.num_tiles for region, tiling in self.tilings.items()}
         return {call.region: tiles.get(call.region, 1) for call in self.calls}

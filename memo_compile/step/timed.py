@@ -1,4 +1,4 @@
-"""A step program whose seconds and memory are asked for more than once."""
+"""A step program with its simulated seconds and memory, each computed once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,25 +16,27 @@ from memo_compile.step.simulate import most_per_call, simulate
 
 @dataclass(frozen=True)
 class TimedProgram:
-    """A program, its seconds, and what of it is alive: each is found once, when it is asked for."""
+    """A program, its timeline and its live bytes; both are computed on first use and kept."""
 
     problem: Problem
     costs: StepCosts
     tables: CallTables | None = None
-    """Of programs that share calls with this one."""
-    known: Any = None
-    """Its ``most_per_call``, where that was found before."""
+    """Those of programs that share calls with this one."""
+    call_bytes: Any = None
+    """Its ``most_per_call``, if the caller has it."""
 
     @cached_property
     def timeline(self) -> Timeline:
-        """As ``simulate`` finds it, without spans. Raises InputError: a region has no seconds."""
+        """The result of ``simulate``, without spans. Raises InputError: a region has no seconds."""
         return simulate(self.problem, self.costs, spans=False)
 
     @cached_property
     def alive(self) -> Any:
-        """Per call the most bytes alive during it, and what is alive in all of the step."""
-        most = most_per_call(self.problem, self.tables) if self.known is None else self.known
-        return most + step_constant_bytes(self.problem)
+        """For each call the most bytes alive during it, constant memory included."""
+        call_bytes = self.call_bytes
+        if call_bytes is None:
+            call_bytes = most_per_call(self.problem, self.tables)
+        return call_bytes + step_constant_bytes(self.problem)
 
     @property
     def peak_bytes(self) -> int:
@@ -45,16 +47,16 @@ class TimedProgram:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Its ``value_sizes``."""
+        """The ``value_sizes`` of the program."""
         return value_sizes(self.problem)
 
     def in_order(self, calls: Sequence[StepCall]) -> "TimedProgram":
-        """The same calls in another order."""
+        """Returns the program with the same calls in another order."""
         problem = replace(self.problem, calls=tuple(calls))
         return TimedProgram(problem, self.costs, self.tables)
 
     def is_better_than(self, other: "TimedProgram", limit_bytes: int) -> bool:
-        """True where it takes less time, and no more than ``limit_bytes``, or than ``other``."""
+        """True if it is faster than ``other``, with a peak of ``limit_bytes`` or ``other``'s."""
         if self.timeline.step_s >= other.timeline.step_s:
             return False
         return self.peak_bytes <= limit_bytes or self.peak_bytes <= other.peak_bytes
