@@ -20,33 +20,33 @@ class ByteMap(Generic[T]):
         self._pieces: list[tuple[int, int, T]] = []
 
     def paint(self, start: int, end: int, tag: T) -> None:
-        """``[start, end)`` holds ``tag``."""
+        """Gives ``[start, end)`` the tag ``tag``."""
         low, high = self._touched(start, end)
-        kept: list[tuple[int, int, T]] = []
+        pieces: list[tuple[int, int, T]] = []
         for piece_start, piece_end, old in self._pieces[low:high]:
             if piece_start < start:
-                kept.append((piece_start, start, old))
+                pieces.append((piece_start, start, old))
             if piece_end > end:
-                kept.append((end, piece_end, old))
-        kept.append((start, end, tag))
-        kept.sort(key=lambda piece: piece[0])
-        self._pieces[low:high] = kept
-        self._starts[low:high] = [piece[0] for piece in kept]
+                pieces.append((end, piece_end, old))
+        pieces.append((start, end, tag))
+        pieces.sort(key=lambda piece: piece[0])
+        self._pieces[low:high] = pieces
+        self._starts[low:high] = [piece[0] for piece in pieces]
 
     def pieces(self, start: int, end: int) -> list[tuple[int, int, T]]:
-        """What lies in ``[start, end)``, cut to it, in order; equal neighbours are one piece."""
+        """Returns the tagged parts of ``[start, end)`` in order; equal neighbours are one part."""
         low, high = self._touched(start, end)
-        found: list[tuple[int, int, T]] = []
+        joined: list[tuple[int, int, T]] = []
         for piece_start, piece_end, tag in self._pieces[low:high]:
             first, last = max(start, piece_start), min(end, piece_end)
-            if found and found[-1][1] == first and found[-1][2] == tag:
-                found[-1] = (found[-1][0], last, tag)
+            if joined and joined[-1][1] == first and joined[-1][2] == tag:
+                joined[-1] = (joined[-1][0], last, tag)
             else:
-                found.append((first, last, tag))
-        return found
+                joined.append((first, last, tag))
+        return joined
 
     def gaps(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The parts of ``[start, end)`` that hold nothing, in order."""
+        """Yields the parts of ``[start, end)`` without a tag, in order."""
         at = start
         for first, last, _ in self.pieces(start, end):
             if first > at:
@@ -56,7 +56,7 @@ class ByteMap(Generic[T]):
             yield at, end
 
     def _touched(self, start: int, end: int) -> tuple[int, int]:
-        """Indices of the pieces that share a byte with ``[start, end)``."""
+        """Returns bounds in ``_pieces`` of those that share a byte with ``[start, end)``."""
         low = bisect.bisect_right(self._starts, start)
         if low and self._pieces[low - 1][1] > start:
             low -= 1

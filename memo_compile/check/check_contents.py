@@ -8,11 +8,11 @@ issue to its WAIT,
 - the bytes that an OFFLOAD reads are not written (reads are fine);
 - the bytes that a RELOAD writes are neither read nor written by a call.
 
-A collective is other ranks' work: it may run at any moment from its ISSUE to the COMM_WAIT that
-names it. In between its input is not written and its output neither read nor written. What it has
-written in its input's place is read by the names that it and its wait give, and by no older one.
+A collective may run at any moment from its ISSUE to the COMM_WAIT that names it. In between its
+input is not written and its output neither read nor written. If it writes its output in place of
+its input, only the values that it and its wait make may be read from then on.
 
-A byte's content is named by the buffer that was written last into it, and by its place in the
+The content of a byte is named by the buffer that was last written into it, and by its place in the
 storage: a RELOAD must bring byte i of a value to byte i.
 """
 
@@ -36,49 +36,52 @@ from memo_compile.step.problem import (
 COPIES = (CallKind.OFFLOAD, CallKind.RELOAD)
 
 MAX_PROBLEMS = 20
-"""A verdict stops after this many problems, because more of the same help nobody."""
+"""A verdict stops after this many problems."""
 
 Pieces = list[tuple[int, int, str]]
 """(start, end, the buffer that wrote these bytes), in order."""
 
 UNKNOWN_BYTES = 1 << 62
-"""Stands for the size of memory that the step was given, which nothing tells."""
+"""Stands for the unknown size of memory that the step is given."""
 
 
 @dataclass(slots=True, eq=False)
 class _Bytes:
-    """One storage: what it holds, and which calls, copies and ranks read and write it."""
+    """One storage: what its bytes hold, and what reads or writes them."""
 
     name: str
-    """Of the bytes that its maker left in it: ``call/buffer``, or the value in ordinary memory."""
+    """Tag of the bytes that its maker left in it: ``call/buffer``, or a value's name outside."""
     size_bytes: int
     held: ByteMap[str] = field(default_factory=ByteMap)
+    """The tag of each byte: the buffer that was last written there."""
     busy: dict[str, "Flight"] = field(default_factory=dict)
-    """The copies and collectives in flight, by name."""
+    """The copies and collectives in flight that read or write it, by name."""
     written: list[tuple[int, int, str]] = field(default_factory=list)
+    """(start, end, call) of writes into it."""
     reader: str | None = None
+    """The call that read it last."""
     in_arena: bool = False
     is_partial: bool = False
-    """A RELOAD made it, and it was not yet seen to be full."""
+    """A RELOAD made it, and no read has shown yet that all of its bytes are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """A copy that was issued and not yet waited for; or what a collective reads or writes."""
+    """A copy that was issued and not yet waited for; or the input or output of a collective."""
 
     call: StepCall
     value: str
     storage: _Bytes
     start: int
     end: int
-    """Bytes of the storage."""
+    """It reads or writes bytes ``[start, end)`` of the storage."""
     host_start: int = 0
     is_written: bool = False
-    """Its bytes are not there before the wait."""
+    """The storage is written, so that it may not be read before the wait."""
 
     @property
     def host_end(self) -> int:
-        """The first byte of the host frame after those copied."""
+        """The first byte of the host frame behind those copied."""
         return self.host_start + self.end - self.start
 
 
@@ -89,29 +92,31 @@ class Stored:
     flight: Flight
     pieces: Pieces
     reloads: list[str] = field(default_factory=list)
-    """The calls that read it."""
+    """Names of the RELOADs that have read it."""
 
 
 def misshapen_calls(problem: Problem) -> tuple[str, ...]:
-    """What is wrong with the calls' own form, so that they cannot even be replayed."""
-    found = []
+    """Returns faults in the form of calls (too few inputs, ...), which no replay survives."""
+    faults = []
     halves = half_keys(problem)
     for call in problem.calls:
         half = (call.phase, call.member)
         if half not in halves:
-            found.append(f"{call.name} is of the {_half_text(half)}, which the step has not got")
+            faults.append(f"{call.name} is of the {_half_text(half)}, which the step has not got")
         region = problem.regions.get(call.region)
         if region is None:
-            found.append(f"{call.name} runs {call.region}, which is no region")
+            faults.append(f"{call.name} runs {call.region}, which is no region")
             continue
         ports = (len(region.input_ends), len(region.outputs))
-        got = (len(call.inputs), len(call.outputs), call.copy is not None, bool(call.waits_for))
-        if got[:2] != ports:
-            found.append(f"{call.name}: {call.region} has (inputs, outputs) {ports}, got {got[:2]}")
+        counts = (len(call.inputs), len(call.outputs), call.copy is not None, bool(call.waits_for))
+        if counts[:2] != ports:
+            faults.append(
+                f"{call.name}: {call.region} has (inputs, outputs) {ports}, got {counts[:2]}"
+            )
         if any(not 0 <= into.buffer < len(region.buffers) for into in call.into):
-            found.append(f"{call.name} writes a buffer that {call.region} has not got")
+            faults.append(f"{call.name} writes a buffer that {call.region} has not got")
         if any(not 0 <= at < ports[0] for at in region.overwrites):
-            found.append(f"{call.name} writes over an input that {call.region} has not got")
+            faults.append(f"{call.name} writes over an input that {call.region} has not got")
         expected = {
             CallKind.OFFLOAD: (1, 0, True, False),
             CallKind.RELOAD: (0, 1, True, False),
@@ -119,16 +124,16 @@ def misshapen_calls(problem: Problem) -> tuple[str, ...]:
             CallKind.ISSUE: (1, 1, False, False),
             CallKind.COMM_WAIT: (2, 1, False, True),
         }.get(call.kind, (*ports, False, False))
-        if got != expected:
-            found.append(
+        if counts != expected:
+            faults.append(
                 f"{call.name}: expected (inputs, outputs, has a copy, waits) of a "
-                f"{call.kind.value} to be {expected}, got {got}"
+                f"{call.kind.value} to be {expected}, got {counts}"
             )
-    return tuple(found)
+    return tuple(faults)
 
 
 class StepContents:
-    """Replays calls one by one; ``complain`` is told what cannot be right."""
+    """Replays calls one by one, and hands every fault to ``complain`` as a sentence."""
 
     def __init__(
         self,
@@ -136,7 +141,7 @@ class StepContents:
         complain: Callable[[str], None],
         recomputed_of: Callable[[StepCall, int], Pieces | None] | None = None,
     ) -> None:
-        """``recomputed_of`` tells what a RECOMPUTE call writes into a buffer, where it is known."""
+        """``recomputed_of`` returns what a RECOMPUTE call writes into a buffer; None: not known."""
         self.problem = problem
         self.complain = complain
         self.recomputed_of = recomputed_of or (lambda call, buffer: None)
@@ -150,7 +155,7 @@ class StepContents:
         self.issued: dict[str, StepCall] = {}
         """Collectives in flight, by name."""
         self._overwritten: dict[str, str] = {}
-        """Value whose place a collective's output, or a region's, has taken -> that call."""
+        """Value that was overwritten by a collective, or by a region -> that call."""
         self._returned = {value for half in problem.halves for value in half.results}
         self._calls: dict[str, CallKind] = {}
         self._waited: set[str] = set()
@@ -160,13 +165,13 @@ class StepContents:
         self._half = 0
         """Index of the half of the last call that ran a region."""
         self._in_backward = False
-        made = {value for call in problem.calls for value in call.outputs}
+        outputs = {value for call in problem.calls for value in call.outputs}
         for value in problem.inputs:
-            if value not in made:
+            if value not in outputs:
                 self.storage_of[value] = self._fill(value, UNKNOWN_BYTES)
 
     def replay(self, call: StepCall) -> None:
-        """Everything that ``call`` reads, writes, issues or waits for has been looked at."""
+        """Checks all that ``call`` reads, writes, issues or waits for, and follows its effects."""
         region = self.problem.regions[call.region]
         self._check_order(call)
         if call.kind is CallKind.WAIT:
@@ -178,7 +183,7 @@ class StepContents:
         for into in call.into:
             self._write(call, region, into)
         for position in region.overwrites:
-            self._take(call, call.inputs[position])
+            self._overwrite(call, call.inputs[position])
         if call.kind is CallKind.OFFLOAD:
             self._offload(call)
         for output, value in zip(region.outputs, call.outputs, strict=True):
@@ -189,7 +194,7 @@ class StepContents:
             self._issue(call)
 
     def finish(self) -> None:
-        """Complains about copies and collectives that nothing waits for."""
+        """Complains of copies and collectives that nothing has waited for."""
         for name in (*self.flights, *self.issued):
             self.complain(f"{name} is never waited for")
 
@@ -198,12 +203,12 @@ class StepContents:
         return name in self.storages and bool(self.storages[name].busy)
 
     def pieces_of(self, value: str) -> Pieces:
-        """What the storage of ``value`` holds."""
+        """Returns what the storage of ``value`` holds; empty: it has no storage."""
         storage = self.storage_of.get(value)
         return storage.held.pieces(0, storage.size_bytes) if storage is not None else []
 
     def maker_of(self, value: str) -> str | None:
-        """The name of what the maker of the storage of ``value`` left there; None: no storage."""
+        """Returns the tag of what the maker of the storage of ``value`` left; None: no storage."""
         storage = self.storage_of.get(value)
         return None if storage is None else storage.name
 
@@ -245,19 +250,20 @@ class StepContents:
             )
 
     def _issue(self, call: StepCall) -> None:
-        """The collective reads its input and writes its output until it is waited for."""
+        """From now to its wait the collective reads its input and writes its output."""
         self.issued[call.name] = call
-        (read,), (made,) = call.inputs, call.outputs
-        source, output = self.storage_of.get(read), self.storage_of.get(made)
+        (read,), (written,) = call.inputs, call.outputs
+        source, output = self.storage_of.get(read), self.storage_of.get(written)
         if source is None or output is None:
             return
         for flight in tuple(output.busy.values()):
-            self.complain(f"{call.name} writes {made} while {flight.call.name} is in flight")
+            self.complain(f"{call.name} writes {written} while {flight.call.name} is in flight")
         if source is output:
-            lying = (value for value, held in self.storage_of.items() if held is output)
-            self._overwritten.update((value, call.name) for value in lying if value != made)
-            output.held.paint(0, output.size_bytes, f"{call.name}/{made}")
-        for value, storage, is_written in ((read, source, False), (made, output, True)):
+            for value in self._values_in(output):
+                if value != written:
+                    self._overwritten[value] = call.name
+            output.held.paint(0, output.size_bytes, f"{call.name}/{written}")
+        for value, storage, is_written in ((read, source, False), (written, output, True)):
             storage.busy[call.name] = Flight(
                 call=call,
                 value=value,
@@ -278,9 +284,11 @@ class StepContents:
         for value in (*issued.inputs, *issued.outputs):
             if value in self.storage_of:
                 self.storage_of[value].busy.pop(name, None)
-        held = (*issued.outputs, *issued.inputs)
-        if call.inputs != held:
-            self.complain(f"{call.name} waits for {name}, which holds {held}, with {call.inputs}")
+        in_flight = (*issued.outputs, *issued.inputs)
+        if call.inputs != in_flight:
+            self.complain(
+                f"{call.name} waits for {name}, which holds {in_flight}, with {call.inputs}"
+            )
         (output,) = region.outputs
         if output.storage is not Storage.INPUT or output.index != 0:
             self.complain(f"{call.name} makes something else than what {name} has written")
@@ -303,7 +311,7 @@ class StepContents:
             storage.reader = call.name
 
     def _require_full(self, call: StepCall, value: str, storage: _Bytes) -> None:
-        """Only the bytes that rounding up to the alignment added may be missing."""
+        """Complains of missing bytes, but for those that rounding up to the alignment added."""
         size = storage.size_bytes
         gaps = list(storage.held.gaps(0, size))
         if gaps and gaps[-1][1] == size and size - gaps[-1][0] < ALIGNMENT_BYTES:
@@ -340,28 +348,31 @@ class StepContents:
         storage.written.append((start, end, call.name))
         self._paint(call, into, storage, start, min(end, size))
 
-    def _take(self, call: StepCall, value: str) -> None:
-        """The region writes over ``value``, which it has read: nothing else may need that."""
+    def _overwrite(self, call: StepCall, value: str) -> None:
+        """The region overwrites ``value``, which it has read: nothing else may need that."""
         storage = self.storage_of.get(value)
         if storage is None:
             return
-        lying = [other for other, held in self.storage_of.items() if held is storage]
+        values = self._values_in(storage)
         if not storage.in_arena:
             self.complain(f"{call.name} writes over {value}, which is not in the arena")
-        if not self._returned.isdisjoint(lying):
+        if not self._returned.isdisjoint(values):
             self.complain(f"{call.name} writes over {value}, which the step returns")
         for flight in storage.busy.values():
             self.complain(f"{call.name} writes over {value} while {flight.call.name} is in flight")
         read = [other for other in call.inputs if self.storage_of.get(other) is storage]
         if len(read) > 1:
             self.complain(f"{call.name} writes over {value}, which it reads as {read[1]} as well")
-        self._overwritten.update((other, call.name) for other in lying)
+        self._overwritten.update(dict.fromkeys(values, call.name))
         storage.held.paint(0, storage.size_bytes, f"{call.name}/over.{value}")
+
+    def _values_in(self, storage: _Bytes) -> list[str]:
+        return [value for value, holder in self.storage_of.items() if holder is storage]
 
     def _check_first_write(
         self, call: StepCall, value: str, storage: _Bytes, start: int, end: int
     ) -> None:
-        """A call that does not read what it replaces must replace nothing that matters."""
+        """Complains if the call writes bytes that hold a result, without having read them."""
         for other_start, other_end, other in storage.written:
             is_exact = self._calls.get(other) is CallKind.RELOAD
             if _clash(start, end, other_start, other_end) and (
@@ -372,15 +383,18 @@ class StepContents:
             self.complain(f"{call.name} writes into {value} after {storage.reader} has read it")
 
     def _paint(self, call: StepCall, into: Into, storage: _Bytes, start: int, end: int) -> None:
-        """The alignment tail of a write leaves alone what others wrote there."""
+        """Tags the bytes that ``call`` writes into a buffer that lies in another value.
+
+        The bytes that only rounding up to the alignment added keep what other writes left there.
+        """
         for other_start, _, _ in storage.written:
             if start < other_start < end and end - other_start < ALIGNMENT_BYTES:
                 end = other_start
-        known = self.recomputed_of(call, into.buffer) if start == 0 else None
-        if known is None:
+        pieces = self.recomputed_of(call, into.buffer) if start == 0 else None
+        if pieces is None:
             name = self.problem.regions[call.region].buffers[into.buffer].name
-            known = [(start, end, f"{call.name}/{name}")]
-        for first, last, tag in known:
+            pieces = [(start, end, f"{call.name}/{name}")]
+        for first, last, tag in pieces:
             if 0 <= first < min(last, end):
                 storage.held.paint(first, min(last, end), tag)
 
@@ -400,7 +414,7 @@ class StepContents:
         self._host.paint(flight.host_start, flight.host_end, Stored(flight=flight, pieces=pieces))
 
     def _begin(self, call: StepCall, value: str, *, is_written: bool = False) -> Flight | None:
-        """The copy in flight; None when it cannot even be said what it copies."""
+        """Returns the copy, now in flight; None if it is not known what it copies."""
         copy, storage = call.copy, self.storage_of.get(value)
         if copy is None or storage is None:
             return None
@@ -485,14 +499,14 @@ class StepContents:
             assert output.index is not None, f"{call.name}: ARENA output without a buffer"
             shared = call.value_around(output.index)
         if shared is None:
-            self.storage_of[value] = self._own_bytes(call, region, output, value)
+            self.storage_of[value] = self._new_storage(call, region, output, value)
         elif shared in self.storage_of:
             self.storage_of[value] = self.storage_of[shared]
 
-    def _own_bytes(
+    def _new_storage(
         self, call: StepCall, region: RegionProfile, output: RegionOutput, value: str
     ) -> _Bytes:
-        """The storage of an output that lies in no other value; outputs of a buffer share it."""
+        """Returns the storage of an output that lies in no other value; one for each buffer."""
         if output.storage is not Storage.ARENA or output.index is None:
             return self.storages.get(value) or self._fill(value, max(output.size_bytes, 1))
         buffer = region.buffers[output.index]
@@ -503,7 +517,7 @@ class StepContents:
         return self.storages[name]
 
     def _fill(self, name: str, size_bytes: int, pieces: Pieces | None = None) -> _Bytes:
-        """The new storage ``name``; it holds ``pieces``, or with None bytes of its own."""
+        """Adds the storage ``name``, which holds ``pieces``, or with None bytes of its own."""
         storage = self.storages[name] = _Bytes(name, size_bytes)
         for start, end, tag in [(0, size_bytes, name)] if pieces is None else pieces:
             if start < min(end, size_bytes):
@@ -518,8 +532,8 @@ def _half_text(half: HalfKey) -> str:
 def _clash(start: int, end: int, other_start: int, other_end: int) -> bool:
     """True when a write to ``[start, end)`` touches the other range.
 
-    A buffer's size is rounded up to the alignment, so that a range that begins inside its last
-    ``ALIGNMENT_BYTES`` - 1 bytes is not touched.
+    A buffer's size is rounded up to the alignment, so that a range that begins in the last
+    ``ALIGNMENT_BYTES - 1`` bytes of the write is not touched.
     """
     if start >= other_end or other_start >= end:
         return False

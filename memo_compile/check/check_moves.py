@@ -1,10 +1,10 @@
 """The independent check that a step with moves computes what the step without them computes.
 
 ``moved`` must run the regions of ``original`` in the same order, and begin its collectives in the
-order that all ranks keep (``floating.py``), on values that hold the same bytes. Where it waits for
-a collective is its own affair, as long as nothing is read before. Both are replayed side by side
+order that all ranks keep (``floating.py``), on values that hold the same bytes. It may wait for a
+collective anywhere before the result is read. Both steps are replayed side by side
 (``check_contents.py``): every byte is named by the buffer that wrote it and by its place in the
-storage, copies carry these names along, and a RECOMPUTE call brings the names that its
+storage; a copy takes these names along, and a RECOMPUTE call writes the names that its
 ``Recomputation`` declares.
 """
 
@@ -18,16 +18,16 @@ from memo_compile.step.plans import CheckVerdict
 from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, Problem, StepCall, Storage
 
 _ORDERED = (CallKind.RUN, CallKind.ISSUE)
-"""What must come in the order of the step without moves."""
+"""Calls that stay in the order of the step without moves, unless they float."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What a RECOMPUTE call makes of what, in names of the step without moves, by position.
+    """What a RECOMPUTE call reads and makes, by position, in names of the step without moves.
 
-    An output of fewer rows than the value it stands for holds the first ones. ``makers`` are the
-    calls of the forward whose operators are recomputed, several where a region ran in tiles: what
-    other calls write into their outputs is not.
+    An output of fewer rows than the value it stands for holds the first rows. ``makers`` are the
+    calls of the forward whose operators are recomputed, several where a region ran in tiles. What
+    other calls write into the outputs of these is not recomputed.
     """
 
     makers: tuple[str, ...]
@@ -38,12 +38,12 @@ class Recomputation:
 def recomputations_of(
     step: MovableStep, moved: Problem, regions: Iterable[RecomputeRegion]
 ) -> dict[str, Recomputation]:
-    """What each RECOMPUTE call of ``moved`` must make, by the call's name.
+    """Returns what each RECOMPUTE call of ``moved`` must make, by the call's name.
 
-    The layer is found from the region's key and the first call of the backward that reads what was
-    recomputed (the next call, where none does by that name), and one of the layer's slots. It is
-    never found from the names of what was recomputed. A call for which there is none is left out:
-    then its result matches nothing.
+    The call's layer is the one of the region's class that has a slot among the values of the
+    *reader*: the first call of the backward that reads what was recomputed, or, if none does by
+    that name, the next call. The names of the recomputed values themselves prove nothing. A call
+    without such a layer is left out, so that its result matches no value.
     """
     by_name = {region.key.region: region for region in regions}
     owners: dict[tuple[str, str], Layer] = {}
@@ -51,7 +51,7 @@ def recomputations_of(
         for value in layer.values:
             owners.setdefault((layer.class_key, value), layer)
     original = {call.name: call for call in step.problem.calls}
-    found: dict[str, Recomputation] = {}
+    recomputations: dict[str, Recomputation] = {}
     following: StepCall | None = None
     first_reader: dict[str, StepCall] = {}
     for call in reversed(moved.calls):
@@ -61,8 +61,10 @@ def recomputations_of(
             if following is not None:
                 first_reader.update(dict.fromkeys(used, following))
         region = by_name.get(call.region)
-        made = (*call.outputs, *(into.value for into in call.into))
-        reader = next((first_reader[value] for value in made if value in first_reader), following)
+        written = (*call.outputs, *(into.value for into in call.into))
+        reader = next(
+            (first_reader[value] for value in written if value in first_reader), following
+        )
         if call.kind is not CallKind.RECOMPUTE or region is None or reader is None:
             continue
         touched = (*reader.inputs, *(into.value for into in reader.into))
@@ -70,9 +72,9 @@ def recomputations_of(
         for layer in filter(None, layers):
             recomputed = _recomputation(layer, region)
             if not set(touched).isdisjoint(recomputed.outputs):
-                found[call.name] = recomputed
+                recomputations[call.name] = recomputed
                 break
-    return found
+    return recomputations
 
 
 def _recomputation(layer: Layer, region: RecomputeRegion) -> Recomputation:
@@ -90,7 +92,7 @@ def _recomputation(layer: Layer, region: RecomputeRegion) -> Recomputation:
 def check_moves(
     original: Problem, moved: Problem, recomputations: Mapping[str, Recomputation] | None = None
 ) -> CheckVerdict:
-    """Why ``moved`` may compute something else than ``original``, in words.
+    """Returns why ``moved`` may compute something else than ``original``, a sentence each.
 
     ``recomputations`` says by call name what RECOMPUTE calls make; without it nothing that was
     recomputed may be read.
@@ -111,19 +113,19 @@ class _Comparison:
         self.original = StepContents(original, lambda text: self._complain(f"unmoved: {text}"))
         self.moved = StepContents(moved, self._complain, self._recomputed)
         self.stands_for: dict[str, str] = {}
-        """Value of the moved step -> the value of the original it is a copy of."""
+        """Value of the moved step -> the value of the original that it must equal."""
         self.num_reads = 0
-        self._rest = list(reversed(original.calls))
+        self._calls_left = list(reversed(original.calls))
         """Calls of the original that have not run, the next one last."""
         waits = (call for call in original.calls if call.kind is CallKind.COMM_WAIT)
-        self._waits = {call.name: call for call in waits}
-        """Waits for other ranks that the moved step has not come to."""
+        self._waits_left = {call.name: call for call in waits}
+        """Waits for collectives that the moved step has not come to yet."""
         self._floating = FloatingCalls(original)
-        self._read: dict[str, tuple[StepCall, list[Pieces]]] = {}
-        """Of floating calls that one step has come to: the call, and what it reads."""
-        self._begun: list[StepCall] = []
-        self._early: set[str] = set()
-        """Calls of the original that have run before their turn, since nothing depends on it."""
+        self._float_reads: dict[str, tuple[StepCall, list[Pieces]]] = {}
+        """Floating calls that only one step has come to: the call, and the bytes that it reads."""
+        self._issues: list[StepCall] = []
+        self._replayed: set[str] = set()
+        """Calls of the original that were replayed before their turn (``_require_gathered``)."""
 
     def run(self) -> CheckVerdict:
         self._compare_frames()
@@ -132,9 +134,9 @@ class _Comparison:
                 self._wait_for_ranks(call)
             elif call.name in self._floating.names:
                 self._float(call, self.moved)
-                self._begun += [call] if call.kind is CallKind.ISSUE else []
+                self._issues += [call] if call.kind is CallKind.ISSUE else []
             elif call.kind in _ORDERED:
-                self._begun += [call] if call.kind is CallKind.ISSUE else []
+                self._issues += [call] if call.kind is CallKind.ISSUE else []
                 if not self._step(call, self._next()):
                     break
             else:
@@ -143,18 +145,20 @@ class _Comparison:
                 break
         else:
             self.moved.finish()
-            while (left := self._next()) is not None:
-                self._complain(f"{left.name} is missing")
-            self.problems += [f"{name} is missing" for name in (*self._waits, *self._read)]
-            wrong = self._floating.disordered(self._begun)
-            self.problems += [] if wrong is None else [wrong]
+            while (missing := self._next()) is not None:
+                self._complain(f"{missing.name} is missing")
+            self.problems += [
+                f"{name} is missing" for name in (*self._waits_left, *self._float_reads)
+            ]
+            fault = self._floating.disordered(self._issues)
+            self.problems += [] if fault is None else [fault]
         return CheckVerdict(problems=tuple(self.problems[:MAX_PROBLEMS]), num_reads=self.num_reads)
 
     def _next(self) -> StepCall | None:
-        """The original's next call; its waits for other ranks in between have run."""
-        while self._rest:
-            call = self._rest.pop()
-            if call.name in self._early:
+        """Returns the original's next ordered call; replays floating calls and waits before it."""
+        while self._calls_left:
+            call = self._calls_left.pop()
+            if call.name in self._replayed:
                 continue
             if call.name in self._floating.names:
                 self._float(call, self.original)
@@ -164,33 +168,35 @@ class _Comparison:
                 return call
         return None
 
-    def _require_brought(self, value: str) -> None:
-        """The original has ``value``, if that is gathered: a recomputation may read it first."""
-        brought = self._floating.brings.get(value, ())
-        if value in self.original.storage_of or not brought:
+    def _require_gathered(self, value: str) -> None:
+        """Replays the collective that gathers ``value`` in the original, if it did not run yet.
+
+        A recomputation of the moved step may read a gathered weight earlier than the original.
+        """
+        if value in self.original.storage_of:
             return
-        for call in brought:
+        for call in self._floating.brings.get(value, ()):
             if call.kind is CallKind.COMM_WAIT:
                 self.original.replay(call)
-            elif call.name not in self._early:
+            elif call.name not in self._replayed:
                 self._float(call, self.original)
-            self._early.add(call.name)
+            self._replayed.add(call.name)
 
     def _float(self, call: StepCall, step: StepContents) -> None:
-        """One step runs a call that the other may run at another place: it must read the same."""
-        read = [step.pieces_of(value) for value in call.inputs]
-        if call.name not in self._read:
-            self._read[call.name] = call, read
-        elif self._read.pop(call.name) != (call, read):
+        """Replays a floating call in one step; the second of both steps compares what it reads."""
+        pieces = [step.pieces_of(value) for value in call.inputs]
+        if call.name not in self._float_reads:
+            self._float_reads[call.name] = call, pieces
+        elif self._float_reads.pop(call.name) != (call, pieces):
             self._complain(f"{call.name} reads something else than in the step without moves")
         step.replay(call)
-        self.num_reads += len(read)
+        self.num_reads += len(pieces)
 
     def _wait_for_ranks(self, call: StepCall) -> None:
-        """The moved step waits, for the same and under the same names, wherever that is."""
-        expected = self._waits.pop(call.name, None)
-        named = tuple(self.stands_for.get(value, value) for value in call.inputs)
-        got = (_code(call), call.waits_for, named)
+        """Replays a wait of the moved step, which must be a wait of the original elsewhere."""
+        expected = self._waits_left.pop(call.name, None)
+        inputs = tuple(self.stands_for.get(value, value) for value in call.inputs)
+        got = (_code(call), call.waits_for, inputs)
         if expected is None or got != (_code(expected), expected.waits_for, expected.inputs):
             self._complain(f"{call.name} is no wait of the step without moves")
         self.moved.replay(call)
@@ -205,7 +211,7 @@ class _Comparison:
                 self._complain(f"region {name} is not the same in the moved step")
 
     def _step(self, call: StepCall, expected: StepCall | None) -> bool:
-        """Both steps have run ``call``; False when they do not run the same at all."""
+        """Replays ``call`` in both steps; returns False if they run different regions."""
         if expected is None or _code(call) != _code(expected):
             what = "nothing" if expected is None else expected.name
             self._complain(f"{call.name} runs where the step without moves runs {what}")
@@ -235,7 +241,7 @@ class _Comparison:
                 self.stands_for[call.outputs[0]] = self.stands_for.get(source, source)
 
     def _recomputed(self, call: StepCall, buffer: int) -> Pieces | None:
-        """What the original's value holds that ``call`` writes into ``buffer``."""
+        """Returns what ``buffer`` holds after the RECOMPUTE ``call``: the original's value."""
         recomputation = self.recomputations.get(call.name)
         if recomputation is None or call.kind is not CallKind.RECOMPUTE:
             return None
@@ -244,20 +250,20 @@ class _Comparison:
             if output.storage is Storage.ARENA and output.index == buffer:
                 pieces = self.original.pieces_of(value)
                 makers = tuple(f"{maker}/" for maker in recomputation.makers)
-                made = all(tag.startswith(makers) for _, _, tag in pieces)
-                return pieces if made else None
+                is_recomputed = all(tag.startswith(makers) for _, _, tag in pieces)
+                return pieces if is_recomputed else None
         return None
 
     def _compare(self, call: StepCall, value: str, stand_in: str) -> None:
         """Complains unless ``stand_in`` of the moved step is, bit by bit, ``value``."""
         self.num_reads += 1
-        named = self.stands_for.get(stand_in, stand_in)
-        if named != value:
+        represented = self.stands_for.get(stand_in, stand_in)
+        if represented != value:
             self._complain(
-                f"{call.name} reads {stand_in}, which is {named}, where it must read {value}"
+                f"{call.name} reads {stand_in}, which is {represented}, where it must read {value}"
             )
             return
-        self._require_brought(value)
+        self._require_gathered(value)
         expected, got = self.original.pieces_of(value), self.moved.pieces_of(stand_in)
         maker = self.original.maker_of(value)
         if expected != got and not _lacks_only_alignment(got, expected, maker):
@@ -268,7 +274,7 @@ class _Comparison:
 
 
 def _code(call: StepCall) -> tuple[object, ...]:
-    """What must be equal in both steps: all but the names of the values that are used."""
+    """Returns what must be equal in both steps: all but the names of the inputs."""
     into = tuple((target.buffer, target.offset_bytes) for target in call.into)
     counts = (call.kind, len(call.inputs))
     half = (call.phase, call.member)
@@ -276,19 +282,19 @@ def _code(call: StepCall) -> tuple[object, ...]:
 
 
 def _lacks_only_alignment(got: Pieces, expected: Pieces, maker: str | None) -> bool:
-    """True when ``got`` ends before ``expected`` by less than the alignment, and is it up to there.
+    """True when ``got`` equals ``expected`` up to its end, which is short by less than alignment.
 
-    What is missing was written by the last writer of ``got``, or it is what ``maker`` left at the
-    end of its buffer: a last tile's size, rounded up, need not reach the end of the whole's. That
-    copies bring all numbers of a value is ``check_reads.py``.
+    The missing bytes must be of the last writer of ``got``, or those that ``maker`` left at the end
+    of its buffer: a last tile's size, rounded up, need not reach the end of the whole's.
+    ``check_reads.py`` checks that copies bring all elements of a value.
     """
     if not got or not expected:
         return False
     _, end, writer = got[-1]
-    there = [(first, min(last, end), tag) for first, last, tag in expected if first < end]
+    beginning = [(first, min(last, end), tag) for first, last, tag in expected if first < end]
     missing = {tag for _, last, tag in expected if last > end}
     is_short = 0 < expected[-1][1] - end < ALIGNMENT_BYTES
-    return is_short and there == got and missing <= {writer, maker}
+    return is_short and beginning == got and missing <= {writer, maker}
 
 
 def _text(pieces: Pieces) -> str:

@@ -2,13 +2,13 @@
 
 It shares nothing with the planners: not the lifetimes, not the sums. It walks the calls of the
 step in order, gives every buffer its bytes when the region allocates it, takes them back when its
-last reader has run and no copy is at work on it, and complains about whatever does not hold:
+last reader has run and no copy reads or writes it, and complains if one of these happens:
 
 - two live buffers share a byte;
 - a call reads a value that no earlier call made, or whose bytes were given to another;
 - an offset is missing, misaligned or outside the arena;
 - a call needs more than the plan's peak, the peak exceeds the budget, or the lower bound the arena;
-- a copy is not ordered with what reads or writes the same bytes (``check_contents.py``).
+- a copy is not ordered with calls that read or write the same bytes (``check_contents.py``).
 
 That a step with moves computes what the step without them does is ``check_moves.py``.
 """
@@ -36,14 +36,14 @@ from memo_compile.step.problem import (
 _FOR_USER = " for the user"
 _LOSS = "a loss outside the graph"
 NEVER = 1 << 30
-"""Behind every half: what the user keeps to the end of the step."""
+"""A half behind all others: until then the user keeps what he keeps to the end of the step."""
 
 _Event = tuple[int, bool, str, int, bool]
 """(line, is birth, owner, bytes, in the arena): on a line deaths come before births."""
 
 
 def check(problem: Problem, plan: Plan) -> CheckVerdict:
-    """What is wrong with ``plan``, in words. Cost: buffers x log live buffers."""
+    """Returns the faults of ``plan``, a sentence each. Cost: buffers x log live buffers."""
     misshapen = misshapen_calls(problem)
     if misshapen:
         return CheckVerdict(problems=misshapen[:MAX_PROBLEMS])
@@ -51,7 +51,7 @@ def check(problem: Problem, plan: Plan) -> CheckVerdict:
 
 
 def require_valid(problem: Problem, plan: Plan) -> Plan:
-    """``plan`` with its verdict. Raises InvalidPlan: the replay found a fault; it is listed."""
+    """Returns ``plan`` with its verdict. Raises InvalidPlan, with all faults: there are some."""
     verdict = check(problem, plan)
     if not verdict.ok:
         raise InvalidPlan(f"plan {plan.name or 'of this step'}: {verdict}")
@@ -59,14 +59,14 @@ def require_valid(problem: Problem, plan: Plan) -> Plan:
 
 
 def require_within_budget(plan: Plan) -> Plan:
-    """``plan``, whose peak obeys the budget that it names. Raises InvalidPlan: it does not."""
+    """Returns ``plan``. Raises InvalidPlan: its peak exceeds the budget that it names."""
     if over := _over_budget(plan):
         raise InvalidPlan(f"plan {plan.name or 'of this step'}: {over}")
     return plan
 
 
 def _over_budget(plan: Plan) -> str:
-    """What to complain of; empty where the plan fits, or names no budget."""
+    """Returns the fault of a plan over its budget; empty where it fits, or names no budget."""
     if plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes:
         return ""
     return f"peak {plan.peak_bytes} > budget {plan.budget_bytes}"
@@ -80,7 +80,7 @@ class _Storage:
     size_bytes: int
     in_arena: bool = True
     until: int = -1
-    """Results for the user: the half at whose end they may go; -1: for nobody but the step."""
+    """Results for the user: the half at whose end they may be freed; -1: only the step reads it."""
     values: set[str] = field(default_factory=set)
 
 
@@ -94,7 +94,7 @@ class _Replay:
         self.live: list[tuple[int, str]] = []
         """(offset, owner) of the live storages that have bytes, by offset."""
         self.is_disjoint = True
-        """No two live storages shared a byte so far: neighbours are all that must be looked at."""
+        """No two live storages shared a byte so far, so that only neighbours can share one now."""
         self.storages: dict[str, _Storage] = {}
         self.place_of: dict[str, str | None] = {}
         """Value -> owner of its storage; None for a value that the step does not free."""
@@ -105,11 +105,11 @@ class _Replay:
         self.highest = 0
         """The highest address that the call being replayed uses."""
         self.outside_bytes = problem.rebound_bytes
-        """What kernels hold now in memory of their own, and what the step before left."""
+        """Ordinary memory now: of kernels, results, incoming gradients, the step before."""
         self.most_outside_bytes = 0
         """The most of it during the call being replayed."""
         self.left_bytes = 0
-        """What interludes have left and not freed again."""
+        """Bytes that interludes have left and not freed again."""
         self.leaving = LeavingGradients(problem)
         self.keys = half_keys(problem)
         self.half_of_calls = halves_of_calls(problem)
@@ -183,19 +183,21 @@ class _Replay:
             owner_of_value = self.place_of.get(value)
             if owner_of_value is not None and self._is_unread(owner_of_value):
                 self._die(owner_of_value)
-        for owner in self.leaving.gone(self.reads_left):
+        for owner in self.leaving.leave_now(self.reads_left):
             self._die(f"{owner}{_FOR_USER}")
 
     def _check_interlude(self, interlude: Interlude, dropped: Sequence[tuple[int, int]]) -> None:
-        """What runs before a half, and what goes of the arena meanwhile: nothing that is alive."""
+        """Checks that the user's code fits the peak, and that no live bytes are given back."""
         where = f"the interlude before half {interlude.half}"
-        after = bisect.bisect_left(self.half_of_calls, interlude.half)
-        resident = self.plan.resident_bytes[min(after, len(self.plan.resident_bytes) - 1)]
-        free = 0
+        next_call = bisect.bisect_left(self.half_of_calls, interlude.half)
+        resident = self.plan.resident_bytes[min(next_call, len(self.plan.resident_bytes) - 1)]
+        previous_end = 0
         for start, end in dropped:
-            if not free <= start < end <= resident:
-                self._complain(f"{where} drops [{start}, {end}) of {resident} B, {free} B done")
-            free = end
+            if not previous_end <= start < end <= resident:
+                self._complain(
+                    f"{where} drops [{start}, {end}) of {resident} B, {previous_end} B done"
+                )
+            previous_end = end
             for offset, owner in self.live:
                 if offset < end and start < offset + self.storages[owner].size_bytes:
                     self._complain(f"{where} drops [{start}, {end}) with {owner} at {offset}")
@@ -209,27 +211,31 @@ class _Replay:
             self._complain(f"{where} frees {-self.left_bytes} B more than those before it left")
 
     def _check_interludes(self, half: int) -> None:
-        """What runs right before ``half``; their number stands for the end."""
-        found = self.problem.interludes
-        dropped = self.plan.dropped or ((),) * len(found)
-        if len(dropped) != len(found):
+        """Checks the interludes right before ``half``; the number of halves stands for the end."""
+        interludes = self.problem.interludes
+        dropped = self.plan.dropped or ((),) * len(interludes)
+        if len(dropped) != len(interludes):
             if half == 1:
-                self._complain(f"dropped: expected {len(found)} interludes, got {len(dropped)}")
+                self._complain(
+                    f"dropped: expected {len(interludes)} interludes, got {len(dropped)}"
+                )
             return
-        for interlude, ranges in zip(found, dropped, strict=True):
+        for interlude, ranges in zip(interludes, dropped, strict=True):
             if interlude.half == half:
                 self._check_interlude(interlude, ranges)
 
     def _enter_half(self, half: int) -> None:
-        """The half before has ended: gradients come in, results may go."""
+        """Begins a half: incoming gradients are allocated, results of earlier halves freed."""
         self.half, problem = half, self.problem
         if half == self.turn:
             self.outside_bytes -= problem.rebound_bytes
             self._bear_outside(_LOSS, problem.loss_bytes)
         self._check_interludes(half)
         halves = problem.halves
-        given = halves[half].arguments if halves else problem.tangents if half == self.turn else ()
-        for value in given:
+        arriving = (
+            halves[half].arguments if halves else problem.tangents if half == self.turn else ()
+        )
+        for value in arriving:
             if value not in problem.tangents:
                 continue
             owner = f"{value} given"
@@ -241,14 +247,14 @@ class _Replay:
                 self._die(owner)
 
     def _until(self, call: StepCall, value: str) -> int | None:
-        """The half at whose end the user lets go of the result ``value``; None: he does not."""
-        known = self.problem.held_until.get(value)
-        if known is not None or call.phase is Phase.BACKWARD or self.problem.keeps_outputs:
-            return known
+        """Returns the half at whose end the user frees the result ``value``; None: he does not."""
+        half = self.problem.held_until.get(value)
+        if half is not None or call.phase is Phase.BACKWARD or self.problem.keeps_outputs:
+            return half
         return self.turn - 1
 
     def _check_memory(self, index: int, call: StepCall) -> None:
-        """What is alive in the call lies in the pages that stay, and the sum is in the peak."""
+        """Checks that all live bytes lie in pages that stay, and that the peak counts them."""
         if len(self.plan.resident_bytes) != len(self.problem.calls):
             if index == 0:
                 self._complain("resident_bytes: expected one number per call")
@@ -264,15 +270,17 @@ class _Replay:
             self._complain(f"{call.name} needs {need} B, the peak says {self.plan.peak_bytes}")
 
     def _events(self, call: StepCall, region: RegionProfile) -> Iterator[_Event]:
-        """What is born and what dies inside this call."""
-        held = {output.index for output in region.outputs if output.storage is Storage.ARENA}
-        inside = {into.buffer for into in call.into}
+        """Yields what is allocated and what is freed inside this call."""
+        buffers_of_outputs = {
+            output.index for output in region.outputs if output.storage is Storage.ARENA
+        }
+        buffers_inside_others = {into.buffer for into in call.into}
         for index, buffer in enumerate(region.buffers):
-            if index in inside:
+            if index in buffers_inside_others:
                 continue
             owner = f"{call.name}/{buffer.name}"
             yield buffer.start, True, owner, buffer.size_bytes, True
-            if index not in held:
+            if index not in buffers_of_outputs:
                 yield buffer.end, False, owner, 0, True
         for index, outside in enumerate(region.outside):
             owner = f"{call.name}/{outside.kind} {index}"
@@ -288,16 +296,16 @@ class _Replay:
         yield from self._last_uses(call, region)
 
     def _last_uses(self, call: StepCall, region: RegionProfile) -> Iterator[_Event]:
-        """The deaths, inside this call, of what it is the last to read in the arena.
+        """Yields the deaths of storages in the arena that this call is the last to read.
 
-        Ordinary memory is gone when the call has ended: what it makes may lie beside the hole.
+        Ordinary memory is freed when the call has ended, because the heap need not put what the
+        call makes into the hole.
         """
         ends: dict[str, int] = {}
-        for position, value in enumerate(call.inputs):
-            owner_of_value = self.place_of.get(value)
-            if owner_of_value is not None:
-                end = region.input_ends[position]
-                ends[owner_of_value] = max(ends.get(owner_of_value, 0), end)
+        for value, end in zip(call.inputs, region.input_ends, strict=True):
+            owner = self.place_of.get(value)
+            if owner is not None:
+                ends[owner] = max(ends.get(owner, 0), end)
         passed_on = {
             self.place_of.get(call.inputs[output.index])
             for output in region.outputs
@@ -309,7 +317,7 @@ class _Replay:
                 yield end, False, owner, 0, True
 
     def _is_unread(self, owner: str) -> bool:
-        """True when no call to come uses what ``owner`` holds, and no copy is at work on it."""
+        """True when no later call uses what ``owner`` holds, and no copy reads or writes it."""
         storage = self.storages.get(owner)
         if storage is None or self.contents.is_busy(owner):
             return False
@@ -352,7 +360,7 @@ class _Replay:
         self.most_outside_bytes = max(self.most_outside_bytes, self.outside_bytes)
 
     def _overlapping(self, offset: int, size_bytes: int) -> list[str]:
-        """The live storages that share a byte with these; cheap while there are none."""
+        """Returns the live storages that share a byte with these; fast while there are none."""
         if not size_bytes:
             return []
         low = max(0, bisect.bisect_left(self.live, (offset, "")) - 1) if self.is_disjoint else 0
@@ -396,7 +404,7 @@ class _Replay:
 
 
 def _uses(call: StepCall) -> tuple[str, ...]:
-    """The values whose bytes the call needs."""
+    """Returns the values whose bytes the call reads or writes into."""
     return (*call.inputs, *(into.value for into in call.into))
 
 

@@ -1,9 +1,9 @@
 """The independent check that a step's calls are those of its graphs, tiles included.
 
-A call of a region that runs whole must be there as it is: the same values, read alike. A region in
-tiles must be there as its ``Tiling`` says: ``before`` once, then for every slice of the rows its
+A region that runs whole must be one call with the same inputs, outputs and layouts. A region in
+tiles must be the calls of its ``Tiling``: ``before`` once, then for every slice of the rows its
 tile and what the tile adds to each running sum, then ``after``. Which bytes a tile reads and
-writes is worked out here from the slices, not taken from who made the calls.
+writes is computed here from the slices, not taken from the code that made the calls.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,24 +18,24 @@ T = TypeVar("T")
 
 
 def foreign_calls(whole: WholeStep, problem: Problem) -> tuple[str, ...]:
-    """Where ``problem``, which moves nothing, is not ``whole``, up to the first wrong call."""
-    found = []
+    """Returns how ``problem``, which moves nothing, differs from ``whole`` first, in words."""
+    faults = []
     if problem.halves != whole.halves:
-        found.append("the step is given, or returns, other values than its graphs say")
-    rest = iter(problem.calls)
+        faults.append("the step is given, or returns, other values than its graphs say")
+    calls = iter(problem.calls)
     for call in whole.calls:
         tiling = whole.tilings.get(call.region)
         if tiling is None:
-            faults = list(_plain(call, next(rest, None)))
+            call_faults = list(_wrong_call(call, next(calls, None)))
         else:
-            faults = list(_Tiles(call, tiling, problem).run(rest))
-        if faults:
-            return (*found, *faults)
-    return (*found, *(f"{call.name} is no call of the step's graphs" for call in rest))
+            call_faults = list(_Tiles(call, tiling, problem).run(calls))
+        if call_faults:
+            return (*faults, *call_faults)
+    return (*faults, *(f"{call.name} is no call of the step's graphs" for call in calls))
 
 
-def _plain(expected: StepCall, call: StepCall | None) -> Iterator[str]:
-    """What ``call`` does otherwise than ``expected``."""
+def _wrong_call(expected: StepCall, call: StepCall | None) -> Iterator[str]:
+    """Yields how ``call`` differs from ``expected``."""
     if call is None:
         yield f"{expected.name} is missing"
         return
@@ -45,7 +45,7 @@ def _plain(expected: StepCall, call: StepCall | None) -> Iterator[str]:
 
 
 def _differences(call: StepCall, expected: StepCall) -> Iterator[str]:
-    """All but the names of what is made."""
+    """Yields how ``call`` differs from ``expected``, but for names of outputs."""
     is_right = (call.region, call.phase) == (expected.region, expected.phase)
     if not is_right or call.kind is not expected.kind:
         yield (
@@ -68,7 +68,7 @@ def _differences(call: StepCall, expected: StepCall) -> Iterator[str]:
 
 
 class _Tiles:
-    """The calls that stand for one call of a region in tiles, as they must be."""
+    """Compares the next calls of a step with one call of a region that runs in tiles."""
 
     def __init__(self, call: StepCall, tiling: Tiling, problem: Problem) -> None:
         self.call = call
@@ -80,28 +80,28 @@ class _Tiles:
             if region is not None:
                 self.layouts |= _refs(source, problem.regions[region].output_layouts)
 
-    def run(self, rest: Iterator[StepCall]) -> Iterator[str]:
-        """What is wrong, up to the first call that is."""
+    def run(self, calls: Iterator[StepCall]) -> Iterator[str]:
+        """Takes calls as long as they are right; yields the faults of the first wrong one."""
         if faults := list(self._wrong_slices()):
             yield from faults
             return
         tiling = self.tiling
         inputs = [Ref(source=Source.REGION_INPUT, index=at) for at in tiling.before_inputs]
-        steps = [self._take_part(rest, Source.BEFORE, tiling.before, inputs)]
+        parts = [self._take_part(calls, Source.BEFORE, tiling.before, inputs)]
         for tiles in tiling.runs:
-            steps += [self._take_tile(rest, tiles, number) for number in range(tiles.num_tiles)]
+            parts += [self._take_tile(calls, tiles, number) for number in range(tiles.num_tiles)]
         if tiling.after is not None:
-            steps.append(self._take_part(rest, Source.AFTER, tiling.after, tiling.after_inputs))
-        for step in steps:
-            if faults := list(step):
+            parts.append(self._take_part(calls, Source.AFTER, tiling.after, tiling.after_inputs))
+        for part in parts:
+            if faults := list(part):
                 yield from faults
                 return
-        made = tuple(self.values[ref] for ref in tiling.outputs)
-        if made != self.call.outputs:
-            yield f"the tiles of {self.call.name} make {made}, expected {self.call.outputs}"
+        outputs = tuple(self.values[ref] for ref in tiling.outputs)
+        if outputs != self.call.outputs:
+            yield f"the tiles of {self.call.name} make {outputs}, expected {self.call.outputs}"
 
     def _wrong_slices(self) -> Iterator[str]:
-        """Slices that leave rows out, take rows twice, or do not fit together."""
+        """Yields faults of the tiling: slices that leave rows out, or take rows twice."""
         tiling, name = self.tiling, self.call.region
         filled = [[rows.whole for rows in tiles.rows] for tiles in tiling.runs]
         totals = [[added.total for added in tiles.sums] for tiles in tiling.runs]
@@ -110,11 +110,11 @@ class _Tiles:
             return
         if len({*filled[0], *totals[0]}) != len(filled[0]) + len(totals[0]):
             yield f"{name}: two outputs of its tiles go into one value: {filled[0] + totals[0]}"
-        read = [[*tiles.inputs, *_terms(tiles)] for tiles in tiling.runs]
-        if any(len(operands) != len(read[0]) for operands in read):
+        operands_of = [[*tiles.inputs, *_terms(tiles)] for tiles in tiling.runs]
+        if any(len(operands) != len(operands_of[0]) for operands in operands_of):
             yield f"{name}: some of its tiles read more than others"
             return
-        for operands in zip(*read, strict=True):
+        for operands in zip(*operands_of, strict=True):
             yield from self._wrong_operands(operands)
         for at, whole in enumerate(filled[0]):
             ref = Ref(source=Source.BEFORE, index=whole)
@@ -126,7 +126,7 @@ class _Tiles:
                 yield f"{name}: its parts make {made}, expected {layout}"
 
     def _wrong_operands(self, operands: tuple[Operand, ...]) -> Iterator[str]:
-        """What is wrong with slices of one value, an operand of each run."""
+        """Yields faults of the slices of one value; ``operands`` has its operand in each run."""
         first = operands[0]
         slices = [operand.slice for operand in operands]
         if first.slice is None and len(set(slices)) == 1:
@@ -143,7 +143,7 @@ class _Tiles:
     def _wrong_cover(
         self, value: Ref, slices: list[Slice | None], whole: Layout | None = None
     ) -> Iterator[str]:
-        """``slices`` of the runs, one behind the other, that are not all of ``value``."""
+        """Yields a fault unless ``slices``, one of each run, end to end are all of ``value``."""
         whole = whole or self.layouts[value]
         dims = {None if part is None else part.dim for part in slices}
         end = 0
@@ -159,7 +159,7 @@ class _Tiles:
             yield f"{self.call.region}: {' and '.join(text)} are not all of {value}, {whole}"
 
     def _wrong_rows(self, whole: Ref, output: int) -> Iterator[str]:
-        """Runs whose ``output`` does not lie as a slice of ``whole``."""
+        """Yields runs whose ``output`` has not the layout of a slice of ``whole``."""
         held = self.layouts[whole]
         for tiles in self.tiling.runs:
             made = self.problem.regions[tiles.region].output_layouts[output]
@@ -168,21 +168,21 @@ class _Tiles:
                 yield f"{self.call.region}: a tile makes {made} of {held}"
 
     def _take_part(
-        self, rest: Iterator[StepCall], source: Source, region: str, refs: Iterable[Ref]
+        self, calls: Iterator[StepCall], source: Source, region: str, refs: Iterable[Ref]
     ) -> Iterator[str]:
-        """The next call runs ``region``, and reads the values of ``refs`` as they lie."""
+        """Takes the next call, which must run ``region`` on the values of ``refs``, as they lie."""
         operands = [Operand(value=ref, whole=self.layouts[ref]) for ref in refs]
-        yield from self._take(next(rest, None), region, 0, operands, (), source)
+        yield from self._compare(next(calls, None), region, 0, operands, (), source)
 
-    def _take_tile(self, rest: Iterator[StepCall], tiles: TileRun, number: int) -> Iterator[str]:
-        """The next calls run tile ``number`` of a run, and add it to every running sum, once."""
+    def _take_tile(self, calls: Iterator[StepCall], tiles: TileRun, number: int) -> Iterator[str]:
+        """Takes the next calls, which must be tile ``number`` of a run, and its running sums."""
         into = self._rows_into(tiles, number)
-        call = next(rest, None)
+        call = next(calls, None)
         self.layouts |= _refs(Source.TILE, self.problem.regions[tiles.region].output_layouts)
-        faults = list(self._take(call, tiles.region, number, tiles.inputs, into, Source.TILE))
-        yield from faults or self._take_sums(rest, tiles, number)
+        faults = list(self._compare(call, tiles.region, number, tiles.inputs, into, Source.TILE))
+        yield from faults or self._take_sums(calls, tiles, number)
 
-    def _take(
+    def _compare(
         self,
         call: StepCall | None,
         region: str,
@@ -191,7 +191,7 @@ class _Tiles:
         into: tuple[Into, ...],
         source: Source | None = None,
     ) -> Iterator[str]:
-        """``call`` runs ``region``; with ``source``, what it makes has names from now on."""
+        """Compares ``call`` with tile ``number``'s; its outputs become values of ``source``."""
         if call is None:
             yield f"tile {number} of {self.call.name}: a call of {region} is missing"
             return
@@ -210,19 +210,19 @@ class _Tiles:
         if source is not None:
             self.values |= _refs(source, call.outputs)
 
-    def _take_sums(self, rest: Iterator[StepCall], tiles: TileRun, number: int) -> Iterator[str]:
-        """The next calls add tile ``number`` to every running sum, once."""
+    def _take_sums(self, calls: Iterator[StepCall], tiles: TileRun, number: int) -> Iterator[str]:
+        """Takes the next calls, which must add tile ``number`` to every running sum, once."""
         for running_sum in tiles.sums:
             total = Ref(source=Source.BEFORE, index=running_sum.total)
             operands = (Operand(value=total, whole=self.layouts[total]), *running_sum.terms)
             (output,) = self.problem.regions[running_sum.region].outputs
             buffer = -1 if output.index is None else output.index
             into = (Into(buffer=buffer, value=self.values[total], offset_bytes=0),)
-            yield from self._take(next(rest, None), running_sum.region, number, operands, into)
+            yield from self._compare(next(calls, None), running_sum.region, number, operands, into)
 
     def _rows_into(self, tiles: TileRun, number: int) -> tuple[Into, ...]:
-        """Where tile ``number`` of a run writes its rows."""
-        found = []
+        """Returns where tile ``number`` of a run writes its rows."""
+        targets = []
         outputs = self.problem.regions[tiles.region].outputs
         for at, rows in enumerate(tiles.rows):
             ref = Ref(source=Source.BEFORE, index=rows.whole)
@@ -232,35 +232,35 @@ class _Tiles:
             part = _part(whole, rows.slice, number)
             start = part.offset * part.item_bytes
             buffer = -1 if index is None else index
-            found.append(Into(buffer=buffer, value=self.values[ref], offset_bytes=start))
-        return tuple(found)
+            targets.append(Into(buffer=buffer, value=self.values[ref], offset_bytes=start))
+        return tuple(targets)
 
 
 def _refs(source: Source, items: Iterable[T]) -> dict[Ref, T]:
-    """The items of ``source`` by their place in it."""
+    """Returns the items of the list ``source`` by their ``Ref``."""
     return {Ref(source=source, index=at): item for at, item in enumerate(items)}
 
 
 def _layout(operand: Operand, number: int) -> Layout | None:
-    """What tile ``number`` reads of ``operand``."""
+    """Returns the layout in which tile ``number`` reads ``operand``."""
     if operand.whole is None or operand.slice is None:
         return operand.whole
     return _part(operand.whole, operand.slice, number)
 
 
 def _part(whole: Layout, part: Slice, number: int) -> Layout:
-    """Slice ``number`` of ``whole``."""
+    """Returns the layout of slice ``number`` of ``whole``."""
     return whole.part(part.dim, part.start + number * part.length, part.length)
 
 
 def _terms(tiles: TileRun) -> Iterator[Operand]:
-    """What the sums of a tile read."""
+    """Yields the operands of the running sums behind a tile."""
     for running_sum in tiles.sums:
         yield from running_sum.terms
 
 
 def _plainly(layout: Layout | None) -> Layout | None:
-    """Without the strides that nothing is read by; None: no tensor."""
+    """Returns ``layout`` without the strides of dimensions of size 1, which mean nothing."""
     if layout is None:
         return None
     pairs = zip(layout.size, layout.stride, strict=True)

@@ -1,12 +1,12 @@
-"""What a step's calls read: that it is what the code was made for, and that it is there.
+"""Checks that every call reads tensors as its code expects them, and within the value.
 
-Part of the independent checker; it needs no plan. A read looks like the region's input (type, size,
-strides), is of the type that the value's maker left, and lies within it. A buffer's size is rounded
-up, so that the last bytes of a copy may be missing elsewhere in the checker; here it is known which
-of them hold numbers, and those are copied.
+Part of the independent checker; it needs no plan. A read has the dtype, sizes and strides of the
+region's input and the dtype that the value's maker gave it, and lies within the value. Copies must
+bring all elements: elsewhere in the checker the last bytes of a copy may be missing, because a
+buffer's size is rounded up.
 
-From which element a call reads is the program's to say (``check_program.py``). A recomputation is
-no part of that: it reads from the first element.
+From which element a call reads is checked in ``check_program.py``; a recomputation, which is not in
+the graphs' program, must read from the first element.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ COPIES = (CallKind.OFFLOAD, CallKind.RELOAD, CallKind.WAIT)
 
 
 def misread_calls(problem: Problem) -> tuple[str, ...]:
-    """What calls read that they must not, in words."""
+    """Returns the wrong reads of the step's calls, a sentence each."""
     return tuple(_Reads(problem).run())
 
 
@@ -35,11 +35,11 @@ class _Reads:
         self.problem = problem
         self.given = {(half.phase, half.member): half.given() for half in problem.halves}
         self.held: dict[str, Layout | None] = {}
-        """Value -> how its maker left it; None for what is no tensor."""
+        """Value -> the layout that its maker gave it; None: no tensor."""
         self.copied: dict[int, str] = {}
         """Host offset -> the value that was copied there last."""
         self.reloaded_from: dict[str, int] = {}
-        """RELOADed value -> the first byte of it that the copy brings."""
+        """RELOADed value -> the first byte of it that the copy writes."""
         self.half: HalfKey | None = None
 
     def run(self) -> Iterator[str]:
@@ -72,11 +72,14 @@ class _Reads:
             )
 
     def _gaps(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
-        """Bytes between what is recomputed and what is reloaded, which only rounding up covers."""
+        """Complains of elements between the recomputed and the reloaded part of a value.
+
+        Bytes that only rounding up to the alignment covers hold no recomputed element.
+        """
         buffers = (output.index for output in region.outputs)
-        made = dict(zip(buffers, region.output_layouts, strict=False))
+        layout_of = dict(zip(buffers, region.output_layouts, strict=False))
         for into in call.into:
-            layout, start = made.get(into.buffer), self.reloaded_from.get(into.value)
+            layout, start = layout_of.get(into.buffer), self.reloaded_from.get(into.value)
             if layout is None or start is None:
                 continue
             end = into.offset_bytes + layout.end * layout.item_bytes
@@ -90,8 +93,8 @@ class _Reads:
                 f"got {len(call.reads)}"
             )
         else:
-            taken = zip(call.inputs, call.reads, region.input_layouts, strict=True)
-            for value, read, expected in taken:
+            operands = zip(call.inputs, call.reads, region.input_layouts, strict=True)
+            for value, read, expected in operands:
                 yield from self._read(call, value, read, expected)
         yield from self._gaps(call, region)
         for value in call.outputs:
@@ -123,5 +126,5 @@ class _Reads:
 
 
 def reads_text(reads: Layouts) -> str:
-    """What a call reads, in words."""
+    """Returns the layouts in which a call reads, as text."""
     return ", ".join(str(layout) for layout in reads)

@@ -1,10 +1,13 @@
-"""Which calls of a step may run elsewhere than its graphs say, and in which order all ranks begin.
+"""Which collectives a plan may begin earlier or later than the graphs do, and in which order.
 
-A collective may begin elsewhere in its half where the step is given what it reads, or, if it
-gathers, where one call, which is read by nobody else, makes that of what the step is given; and
-where nothing computes with that in the same half. It comes before the other collectives of the unit
-before its reader's, and of later units; behind those of earlier ones. Two of one kind stay in
-order.
+A collective *floats* within its half if the step is given its input (a shard of a weight) and no
+call of the half computes with that. A gather may also float together with one call that makes its
+input of what the step is given (it converts the shard's dtype), if nobody else reads that.
+
+All ranks must begin collectives in one order. The calls of one layer (or of the prologue, middle,
+epilogue) in one half are a *unit*. A floating collective whose result unit u reads first begins
+behind all fixed collectives of units before u - 1, and before those of unit u - 1 and later ones.
+Two that float, and two that do not, stay in the order of the graphs.
 """
 
 import itertools
@@ -16,7 +19,7 @@ _TALKING = (CallKind.ISSUE, CallKind.COMM_WAIT)
 
 
 class FloatingCalls:
-    """The calls of a step without moves that may run elsewhere."""
+    """The floating collectives of a step without moves, and the order of all of them."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -27,17 +30,17 @@ class FloatingCalls:
                 self._readers.setdefault(value, []).append(call)
         self._maker = {value: call for call in problem.calls for value in call.outputs}
         self.names: set[str] = set()
-        """Beginnings, and what makes their inputs."""
+        """Floating calls: issues, and the calls that convert their inputs."""
         self.brings: dict[str, tuple[StepCall, ...]] = {}
-        """What such a collective brings -> the calls that do it, its wait among them."""
+        """Result of a floating collective -> its calls: conversion, if any, issue and wait."""
         for call in problem.calls:
             if call.kind is CallKind.ISSUE:
-                own = self._floating(call)
-                self.names.update(found.name for found in own)
-                waits = (found for found in self._readers.get(call.outputs[0], ()))
-                wait = next((found for found in waits if found.waits_for == call.name), None)
-                if own and wait is not None:
-                    self.brings[wait.outputs[0]] = (*own, wait)
+                floating = self._floating(call)
+                self.names.update(member.name for member in floating)
+                readers = self._readers.get(call.outputs[0], ())
+                wait = next((reader for reader in readers if reader.waits_for == call.name), None)
+                if floating and wait is not None:
+                    self.brings[wait.outputs[0]] = (*floating, wait)
         self._units: dict[tuple[object, ...], int] = {}
         for call in problem.calls:
             if call.kind in (CallKind.RUN, CallKind.ISSUE) and call.name not in self.names:
@@ -45,40 +48,41 @@ class FloatingCalls:
         self._numbers = {call.name: at for at, call in enumerate(problem.calls)}
 
     def _floating(self, issue: StepCall) -> tuple[StepCall, ...]:
-        """``issue`` behind what makes its input, where they float."""
-        first = issue
+        """Returns ``issue``, behind the call that converts its input; empty: it does not float."""
+        calls = [issue]
         maker = self._maker.get(issue.inputs[0])
-        if maker is not None and self._gathers(issue) and self._makes_one(maker):
-            first = maker
-        own = {first.name, issue.name}
-        others = (reader for value in first.inputs for reader in self._readers[value])
-        if any(self._computes(other, issue, own) for other in others):
-            return ()
-        is_given = self._given.issuperset(first.inputs)
-        return (first, issue)[first is issue :] if is_given else ()
+        if maker is not None and self._gathers(issue) and self._only_converts(maker):
+            calls.insert(0, maker)
+        names = {call.name for call in calls}
+        half = (issue.phase, issue.member)
+        computes = any(
+            (reader.phase, reader.member) == half and reader.kind not in _TALKING
+            for value in calls[0].inputs
+            for reader in self._readers[value]
+            if reader.name not in names
+        )
+        floats = self._given.issuperset(calls[0].inputs) and not computes
+        return tuple(calls) if floats else ()
 
     def _gathers(self, issue: StepCall) -> bool:
-        """What it brings is larger than what it is given."""
-        given, brought = (
-            sum(each.num_elements * each.item_bytes for each in layouts if each is not None)
+        """True if its result is larger than its input."""
+        input_bytes, result_bytes = (
+            sum(layout.num_elements * layout.item_bytes for layout in layouts if layout is not None)
             for layouts in (issue.reads, self.problem.regions[issue.region].output_layouts)
         )
-        return brought > given
+        return result_bytes > input_bytes
 
-    def _makes_one(self, maker: StepCall) -> bool:
+    def _only_converts(self, maker: StepCall) -> bool:
+        """True if the call makes one value in the arena, which only collectives read."""
         outputs = self.problem.regions[maker.region].outputs
-        readers = [own for made in maker.outputs for own in self._readers.get(made, ())]
+        readers = [reader for value in maker.outputs for reader in self._readers.get(value, ())]
         is_one = len(outputs) == 1 and outputs[0].storage is Storage.ARENA and not maker.into
         is_run = maker.kind is CallKind.RUN
         return is_one and is_run and all(reader.kind in _TALKING for reader in readers)
 
-    def _computes(self, other: StepCall, issue: StepCall, own: set[str]) -> bool:
-        is_near = (other.phase, other.member) == (issue.phase, issue.member)
-        return is_near and other.name not in own and other.kind not in _TALKING
-
-    def disordered(self, begun: Sequence[StepCall]) -> str | None:
-        """What is wrong with the order of these beginnings, if anything."""
-        for before, after in itertools.pairwise(begun):
+    def disordered(self, issues: Sequence[StepCall]) -> str | None:
+        """Returns the first fault in the order of these issues; None: there is none."""
+        for before, after in itertools.pairwise(issues):
             is_same_half = (before.phase, before.member) == (after.phase, after.member)
             if is_same_half and not self._precedes(before, after):
                 return f"{after.name} begins behind {before.name}, on other ranks before it"
@@ -89,11 +93,11 @@ class FloatingCalls:
         if floats[0] == floats[1]:
             return self._numbers[before.name] < self._numbers[after.name]
         if floats[0]:
-            return self._read_in(before) - 1 <= self._units[_unit(after)]
-        return self._units[_unit(before)] < self._read_in(after) - 1
+            return self._reading_unit(before) - 1 <= self._units[_unit(after)]
+        return self._units[_unit(before)] < self._reading_unit(after) - 1
 
-    def _read_in(self, issue: StepCall) -> int:
-        """The unit that first reads what ``issue`` brings."""
+    def _reading_unit(self, issue: StepCall) -> int:
+        """Returns the number of the unit that first reads the result of ``issue``."""
         wait = next(call for call in self._readers[issue.outputs[0]] if call.waits_for)
         reading = (CallKind.RUN, CallKind.ISSUE)
         readers = self._readers.get(wait.outputs[0], [])
@@ -102,4 +106,5 @@ class FloatingCalls:
 
 
 def _unit(call: StepCall) -> tuple[object, ...]:
+    """Returns what the calls of one layer in one half have in common."""
     return call.phase, call.member, call.layer_class, call.instance

@@ -1,7 +1,7 @@
-"""When the checker takes gradients that leave the step for gone; shares nothing with the planners.
+"""When gradients that leave the step are freed, for the checker; shares nothing with the planners.
 
-A gradient is handed over when no call to come uses its memory, nor that of the input it is the
-gradient of. Before the next call begins it is gone, if the problem says that such ones leave.
+A gradient is handed to autograd when no later call uses its memory, nor that of the input it is the
+gradient of. If the problem lists it as leaving, its memory is free before the next call begins.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,10 +12,10 @@ from memo_compile.step.problem import Phase, Problem, RegionOutput, StepCall, St
 
 @dataclass(slots=True)
 class _Gradient:
-    """Ordinary memory that a call of the backward made, and what lies in it."""
+    """Ordinary memory that a call of the backward made, and the values that lie in it."""
 
     values: set[str]
-    is_gone: bool = False
+    has_left: bool = False
 
 
 @dataclass(slots=True)
@@ -25,11 +25,11 @@ class LeavingGradients:
     problem: Problem
     _inputs_of: dict[str, set[str]] = field(default_factory=dict)
     """Result of the backward -> the inputs that it is the gradient of."""
-    _shown: dict[str, set[str]] = field(default_factory=dict)
+    _values_of: dict[str, set[str]] = field(default_factory=dict)
     """Input of the step -> the values that lie in its memory."""
     _owner: dict[str, str] = field(default_factory=dict)
     """Value -> the first value in its memory: a gradient, or an input of the step."""
-    _made: dict[str, _Gradient] = field(default_factory=dict)
+    _gradients: dict[str, _Gradient] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         halves = {half.phase: half for half in self.problem.halves}
@@ -44,10 +44,10 @@ class LeavingGradients:
                 self._inputs_of.setdefault(value, set()).add(name)
         for name in self.problem.inputs:
             self._owner[name] = name
-            self._shown[name] = {name}
+            self._values_of[name] = {name}
 
     def bind(self, call: StepCall, output: RegionOutput, value: str) -> None:
-        """``call`` has made ``value``."""
+        """Notes where ``value`` lies, which ``call`` has made."""
         if not self._inputs_of:
             return
         if output.storage is Storage.INPUT and output.index is not None:
@@ -55,31 +55,31 @@ class LeavingGradients:
         elif output.storage is Storage.EXTERNAL and call.phase is Phase.BACKWARD:
             first = value if output.same_as is None else call.outputs[output.same_as]
             owner = self._owner.setdefault(first, first)
-            self._made.setdefault(owner, _Gradient(set()))
+            self._gradients.setdefault(owner, _Gradient(set()))
         else:
-            around = call.value_around(output.index) if output.storage is Storage.ARENA else None
-            owner = None if around is None else self._owner.get(around)
+            holder = call.value_around(output.index) if output.storage is Storage.ARENA else None
+            owner = None if holder is None else self._owner.get(holder)
         if owner is None:
             return
         self._owner[value] = owner
-        if owner in self._made:
-            self._made[owner].values.add(value)
+        if owner in self._gradients:
+            self._gradients[owner].values.add(value)
         else:
-            self._shown[owner].add(value)
+            self._values_of[owner].add(value)
 
-    def gone(self, reads_left: Mapping[str, int]) -> Iterator[str]:
-        """What has left by the end of a call, by the first value in its memory; each once."""
-        for owner, made in self._made.items():
-            if not made.is_gone and self._leaves(made, reads_left):
-                made.is_gone = True
+    def leave_now(self, reads_left: Mapping[str, int]) -> Iterator[str]:
+        """Yields the gradients that leave after this call, by the first value in their memory."""
+        for owner, gradient in self._gradients.items():
+            if not gradient.has_left and self._leaves(gradient, reads_left):
+                gradient.has_left = True
                 yield owner
 
-    def _leaves(self, made: _Gradient, reads_left: Mapping[str, int]) -> bool:
-        results = made.values & self._inputs_of.keys()
+    def _leaves(self, gradient: _Gradient, reads_left: Mapping[str, int]) -> bool:
+        results = gradient.values & self._inputs_of.keys()
         if not results or not results <= set(self.problem.leaving):
             return False
-        used = set(made.values)
+        used = set(gradient.values)
         for result in results:
             for name in self._inputs_of[result]:
-                used |= self._shown[name]
+                used |= self._values_of[name]
         return not any(reads_left.get(value, 0) for value in used)

@@ -1,9 +1,10 @@
-"""The proof that a planned step computes what its graphs say; without a plan, of its calls alone.
+"""Proves that the calls of a planned step compute what its graphs say; offsets are not needed.
 
     the graphs' calls = the step in tiles     (``check_program``, and ``without_again``)
                       = the step with moves   (``check_moves``)
 
-Calls read what their code takes (``check_reads``), and the plan's bytes hold it (``check``).
+``check_reads`` adds that calls read what their code was made for. That each value has its bytes is
+the proof of a placed plan (``check_plan``).
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ def prove(
     planned: Problem,
     recomputations: Mapping[str, Recomputation],
 ) -> CheckVerdict:
-    """Why ``planned`` may compute something else than ``whole``, in words.
+    """Returns why ``planned`` may compute something else than ``whole``, a sentence each.
 
     ``unmoved`` keeps everything; it is ``planned`` itself where nothing moves. ``recomputations``
     says what RECOMPUTE calls make (``check_moves.recomputations_of``).
@@ -33,14 +34,14 @@ def prove(
     misshapen = misshapen_calls(planned)
     if misshapen:
         return CheckVerdict(problems=misshapen[:MAX_PROBLEMS])
-    kept, faults = without_again(whole, unmoved)
-    found = [*faults, *foreign_calls(whole, kept), *misread_calls(planned)]
+    without_gathers, faults = without_again(whole, unmoved)
+    problems = [*faults, *foreign_calls(whole, without_gathers), *misread_calls(planned)]
     num_reads = sum(len(call.reads) for call in planned.calls)
     if planned is not unmoved:
         moved = check_moves(unmoved, planned, recomputations)
-        found += moved.problems
+        problems += moved.problems
         num_reads += moved.num_reads
-    return CheckVerdict(problems=tuple(found[:MAX_PROBLEMS]), num_reads=num_reads)
+    return CheckVerdict(problems=tuple(problems[:MAX_PROBLEMS]), num_reads=num_reads)
 
 
 def require_proved(
@@ -49,7 +50,7 @@ def require_proved(
     planned: Problem,
     recomputations: Mapping[str, Recomputation],
 ) -> None:
-    """``planned`` computes what ``whole`` does. Raises InvalidPlan, with the calls: it may not."""
+    """Raises InvalidPlan, with the faults, unless ``planned`` computes what ``whole`` does."""
     verdict = prove(whole, unmoved, planned, recomputations)
     if not verdict.ok:
         raise InvalidPlan(f"the planned step is not the step: {verdict}")

@@ -1,7 +1,8 @@
-"""A step that gathers weights again, as it would be if it kept them, as its graphs do.
+"""Removes from a step the collectives that gather weights a second time, for the comparison.
 
-What gathers again must be the very calls of the forward once more, on a value that the step is
-given and that no call computes with but to convert it for that.
+The step's graphs gather a sharded weight once and keep it to the backward; a planned step may drop
+it and gather it again. The second gather must repeat calls of the forward exactly, on a value that
+the step is given and that no call computes with, except to convert it for the gather.
 """
 
 from dataclasses import replace
@@ -13,59 +14,59 @@ _TALKING = (CallKind.ISSUE, CallKind.COMM_WAIT)
 
 
 def without_again(whole: WholeStep, problem: Problem) -> tuple[Problem, tuple[str, ...]]:
-    """``problem`` without the collectives that ``whole`` has not; and what is wrong with those.
+    """Returns ``problem`` without the collectives that ``whole`` lacks, and the faults of these.
 
-    What reads their results reads those of the forward instead.
+    Calls that read their results read those of the forward instead.
     """
     names = {call.name for call in whole.calls}
-    talking = [call for call in problem.calls if call.kind in _TALKING and call.name not in names]
-    if not talking:
+    gathers = [call for call in problem.calls if call.kind in _TALKING and call.name not in names]
+    if not gathers:
         return problem, ()
     makers = {value: call for call in problem.calls for value in call.outputs}
-    added = {call.name for call in talking}
-    for call in talking:
+    added = {call.name for call in gathers}
+    for call in gathers:
         maker = makers.get(call.inputs[0])
         if call.kind is CallKind.ISSUE and maker is not None and maker.name not in names:
             added.add(maker.name)
-    return _Undone(problem, added).run()
+    return _WithoutAdded(problem, added).run()
 
 
-class _Undone:
+class _WithoutAdded:
     def __init__(self, problem: Problem, added: set[str]) -> None:
         self.problem = problem
         self.added = added
         self.faults: list[str] = []
         self.first: dict[tuple[object, ...], StepCall] = {}
-        """What a call of a forward does -> the call."""
+        """What a call of a forward does (``_work_of``) -> the call."""
         self.stands_for: dict[str, str] = {}
         """Value of an added call -> that of the forward."""
         self.converting: set[str] = set()
-        """Calls that may compute with what is gathered: those that convert it."""
+        """Calls that may read a shard to convert it for the gather."""
         self.converted: set[str] = set()
-        """What those make."""
-        self.given: set[str] = set()
-        """What is gathered, or converted for that."""
+        """Their outputs."""
+        self.shards: set[str] = set()
+        """Values that are gathered a second time, or converted for that."""
 
     def run(self) -> tuple[Problem, tuple[str, ...]]:
         calls: list[StepCall] = []
         for call in self.problem.calls:
             inputs = tuple(self.stands_for.get(value, value) for value in call.inputs)
-            own = replace(call, inputs=inputs)
+            call = replace(call, inputs=inputs)
             if call.name in self.added:
-                self._take(own)
+                self._require_repeated(call)
                 continue
-            calls.append(own)
+            calls.append(call)
             if call.phase is Phase.FORWARD:
-                self.first.setdefault(_doing(own), own)
+                self.first.setdefault(_work_of(call), call)
         for call in calls:
-            touches = self.given.intersection(call.inputs)
+            touches = self.shards.intersection(call.inputs)
             if touches and call.kind not in _TALKING and call.name not in self.converting:
                 self.faults.append(f"{call.name} computes with {touches}, which is gathered again")
         return replace(self.problem, calls=tuple(calls)), tuple(self.faults)
 
-    def _take(self, call: StepCall) -> None:
-        """``call`` must do what a call of the forward did."""
-        twin = self.first.get(_doing(call))
+    def _require_repeated(self, call: StepCall) -> None:
+        """Checks that ``call`` does what a call of the forward did; its results stand for those."""
+        twin = self.first.get(_work_of(call))
         if twin is None or call.phase is not Phase.BACKWARD or call.into:
             self.faults.append(f"{call.name} is no call of the step's graphs, nor one again")
             return
@@ -76,10 +77,10 @@ class _Undone:
         if call.kind is CallKind.RUN:
             self.converting.add(twin.name)
             self.converted.update(twin.outputs)
-        self.given |= read
+        self.shards |= read
         if not read.issubset(self.problem.inputs):
             self.faults.append(f"{call.name} reads {read}, which the step is not given")
 
 
-def _doing(call: StepCall) -> tuple[object, ...]:
+def _work_of(call: StepCall) -> tuple[object, ...]:
     return call.kind, call.region, call.inputs, call.reads, call.member
