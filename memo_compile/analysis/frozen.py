@@ -1,8 +1,7 @@
 """Finds what a joint graph computes from the model's frozen state alone: dequantised weights.
 
-What a layer makes of frozen parameters, buffers and constants its backward can make again, since
-those stay in memory anyhow. If it were kept in between, weights would take as much memory as if
-they were not packed.
+The backward can compute such values again, because frozen parameters, buffers and constants stay in
+memory anyhow. If the values were saved, packed weights would save no memory.
 """
 
 from collections.abc import Collection
@@ -15,13 +14,13 @@ from memo_compile.analysis.structure import is_matmul, op_name
 from memo_compile.analysis.views import bytes_of, is_item, results_of
 
 _DEAR = frozenset("convolution cholesky cholesky_solve triangular_solve inverse svd qr".split())
-"""Operators that cost more than to read their inputs, besides matrix products and linalg."""
+"""Operators that take longer than to read their inputs, besides matrix products and linalg."""
 
 
 def frozen_inputs(
     graph: fx.Graph, static_inputs: Collection[int], num_results: int
 ) -> set[fx.Node]:
-    """Parameters and buffers of a joint graph that get no gradient.
+    """Returns the parameters and buffers of a joint graph that get no gradient.
 
     ``static_inputs`` are the positions of all parameters and buffers. The results of the graph are
     ``num_results`` of the forward, then a gradient or None for each input.
@@ -34,33 +33,37 @@ def frozen_inputs(
 def made_of_frozen(
     graph: fx.Graph, frozen: Collection[fx.Node], changing: Collection[fx.Node] = ()
 ) -> set[fx.Node]:
-    """Finds operators that read ``frozen`` inputs and constants alone, and that are cheap.
+    """Returns cheap operators that depend on ``frozen`` inputs and constants alone.
 
         packed -> bitwise_and -> mul(scale) -> view -> mm(x, view)      all before the mm
 
     Custom operators are among them: one that only reads frozen weights gives the same each time.
-    Matrix products and decompositions are not: they may take longer than what reads them.
+    Matrix products and decompositions are not: they may take longer than the operators that read
+    them.
 
-    Of ``changing`` inputs, which the program may write between forward and backward, only what is
-    larger than they are is made again. To keep the rest costs little, and it is what eager reads.
-    A copy of such an input (``passes.own_inputs``) changes no more.
+    The program may write ``changing`` inputs between forward and backward, and eager's backward
+    would read the old value. So a value that depends on such inputs is returned only if it is
+    larger than they are: to save it would cost too much. The copy of an input that
+    ``passes.own_inputs`` makes does not change.
     """
     changing_behind: dict[fx.Node, frozenset[fx.Node]] = {
         node: frozenset({node} & set(changing)) for node in frozen
     }
-    made: set[fx.Node] = set()
+    computed: set[fx.Node] = set()
     for node in graph.nodes:
-        sources = node.all_input_nodes
-        if node.op == "get_attr" or (_is_kept_copy(node) and sources[0] in changing_behind):
+        inputs = node.all_input_nodes
+        if node.op == "get_attr" or (_is_kept_copy(node) and inputs[0] in changing_behind):
             changing_behind[node] = frozenset()
-        elif node.op == "call_function" and all(source in changing_behind for source in sources):
+        elif node.op == "call_function" and all(source in changing_behind for source in inputs):
             if not _is_cheap(node) or not _has_no_effect(node) or runs_once(node):
                 continue
-            behind = frozenset[fx.Node]().union(*(changing_behind[source] for source in sources))
-            changing_behind[node] = behind
-            if not behind or bytes_of(node) > sum(map(bytes_of, behind)):
-                made.add(node)
-    return made
+            changing_inputs = frozenset[fx.Node]().union(
+                *(changing_behind[source] for source in inputs)
+            )
+            changing_behind[node] = changing_inputs
+            if not changing_inputs or bytes_of(node) > sum(map(bytes_of, changing_inputs)):
+                computed.add(node)
+    return computed
 
 
 def _is_kept_copy(node: fx.Node) -> bool:
@@ -70,7 +73,7 @@ def _is_kept_copy(node: fx.Node) -> bool:
 
 
 def _has_no_effect(node: fx.Node) -> bool:
-    """True for an operator that declares no write, no random number and no message.
+    """True for an operator that declares no write, no random number and no collective.
 
     A custom operator may still have an effect that it does not declare.
     """

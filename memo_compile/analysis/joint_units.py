@@ -23,7 +23,7 @@ UNIT = "memo_unit"
 """Key of ``node.meta``: the index of the unit."""
 
 SAVED = "memo_saved"
-"""Key of ``node.meta``: true for what the forward keeps for the backward (``passes.equal_cut``)."""
+"""Key of ``node.meta``: true for a tensor that the forward saves (``passes.equal_cut``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +40,23 @@ class JointUnits:
 
 
 def forward_nodes(joint: fx.GraphModule) -> tuple[fx.Node, ...]:
-    """The forward's call_function nodes in graph order, untagged ones that it reads included."""
+    """Returns the forward's call_function nodes in graph order, untagged ones that it reads too."""
     wanted = forward_part(joint.graph)
     return tuple(n for n in joint.graph.nodes if n in wanted and n.op == "call_function")
 
 
 def forward_part(graph: fx.Graph) -> set[fx.Node]:
-    """All that the forward of a joint graph computes and reads."""
+    """Returns all nodes that the forward of a joint graph computes or reads."""
     return makers_of(n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_forward")
 
 
 def saved_nodes(joint: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that are tagged as saved, in graph order."""
+    """Returns the nodes that are tagged as saved, in graph order."""
     return [node for node in joint.graph.nodes if node.meta.get(SAVED)]
 
 
 def tag_saved(joint: fx.GraphModule, saved: Collection[fx.Node]) -> bool:
-    """``saved`` and nothing else is tagged as saved; False when it was so before."""
+    """Tags ``saved`` and nothing else as saved; returns False if that changes nothing."""
     before = saved_nodes(joint)
     for node in joint.graph.nodes:
         node.meta.pop(SAVED, None)
@@ -71,9 +71,9 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def tag_units(joint: fx.GraphModule, *, segments: bool = False) -> JointUnits:
-    """Write the unit of every node into its meta where it is known. Cost: that of find_layers.
+    """Writes the unit of every node into its meta, where it is known. Cost: that of find_layers.
 
-    With ``segments`` what is no layer and large is cut into several units.
+    With ``segments`` large ranges that are no layers are cut into several units.
     """
     forward = forward_nodes(joint)
     structure = find_layers(forward)
@@ -89,26 +89,26 @@ def tag_units(joint: fx.GraphModule, *, segments: bool = False) -> JointUnits:
         if node.target is torch.ops.prims.inductor_lookup_seed.default:
             # Its index differs from layer to layer; made beside the seeds, it becomes an input.
             node.meta[UNIT] = node.all_input_nodes[0].meta[UNIT]
-    known = set(forward)
+    forward_set = set(forward)
     for node in joint.graph.nodes:
         seq = node.meta.get("seq_nr")
-        if node.op == "call_function" and node not in known and seq in unit_of_seq:
+        if node.op == "call_function" and node not in forward_set and seq in unit_of_seq:
             node.meta[UNIT] = unit_of_seq[seq]
     return JointUnits(structure=structure, forward=forward)
 
 
 def forward_positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Node -> the step's region that runs it, for a forward graph: regions are the units.
+    """Returns for each node of a forward graph the region that runs it; a unit is a region.
 
     A node never runs before its inputs; one without a unit runs as early as it can.
     """
-    positions = _settle(graph, {node: node.meta.get(UNIT) for node in graph.nodes})
+    positions = _behind_inputs(graph, {node: node.meta.get(UNIT) for node in graph.nodes})
     _write_after_reads(graph, positions)
     return positions
 
 
 def _write_after_reads(graph: fx.Graph, positions: dict[fx.Node, int]) -> None:
-    """Move every write into an input behind the last region that reads the old value, in place."""
+    """Moves writes into an input to the last region that reads its old value, in ``positions``."""
     last_read: dict[fx.Node, int] = {}
     for node, position in positions.items():
         for source in node.all_input_nodes:
@@ -120,9 +120,9 @@ def _write_after_reads(graph: fx.Graph, positions: dict[fx.Node, int]) -> None:
 
 
 def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
-    """Node -> the step's region that runs it, for a backward graph: the units in reverse.
+    """Returns for each node of a backward graph the region that runs it: the units in reverse.
 
-    What depends on no incoming gradient (recomputed forward nodes above all) runs where it is
+    Nodes that depend on no incoming gradient (mostly recomputed forward nodes) run where they are
     first read: no layer needs another layer's recomputation (see ``passes.equal_cut``).
     """
     gradients = tangent_dependents(graph)
@@ -131,7 +131,7 @@ def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
         if node in gradients:
             unit = node.meta.get(UNIT)
             wanted[node] = None if unit is None else num_units - 1 - unit
-    positions = _settle(graph, wanted)
+    positions = _behind_inputs(graph, wanted)
     for node in reversed(graph.nodes):
         if _runs(node) and node not in gradients:
             readers = [positions[user] for user in node.users if user in positions]
@@ -141,7 +141,7 @@ def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
 
 
 def region_names(units: JointUnits, phase: Phase) -> dict[int, str]:
-    """Position -> name: ``layer0_fwd`` for the first class, ``prologue_fwd``, ``epilogue_fwd``."""
+    """Returns the regions' names by position: ``prologue_fwd``, ``layer0_fwd`` (of class 0)."""
     suffix = "fwd" if phase is Phase.FORWARD else "bwd"
     spans = units.structure.units
     classes = list(dict.fromkeys(span.class_key for span in spans if span.class_key is not None))
@@ -163,22 +163,25 @@ def region_names(units: JointUnits, phase: Phase) -> dict[int, str]:
 
 
 def tangent_dependents(graph: fx.Graph) -> set[fx.Node]:
-    """Placeholders of incoming gradients and all that is computed from them."""
-    found = set()
+    """Returns the placeholders of incoming gradients and all nodes computed from them."""
+    dependents = set()
     for node in graph.nodes:
         must = node.meta.get("partitioner_tag") == "must_be_in_backward"
-        inherits = any(source in found for source in node.all_input_nodes)
+        inherits = any(source in dependents for source in node.all_input_nodes)
         if node.op != "output" and (is_tangent(node) or must or inherits):
-            found.add(node)
-    return found
+            dependents.add(node)
+    return dependents
 
 
 def _runs(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not ops.fetch
 
 
-def _settle(graph: fx.Graph, wanted: dict[fx.Node, int | None]) -> dict[fx.Node, int]:
-    """Per key of ``wanted`` its position, but at least that of every input; 0 if unknown."""
+def _behind_inputs(graph: fx.Graph, wanted: dict[fx.Node, int | None]) -> dict[fx.Node, int]:
+    """Returns positions that are at least those ``wanted`` and those of every input.
+
+    A node without a wanted position gets the first possible one.
+    """
     positions: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node not in wanted or not _runs(node):
@@ -190,6 +193,6 @@ def _settle(graph: fx.Graph, wanted: dict[fx.Node, int | None]) -> dict[fx.Node,
 
 
 def source_line(node: fx.Node) -> str | None:
-    """``file:line`` of the user's code that made ``node``, from its stack trace."""
+    """Returns ``file:line`` of the user's code that made ``node``, from its stack trace."""
     places = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
     return ":".join(places[-1]) if places else None

@@ -1,11 +1,11 @@
-"""Finds operators that jump: whose result is another where a last digit of their input differs.
+"""Finds operators that jump: a last digit of their input may change their result by much.
 
 A value that is computed twice may differ in its last digits: a product of fewer rows takes another
 kernel, a recomputation is fused otherwise than the forward. Sums and products pass on a difference
-as small as it is. An index, an equality or a rounding to whole numbers does not: of
-``h == h.amax()``, if ``h`` is made again and the maximum is not, no entry is equal any more, and
-its gradient is 0 / 0. So what jumps runs once (``passes.keep_jumps``); everything else may run as
-often as a plan likes.
+that is as small. An index, an equality or a rounding to whole numbers does not: take
+``h == h.amax()``; if ``h`` is recomputed and the maximum is not, no entry is equal any more, and
+the gradient is 0 / 0. So operators that jump run once (``passes.keep_jumps``); all others may run
+as often as a plan likes.
 """
 
 import enum
@@ -22,33 +22,33 @@ from memo_compile.analysis.views import is_item, is_tensor, is_view, tensors_of
 
 
 class Digits(enum.IntEnum):
-    """How the last digits of a value may differ if it is made again."""
+    """How the last digits of a value may differ if it is computed again."""
 
     SAME = 0
-    """Not at all: it is made of weights alone or of whole numbers, or it is a jump."""
+    """Not at all: it depends on weights alone or is of whole numbers, or it is a jump."""
     WHOLE = 1
     """All of its entries may, as the result of one kernel."""
     PICKED = 2
-    """As those of the value whose entries it has: a maximum's, a slice's."""
+    """Its entries are entries of another value (a maximum, a slice) and differ with those."""
     MIXED = 3
-    """It is made of picked entries and of whole values. In ``h - h.amax()`` an entry is exactly 0;
-    it is not where only one of the two is made again."""
+    """It depends on picked entries and on whole values. An entry of ``h - h.amax()`` is exactly 0,
+    but not if only one of the two is computed again."""
 
 
 _JUMPING = frozenset(
     "floor ceil round trunc frac fix floor_divide fmod remainder sign sgn heaviside nextafter "
     "copysign histc".split()
 )
-"""Operators that jump though their results are fractions."""
+"""Operators that jump although their results are floating-point numbers."""
 
 _JUMPING_COMPOSITES = frozenset(
     "_to_copy sign sgn threshold hardshrink heaviside isclose isin any all bernoulli".split()
 )
-"""Operators that torch decomposes into several, and that jump. The others that it decomposes so
-are activations, which compare with the place of a kink."""
+"""Operators that torch decomposes and that jump. Comparisons in other operators that it decomposes
+are of activations, which compare with the place of a kink."""
 
 _UNAFFECTED = frozenset("isnan isinf isfinite isposinf isneginf is_nonzero isreal".split())
-"""Questions to which no last digit changes the answer."""
+"""Tests whose answer no last digit changes."""
 
 _COMPARISONS = frozenset("eq ne lt le gt ge".split())
 
@@ -72,20 +72,22 @@ _COPIES = frozenset(
 def jumps(graph: fx.Graph, weights: Collection[fx.Node] = ()) -> list[fx.Node]:
     """Returns the operators of a joint graph, or of a forward's, that jump; in graph order.
 
-    Left out are operators that read no input but ``weights``, which the same kernels make again;
-    those that depend on an incoming gradient, which run once as it is; and, of activations that
-    torch decomposed and of the backward's formulas, comparisons of a value with a constant: there
-    a function has a kink (relu at 0), and a gradient of either side is right.
+    Left out are
+
+    * operators that read no input but ``weights``, which the same kernels compute again;
+    * operators that depend on an incoming gradient, which run once in any case;
+    * comparisons with a constant inside activations that torch decomposed and in formulas of the
+      backward: there a function has a kink (relu at 0), and the gradient of either side is right.
     """
-    after = tangent_dependents(graph)
-    fixed = _made_of(graph, weights)
+    runs_once = tangent_dependents(graph)
+    fixed = _depends_on(graph, weights)
     digits: dict[fx.Node, Digits] = {}
     jumping = []
     for node in graph.nodes:
         if node.op == "placeholder":
             varies = node not in fixed and _has_fractions(node)
             digits[node] = Digits.WHOLE if varies else Digits.SAME
-        elif node.op != "call_function" or node in fixed or node in after:
+        elif node.op != "call_function" or node in fixed or node in runs_once:
             digits[node] = Digits.SAME
         elif _is_jump(node, digits):
             jumping.append(node)
@@ -95,8 +97,8 @@ def jumps(graph: fx.Graph, weights: Collection[fx.Node] = ()) -> list[fx.Node]:
     return jumping
 
 
-def _made_of(graph: fx.Graph, weights: Collection[fx.Node]) -> set[fx.Node]:
-    """``weights``, and what is made of them and constants alone."""
+def _depends_on(graph: fx.Graph, weights: Collection[fx.Node]) -> set[fx.Node]:
+    """Returns ``weights``, and all nodes that depend on them and constants alone."""
     constant: set[fx.Node] = set()
     fixed = set(weights)
     for node in graph.nodes:
@@ -112,7 +114,7 @@ def _made_of(graph: fx.Graph, weights: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def _is_jump(node: fx.Node, digits: Mapping[fx.Node, Digits]) -> bool:
-    """True where a last digit of an input changes a result by more than a last digit."""
+    """True if a last digit of an input may change a result by more than a last digit."""
     varying = [digits[source] for source in node.all_input_nodes if digits[source] != Digits.SAME]
     if not varying or not is_known(node) or is_item(node) or is_view(node):
         return False
@@ -121,16 +123,16 @@ def _is_jump(node: fx.Node, digits: Mapping[fx.Node, Digits]) -> bool:
     if any(map(_is_integer, tensors_of(node))):
         return True
     rounds = op_name(node) in _JUMPING or node.kwargs.get("rounding_mode") is not None
-    asks = any(map(_is_boolean, tensors_of(node))) and any(
+    compares = any(map(_is_boolean, tensors_of(node))) and any(
         map(_has_fractions, node.all_input_nodes)
     )
-    if not rounds and (not asks or _is_unaffected(node)):
+    if not rounds and (not compares or _is_unaffected(node)):
         return False
     return len(varying) > 1 or Digits.MIXED in varying or _is_called_by_program(node)
 
 
 def _is_unaffected(node: fx.Node) -> bool:
-    """True for a question that no last digit answers otherwise: is it a number, is it infinite."""
+    """True for a test whose answer no last digit changes: is it a number, is it infinite."""
     infinite = any(isinstance(value, float) and math.isinf(value) for value in node.args)
     return op_name(node) in _UNAFFECTED or (infinite and op_name(node) in _COMPARISONS)
 
@@ -151,16 +153,16 @@ def _is_called_by_program(node: fx.Node) -> bool:
 
 
 def _digits_of(node: fx.Node, digits: Mapping[fx.Node, Digits], fixed: Set[fx.Node]) -> Digits:
-    """The digits of what ``node`` returns, from those of what it reads.
+    """Returns the digits of ``node`` from those of its inputs.
 
-    Of a tuple they are those of its fractions; each item has them, or is of whole numbers.
+    Those of a tuple hold for its floating-point items; items of whole numbers are SAME.
     """
     varying = {digits[source] for source in node.all_input_nodes} - {Digits.SAME}
     if is_item(node):
         return digits[node.all_input_nodes[0]] if _has_fractions(node) else Digits.SAME
     if _is_unaffected(node):
         return Digits.SAME
-    if not varying:  # an embedding: what ids choose of a table
+    if not varying:  # an embedding: rows of a table of weights that ids choose
         is_looked_up = not fixed.isdisjoint(node.all_input_nodes)
         return Digits.WHOLE if is_looked_up and _has_fractions(node) else Digits.SAME
     if op_name(node) in _PICKS and not (is_view(node) and _shows_all(node)):
@@ -171,14 +173,14 @@ def _digits_of(node: fx.Node, digits: Mapping[fx.Node, Digits], fixed: Set[fx.No
 
 
 def is_entrywise(node: fx.Node) -> bool:
-    """True for an operator that makes an entry of one of each input, or puts entries elsewhere."""
+    """True if each entry of the result depends on one entry of each input at most."""
     if has_tag(node, torch.Tag.pointwise) or is_view(node) or is_item(node):
         return True
     return op_name(node) in _COPIES or op_name(node) in _PICKS
 
 
 def _shows_all(view: fx.Node) -> bool:
-    """True for a view with as many entries as what it shows."""
+    """True for a view with as many entries as its source."""
     source = view.all_input_nodes[0]
     both = is_tensor(view) and is_tensor(source)
     return both and view.meta["val"].numel() == source.meta["val"].numel()

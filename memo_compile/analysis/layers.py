@@ -1,4 +1,4 @@
-"""The repeating layers of a forward graph, found by structure; module names only break ties."""
+"""Finds the repeating layers of a forward graph by structure; module names only break ties."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from memo_compile.analysis.repeats import Repeat, best_repeat
 from memo_compile.analysis.structure import Tape, make_tape
 
 _MIN_SHARE = 0.02
-"""A class holds at least this share of the sequence: a region for less costs more than it gives.
+"""A class holds at least this share of the sequence: for less, a region of its own is not worth it.
 
-61 layers of a large mixture of experts still keep a class for its 3 dense ones (5 %)."""
+3 dense layers of a mixture of experts with 61 layers (5 %) are a class."""
 
 _MIN_SIMPLE_INSTANCES = 4
-"""A unit with a single matrix product is a layer of an MLP; two or three of them are a head."""
+"""Units with a single matrix product are layers (of an MLP) from this many on; fewer are a head."""
 
 _MIN_LIKENESS = 0.6
-"""A lone range is a layer if it has at least this share of its operators in common with one.
+"""A single range is a layer if it shares at least so much of its operators with a known layer.
 
-Local and global attention layers share all but a few; attention and its MLP less than half."""
+Local and global attention layers share nearly all; attention and its MLP less than half."""
 
 _MIN_COMMON_SHARE = 0.5
-"""Layers that no name tells apart must begin with this share of the shorter one in common."""
+"""Without module names, layers must begin with this share of the shorter one in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +36,20 @@ class Unit:
     end: int
     """Half-open range of positions in the sequence given to ``find_layers``."""
     class_key: str | None
-    """Equal for isomorphic units; None for what is no layer (prologue, middle, epilogue)."""
+    """Equal for isomorphic units; None for units that are no layers: prologue, epilogue."""
     instance: int
     """Index within the class, or among the units without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsomorphicUnits:
-    """All instances of one layer."""
+    """A layer class: all units that are isomorphic."""
 
     class_key: str
     num_layers: int
-    """Layers of the model in all units together: units times period."""
+    """Layers of the model in all units: units times period."""
     period: int
-    """Module layers in a unit; 1 without modules."""
+    """How many layers of the model a unit holds; 1 without modules."""
     module_path: str | None
     """Path of the module list that holds the layers, e.g. ``model.layers``."""
     units: tuple[int, ...]
@@ -70,7 +70,7 @@ class LayerStructure:
 
 
 def find_layers(nodes: Sequence[fx.Node]) -> LayerStructure:
-    """The layers of ``nodes``, the call_function nodes of a joint graph's forward, in order.
+    """Returns the layers of ``nodes``, the call_function nodes of a joint graph's forward.
 
     The range of a unit is a function of its inputs that equals the function of every other unit of
     its class, node by node: same operators, constants, shapes, strides, dtypes and wiring.
@@ -82,8 +82,8 @@ def find_layers(nodes: Sequence[fx.Node]) -> LayerStructure:
     * It holds a matrix product. A convolution is none: the blocks of a ResNet differ from stage to
       stage, have no token dimension, and repeat two to five times, so a ResNet has no layers.
     * It is not a part of a layer: a repeat inside of a repeat counts only when all its borders are
-      as narrow as the outer one and what it leaves over looks like a layer itself. (Five local
-      and one global attention layer are six layers; MLP, attention, MLP are one.)
+      as narrow as the outer one and the nodes that it leaves over look like a layer themselves.
+      (Five local and one global attention layer are six layers; MLP, attention, MLP are one.)
 
     About quadratic in ``len(nodes)`` with a small constant: below a second for 10,000 nodes.
     """
@@ -98,7 +98,7 @@ def find_layers(nodes: Sequence[fx.Node]) -> LayerStructure:
 
 
 def _find_ranges(tape: Tape, start: int, end: int, paths: LayerPaths) -> list[Range]:
-    """Ranges of layers between ``start`` and ``end``: the best repeat, then what is beside it."""
+    """Returns ranges of layers in ``[start, end)``: of the best repeat, and beside it."""
     if tape.num_matmuls(start, end) < 2:
         return []
     repeat = best_repeat(tape, start, end, paths.begins_layer)
@@ -113,7 +113,7 @@ def _find_ranges(tape: Tape, start: int, end: int, paths: LayerPaths) -> list[Ra
 
 
 def _split(tape: Tape, repeat: Repeat, paths: LayerPaths) -> list[Range]:
-    """The first instance of ``repeat`` as smaller layers, or whole when it holds none."""
+    """Returns the first instance of ``repeat``, cut into smaller layers if it holds any."""
     first = (repeat.start, repeat.start + repeat.period)
     for pieces in (
         _by_modules(repeat, paths),
@@ -130,14 +130,14 @@ def _split(tape: Tape, repeat: Repeat, paths: LayerPaths) -> list[Range]:
 def _is_narrow(tape: Tape, cut: int, repeat: Repeat) -> bool:
     """True when no more bytes cross at ``cut`` than between the instances of ``repeat``.
 
-    Looked at in the second instance, for what crosses from the first: a residual that is added
-    behind the cut.
+    Counted one instance later, so that values of the first instance count as well, such as a
+    residual that is added behind the cut.
     """
     return tape.border_bytes(cut + repeat.period, repeat.start) <= repeat.border_bytes
 
 
 def _by_modules(repeat: Repeat, paths: LayerPaths) -> list[Range]:
-    """Cuts where the next of several module layers in one instance begins."""
+    """Returns the first instance cut at module layers, if it holds several of them."""
     start, end = repeat.ranges()[0]
     owner = paths.owner(repeat.ranges())
     if owner.pattern is None or owner.period == 1:
@@ -147,21 +147,21 @@ def _by_modules(repeat: Repeat, paths: LayerPaths) -> list[Range]:
 
 
 def _by_inner_repeat(tape: Tape, first: Range, paths: LayerPaths) -> list[Range]:
-    """Repeats inside of one instance and what they leave, if that looks like a layer as well."""
+    """Returns repeats inside one instance and the ranges between, if these look like layers too."""
     inner = sorted(_find_ranges(tape, *first, paths))
-    rest = _complement(inner, *first) if inner else []
-    if not all(_looks_like_layer(tape, piece, inner[0]) for piece in rest):
+    between = _complement(inner, *first) if inner else []
+    if not all(_looks_like_layer(tape, piece, inner[0]) for piece in between):
         return []
-    return sorted(inner + rest)
+    return sorted(inner + between)
 
 
 def _by_common_beginning(tape: Tape, repeat: Repeat, paths: LayerPaths) -> list[Range]:
-    """Cuts where an instance begins anew: layers that share attention and differ after it.
+    """Returns the first instance cut where its beginning comes again.
 
-    For models without modules; names know better.
+    It finds layers that share attention and differ behind it, in models without modules.
     The common beginning holds a matrix product and at least ``_MIN_COMMON_SHARE`` of the shorter
-    piece, but not all of it: half of a layer that ends as it begins (MLP, attention, MLP) is
-    none. (Attention and the MLP after it have just a norm in common.)
+    piece, but not all of it: half of a layer that ends as it begins (MLP, attention, MLP) is no
+    layer. (Attention and the MLP behind it have only a norm in common.)
     """
     start, end = repeat.ranges()[0]
     if paths.owner(repeat.ranges()).path is not None:
@@ -186,36 +186,36 @@ def _by_common_beginning(tape: Tape, repeat: Repeat, paths: LayerPaths) -> list[
 
 
 def _complement(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
-    """What sorted, disjoint ``ranges`` leave of ``[start, end)``."""
+    """Returns the gaps that sorted, disjoint ``ranges`` leave in ``[start, end)``."""
     edges = [start, *(edge for low, high in ranges for edge in (low, high)), end]
     return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
 
 
 def _looks_like_layer(tape: Tape, piece: Range, layer: Range) -> bool:
     """True when the operators of ``piece`` are nearly those of ``layer``."""
-    mine, model = (
+    piece_ops, layer_ops = (
         Counter(str(tape.nodes[position].target) for position in range(*where))
         for where in (piece, layer)
     )
-    return (mine & model).total() >= _MIN_LIKENESS * (mine | model).total()
+    return (piece_ops & layer_ops).total() >= _MIN_LIKENESS * (piece_ops | layer_ops).total()
 
 
 def _stray_instances(tape: Tape, ranges: Sequence[Range]) -> list[Range]:
-    """Ranges outside of ``ranges`` that are isomorphic to one of them: single trailing layers."""
-    found: list[Range] = []
+    """Returns ranges outside of ``ranges`` isomorphic to one of them: single trailing layers."""
+    strays: list[Range] = []
     templates = {tape.canonical(*where): where for where in ranges}
     for form, (start, end) in templates.items():
-        taken = sorted([*ranges, *found])
+        taken = sorted([*ranges, *strays])
         for low, high in _complement(taken, 0, len(tape.nodes)):
-            found += _occurrences(tape, form, end - start, low, high)
-    return found
+            strays += _occurrences(tape, form, end - start, low, high)
+    return strays
 
 
 def _occurrences(
     tape: Tape, form: tuple[tuple[int, tuple[int, ...]], ...], length: int, low: int, high: int
 ) -> list[Range]:
     tokens = [token for token, _ in form]
-    found = []
+    places = []
     position = low
     while position + length <= high:
         matches = (
@@ -224,13 +224,13 @@ def _occurrences(
             and tape.canonical(position, position + length) == form
         )
         if matches:
-            found.append((position, position + length))
+            places.append((position, position + length))
         position += length if matches else 1
-    return found
+    return places
 
 
 def _group(tape: Tape, ranges: Sequence[Range]) -> dict[str, list[Range]]:
-    """Ranges by class, without the classes that are too small to be worth a region."""
+    """Returns the ranges by class, without classes too small to be worth a region."""
     groups: dict[str, list[Range]] = {}
     for where in ranges:
         groups.setdefault(tape.digest(*where), []).append(where)
@@ -254,9 +254,9 @@ def _assemble(tape: Tape, by_class: dict[str, list[Range]], paths: LayerPaths) -
     instances: dict[str | None, list[int]] = {}
     for start, end in sorted(keys):
         key = keys[start, end]
-        own = instances.setdefault(key, [])
-        own.append(len(units))
-        units.append(Unit(start=start, end=end, class_key=key, instance=len(own) - 1))
+        indices_of_key = instances.setdefault(key, [])
+        indices_of_key.append(len(units))
+        units.append(Unit(start=start, end=end, class_key=key, instance=len(indices_of_key) - 1))
     owners = {key: paths.owner(members) for key, members in by_class.items()}
     classes = tuple(
         IsomorphicUnits(

@@ -1,4 +1,4 @@
-"""Attention masks as large as the scores, which causal attention needs none of."""
+"""Finds attention masks as large as the scores: causal attention needs none."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from memo_compile.analysis.structure import argument, op_name, schema_of
 from memo_compile.analysis.views import makers_of, storage_of
 
 LARGE_NUMBERS = 2**20
-"""A mask of fewer scores is not worth a word: 1,024 tokens that see 1,024."""
+"""Smaller masks are not reported: 1,024 tokens that see 1,024."""
 
 _ARGUMENTS = ("attn_bias", "attn_mask")
-"""What torch's attention kernels call a mask."""
+"""Names of masks among the arguments of torch's attention kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,24 +25,24 @@ class LargeMask:
     size_bytes: int
     """Of its storage."""
     is_given: bool
-    """True where it is made of an input; else of positions alone."""
+    """True if it depends on an input of the graph; else on positions alone."""
 
 
 def large_masks(graph: fx.Graph) -> list[LargeMask]:
-    """The distinct masks that attention reads in ``graph``, largest first.
+    """Returns the distinct masks that attention reads in ``graph``, largest first.
 
-    A bias that is learned, or given as it is, is left out: the model means it.
+    A learned bias, and a mask that is an input as it is, are left out: the model means them.
     """
-    found = {storage_of(mask): _described(mask) for mask in _masks(graph)}
-    return sorted({mask for mask in found.values() if mask}, key=lambda mask: -mask.size_bytes)
+    masks = {storage_of(mask): _described(mask) for mask in _masks(graph)}
+    return sorted({mask for mask in masks.values() if mask}, key=lambda mask: -mask.size_bytes)
 
 
 def _masks(graph: fx.Graph) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if "attention" not in op_name(node) or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        declared = {given.name for given in schema_of(node).arguments}
-        for name in declared.intersection(_ARGUMENTS):
+        names = {arg.name for arg in schema_of(node).arguments}
+        for name in names.intersection(_ARGUMENTS):
             mask = argument(node, name)
             if isinstance(mask, fx.Node) and isinstance(mask.meta.get("val"), torch.Tensor):
                 yield mask
@@ -53,12 +53,12 @@ def _described(mask: fx.Node) -> LargeMask | None:
     if value.dim() < 2 or 0 in value.stride()[-2:]:
         return None
     rows, columns = value.shape[-2:]
-    made_of = [node for node in makers_of([mask]) if node.op == "placeholder"]
-    inputs = [node.meta["val"] for node in made_of]
-    given = any(value.numel() >= rows * columns for value in inputs)
-    learned = any(value.is_floating_point() for value in inputs)
-    if rows * columns < LARGE_NUMBERS or given or learned:
+    sources = [node for node in makers_of([mask]) if node.op == "placeholder"]
+    inputs = [node.meta["val"] for node in sources]
+    is_an_input = any(value.numel() >= rows * columns for value in inputs)
+    is_learned = any(value.is_floating_point() for value in inputs)
+    if rows * columns < LARGE_NUMBERS or is_an_input or is_learned:
         return None
     size_bytes = storage_of(mask).meta["val"].untyped_storage().nbytes()
-    is_given = bool(made_of)
+    is_given = bool(sources)
     return LargeMask(rows=rows, columns=columns, size_bytes=size_bytes, is_given=is_given)

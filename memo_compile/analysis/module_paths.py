@@ -1,4 +1,4 @@
-"""Where in the module tree a node came from, as far as Dynamo says."""
+"""Finds where in the module tree a node came from, as far as Dynamo says."""
 
 import operator
 import re
@@ -12,10 +12,10 @@ _STEP = re.compile(r"[A-Za-z_]\w*|\d+")
 """One attribute or index of a path, as in ``L['self']._modules['layers']['0']`` or ``layers.0``."""
 
 _HIDDEN = ("_modules", "__dict__")
-"""Steps by which Dynamo reaches a module's children, and that a user does not write."""
+"""Steps that Dynamo writes and a user does not, on the way to a module's children."""
 
 _MIN_NODES_SHARE = 0.1
-"""A layer owns at least this share of a unit's named nodes; fewer show a border a few nodes off."""
+"""A module owns a unit if it has this share of its named nodes: borders may be a few nodes off."""
 
 Range = tuple[int, int]
 
@@ -37,7 +37,7 @@ class Owner:
     """The module list that holds the layers of a class."""
 
     path: str | None
-    """For people: without the name of the variable that held the model; None without modules."""
+    """Without the name of the variable that held the model, for users; None without modules."""
     period: int
     """Distinct layers per unit; 1 without modules."""
     pattern: str | None
@@ -62,28 +62,28 @@ class LayerPaths:
         return bool(here) and here[0] != next(iter(self._places[position - 1]), None)
 
     def owner(self, members: Sequence[Range]) -> Owner:
-        """The outermost list of which each member holds entries of its own.
+        """Returns the outermost module list of which each member runs entries of its own.
 
         When all members run the same modules (weights shared by all layers): the innermost list
         of which they run one entry. When they come from several lists (two encoders): all of
         those, with a comma, provided that the period is the same.
         """
-        places = [self._owning_places(*where) for where in members]
-        found = _owner(places)
-        if found.path is not None or not all(places):
-            return found
+        places_of_members = [self._owning_places(*where) for where in members]
+        list_owner = _owner(places_of_members)
+        if list_owner.path is not None or not all(places_of_members):
+            return list_owner
         by_list: dict[str, list[set[Place]]] = {}
-        for owned in places:
+        for owned in places_of_members:
             by_list.setdefault(min(owned).path, []).append(owned)
         owners = [_owner(group) for group in by_list.values()]
         paths = [owner.path for owner in owners if owner.path is not None]
         periods = {owner.period for owner in owners}
         if len(by_list) < 2 or len(paths) < len(owners) or len(periods) > 1:
-            return found
+            return list_owner
         return Owner(path=", ".join(paths), period=periods.pop(), pattern=None)
 
     def layer_starts(self, start: int, end: int, pattern: str) -> list[int]:
-        """Positions after ``start`` where the sequence enters the next layer of the list."""
+        """Returns positions after ``start`` where the next layer of the list begins."""
         starts = []
         current: tuple[int, ...] | None = None
         for position in range(start, end):
@@ -98,7 +98,7 @@ class LayerPaths:
         return starts
 
     def _owning_places(self, start: int, end: int) -> set[Place]:
-        """Places that own a fair share of the range's named nodes."""
+        """Returns the places with at least _MIN_NODES_SHARE of the range's named nodes."""
         counts = Counter(place for places in self._places[start:end] for place in places)
         named = sum(bool(places) for places in self._places[start:end])
         return {place for place, count in counts.items() if count >= _MIN_NODES_SHARE * named}
@@ -115,7 +115,7 @@ _RESULTS = {
 
 
 def role_of(node: fx.Node) -> str:
-    """What ``node`` is for people: ``attention output``, ``mlp.up_proj``, ``norm_1 rsqrt``.
+    """Returns a name for users: ``attention output``, ``mlp.up_proj``, ``norm_1 rsqrt``.
 
     The names are those of the modules inside the layer that made it, as far as Dynamo says.
     """
@@ -133,13 +133,13 @@ def role_of(node: fx.Node) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """The innermost module around ``node``, as Dynamo writes it; empty where it says nothing."""
+    """Returns the innermost module around ``node``, as Dynamo writes it; empty: it says nothing."""
     stack = node.meta.get("nn_module_stack") or {}
     return str(next((value[0] for value in reversed(stack.values())), ""))
 
 
 def modules_around(node: fx.Node) -> list[str]:
-    """The modules around ``node``, outermost first, as ``named_modules`` calls them.
+    """Returns the modules around ``node``, outermost first, as ``named_modules`` calls them.
 
     The node is of a graph whose function is a module.
     """
@@ -148,13 +148,13 @@ def modules_around(node: fx.Node) -> list[str]:
 
 
 def _steps(path: str) -> list[str]:
-    """The attributes and indices of a path, from the variable that holds the model on."""
+    """Returns the attributes and indices of a path, beginning with the variable of the model."""
     steps = [step for step in _STEP.findall(path) if step not in _HIDDEN]
     return steps[1:] if steps[:1] in (["L"], ["G"]) else steps  # Dynamo's locals and globals
 
 
 def _inside_layer(node: fx.Node) -> list[str]:
-    """The modules around ``node`` behind the last numbered one, outermost first."""
+    """Returns the modules around ``node`` inside of the last numbered one, outermost first."""
     steps = [step for step in _STEP.findall(module_path(node)) if step not in _HIDDEN]
     numbered = [at for at, step in enumerate(steps) if step.isdigit()]
     return steps[numbered[-1] + 1 :] if numbered else []
@@ -178,7 +178,7 @@ def _owner(places: Sequence[set[Place]]) -> Owner:
 
 
 def _places(node: fx.Node, cache: dict[str, tuple[Place, ...]]) -> tuple[Place, ...]:
-    """The numbered modules around ``node``, outermost first."""
+    """Returns the numbered modules around ``node``, outermost first."""
     path = module_path(node)
     if path not in cache:
         cache[path] = _parse(path)
@@ -199,7 +199,7 @@ def _parse(path: str) -> tuple[Place, ...]:
 
 
 def _readable(pattern: str, entries: set[tuple[int, ...]]) -> str:
-    """``pattern`` without its first name, with the numbers that all entries share filled in."""
+    """Returns ``pattern`` without its first name, with numbers that all entries share filled in."""
     names = pattern.split(".")
     level = 0
     for position, name in enumerate(names):

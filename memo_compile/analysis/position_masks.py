@@ -1,8 +1,8 @@
-"""Attention masks that are made of positions alone, and what they say: all, or all before.
+"""Reads attention masks that depend on positions alone: is all allowed, or all before a token?
 
-A graph that makes such a mask is followed by its operators. Tensors of a few million numbers are
-computed. What is larger, as masks are, is followed as a ``_Triangle``: each token's comparison with
-each other one is decided by the two vectors that are compared.
+The graph that makes the mask is evaluated operator by operator. Tensors of up to a few million
+numbers are computed. Larger ones, as masks are, are represented by a ``_Triangle`` of two values;
+where a comparison of two vectors makes one, the vectors decide these values.
 """
 
 import enum
@@ -21,7 +21,7 @@ from memo_compile.analysis.structure import op_name
 log = logging.getLogger("memo")
 
 COMPUTED_NUMBERS = 2**21
-"""Tensors of at most so many numbers are computed; masks of 1,024 tokens are."""
+"""Larger tensors are not computed; a mask of 1,024 tokens is."""
 
 _aten = torch.ops.aten
 
@@ -40,39 +40,39 @@ class _Triangle:
 
     shape: tuple[int, ...]
     values: torch.Tensor
-    """(2,): where the column is at most the row, and where it is larger."""
+    """(2,): the entries where the column is at most the row, and those where it is larger."""
 
 
 class _Unknown(Exception):
-    """An operator that is not followed."""
+    """The mask cannot be evaluated: an operator, or a value, is not supported."""
 
 
 _Value = torch.Tensor | _Triangle
 
 
 def allowed_by(graph: fx.Graph) -> Allowed | None:
-    """What the result of ``graph``, a boolean mask (..., T, T), lets attention see; None: unknown.
+    """Returns what a boolean mask (..., T, T), the result of ``graph``, allows; None: unknown.
 
     ``graph`` has ATen operators, no inputs, and fake tensors in ``val``.
     """
     try:
         return _read(_result(graph))
-    except Exception as error:  # a mask that cannot be followed is a mask like others
+    except Exception as error:  # the attention then reads the mask as it is
         log.debug("memo: a mask of positions is not followed: %r", error)
         return None
 
 
 def _result(graph: fx.Graph) -> "_Value":
     values: dict[fx.Node, _Value] = {}
-    left = {node: len(node.users) for node in graph.nodes}
+    reads_left = {node: len(node.users) for node in graph.nodes}
     for node in graph.nodes:
         if node.op == "output":
             break
         values[node] = _value_of(node, values)
-        for read in node.all_input_nodes:
-            left[read] -= 1
-            if not left[read]:
-                del values[read]
+        for source in node.all_input_nodes:
+            reads_left[source] -= 1
+            if not reads_left[source]:
+                del values[source]
     (result,) = node.all_input_nodes
     return values[result]
 
@@ -102,17 +102,17 @@ def _value_of(node: fx.Node, values: Mapping[fx.Node, _Value]) -> _Value:
     if node.meta["val"].dtype.is_floating_point and op_name(node).split(".")[0] not in _EXACT:
         raise _Unknown  # devices round in their own way
     args, kwargs = tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
-    read = [values[each] for each in node.all_input_nodes]
-    if not any(isinstance(value, _Triangle) for value in read):
+    inputs = [values[source] for source in node.all_input_nodes]
+    if not any(isinstance(value, _Triangle) for value in inputs):
         if math.prod(shape) <= COMPUTED_NUMBERS:
             return _computed(target, args, kwargs)
         return _large(node, shape, args, kwargs)
     if torch.Tag.pointwise in target.tags or target in _COPIES:
-        if any(isinstance(each, _Triangle) and each.shape[-2:] != shape[-2:] for each in read):
+        if any(isinstance(value, _Triangle) and value.shape[-2:] != shape[-2:] for value in inputs):
             raise _Unknown
         return _Triangle(shape, _computed(target, *_on_values(args, kwargs)))
-    (first, *others) = read
-    if others or not isinstance(first, _Triangle):
+    (first, *more_inputs) = inputs
+    if more_inputs or not isinstance(first, _Triangle):
         raise _Unknown
     if target in _CUTS:
         return _cut(target, first, shape, *args[1:])
@@ -125,7 +125,7 @@ _EXACT = frozenset(
     "_to_copy _unsafe_view alias clone detach expand full full_like masked_fill new_full new_ones "
     "new_zeros ones ones_like select slice tril triu unsqueeze view where zeros zeros_like".split()
 )
-"""What makes floating-point numbers without computing any."""
+"""Operators that make floating-point numbers without computing any, so that none is rounded."""
 _COPIES = frozenset(
     {
         _aten._to_copy.default,
@@ -150,17 +150,17 @@ _VIEWS = frozenset(
 )
 _CUTS = frozenset({_aten.tril.default, _aten.triu.default})
 _COMPARED = {"le": (True, False), "lt": (False, False), "gt": (True, True), "ge": (False, True)}
-"""Columns against rows: whether equal ones count as before, and whether the opposite is meant."""
+"""``column OP row`` -> (equal numbers count as smaller, "the column is smaller" is negated)."""
 _COUNTED = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _MIRRORED = {"le": "ge", "lt": "gt", "gt": "lt", "ge": "le"}
 
 
 def _computed(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """What the operator makes on the CPU."""
-    here = {"device": torch.device("cpu"), "pin_memory": None}
-    own = {key: here.get(key, value) for key, value in kwargs.items()}
+    """Returns the operator's result, computed on the CPU."""
+    on_cpu = {"device": torch.device("cpu"), "pin_memory": None}
+    kwargs = {key: on_cpu.get(key, value) for key, value in kwargs.items()}
     try:
-        value = target(*args, **own)
+        value = target(*args, **kwargs)
     except Exception as error:  # an operator that two values do not describe
         raise _Unknown from error
     if not isinstance(value, torch.Tensor):
@@ -169,7 +169,7 @@ def _computed(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) 
 
 
 def _on_values(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a pointwise operator, for the two values of its triangles.
+    """Returns the arguments of a pointwise operator with triangles replaced by their two values.
 
     Raises _Unknown: it reads a tensor that differs from token to token beside them.
     """
@@ -183,7 +183,7 @@ def _on_values(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _two_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of what is a triangle, or one entry where all are the same."""
+    """Returns the two values of a tensor that is a triangle, or one where all entries are equal."""
     tokens = tensor.shape[-1] if tensor.dim() > 1 else 0
     if tokens < 2 or tensor.shape[-2] != tokens or not tensor.numel():
         return _one_entry(tensor)
@@ -196,7 +196,10 @@ def _two_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _one_entry(tensor: torch.Tensor) -> torch.Tensor:
-    """What all entries are, of no dimension where ``tensor`` has none, which promotes types."""
+    """Returns the value of all entries, (1,); of no dimension if ``tensor`` has none.
+
+    torch promotes dtypes otherwise for tensors without a dimension.
+    """
     first = tensor.reshape(-1)[:1]
     if not first.numel() or not bool((tensor == first).all()):
         raise _Unknown
@@ -204,7 +207,7 @@ def _one_entry(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _large(node: fx.Node, shape: tuple[int, ...], args: Any, kwargs: Any) -> _Triangle:
-    """A tensor (..., T, T) that is made of smaller ones."""
+    """Returns a large tensor (..., T, T) that an operator makes of small ones."""
     assert isinstance(node.target, torch._ops.OpOverload)
     name = op_name(node).split(".")[0]
     if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] < 2:
@@ -223,9 +226,10 @@ def _large(node: fx.Node, shape: tuple[int, ...], args: Any, kwargs: Any) -> _Tr
 def _compared(
     target: torch._ops.OpOverload, name: str, shape: tuple[int, ...], args: Any
 ) -> torch.Tensor:
-    """Each token's number against each other one's: ``rows`` (..., T, 1), ``columns`` (..., 1, T).
+    """Returns the two values of a comparison of ``rows`` (..., T, 1) with ``columns`` (..., 1, T).
 
-    Columns that do not fall are compared with a row by counting those that are smaller.
+    If the columns' numbers do not fall, the smaller ones come first: counting them for each row
+    tells which entries of the row are true.
     """
     try:
         return _computed(target, tuple(map(_one_entry, args)), {}).reshape(-1).expand(2)
@@ -245,14 +249,14 @@ def _compared(
         raise _Unknown
     if bool((columns[:, 1:] < columns[:, :-1]).any()):
         raise _Unknown
-    equal_too, is_opposite = _COMPARED[name]
-    counts = torch.searchsorted(columns.contiguous(), rows.contiguous(), right=equal_too)
-    before, behind = _of_counts(counts, tokens)
+    counts_equal, is_opposite = _COMPARED[name]
+    counts = torch.searchsorted(columns.contiguous(), rows.contiguous(), right=counts_equal)
+    before, behind = _values_of_counts(counts, tokens)
     return torch.tensor([before != is_opposite, behind != is_opposite])
 
 
-def _of_counts(counts: torch.Tensor, tokens: int) -> tuple[bool, bool]:
-    """Of a tensor whose row i is true in its first ``counts[:, i]`` columns, the two values."""
+def _values_of_counts(counts: torch.Tensor, tokens: int) -> tuple[bool, bool]:
+    """Returns the two values of a tensor that is true in the first ``counts[:, i]`` of row i."""
     if bool((counts == tokens).all()):
         return True, True
     if bool((counts == 0).all()):
@@ -264,29 +268,29 @@ def _of_counts(counts: torch.Tensor, tokens: int) -> tuple[bool, bool]:
 
 def _cut(
     target: torch._ops.OpOverload,
-    given: _Triangle,
+    triangle: _Triangle,
     shape: tuple[int, ...],
     diagonal: int = 0,
 ) -> _Triangle:
-    """``tril`` and ``triu`` where they cut along the triangle."""
+    """Returns the triangle after ``tril`` or ``triu`` along its own diagonal."""
     is_lower = target is _aten.tril.default
     if diagonal != (0 if is_lower else 1):
         raise _Unknown
-    kept = given.values.clone()
+    kept = triangle.values.clone()
     kept[1 if is_lower else 0] = 0
     return _Triangle(shape, kept)
 
 
-def _keeps_rows(node: fx.Node, given: Sequence[int], shape: Sequence[int]) -> bool:
-    """True where the view's last two dimensions are those of what it is a view of."""
-    if tuple(shape[-2:]) != tuple(given[-2:]) or len(shape) < 2:
+def _keeps_rows(node: fx.Node, source_shape: Sequence[int], shape: Sequence[int]) -> bool:
+    """True if the view's last two dimensions are those of its source."""
+    if tuple(shape[-2:]) != tuple(source_shape[-2:]) or len(shape) < 2:
         return False
     dim = node.args[1] if len(node.args) > 1 else 0
     if node.target is _aten.unsqueeze.default:
         return isinstance(dim, int) and dim % len(shape) < len(shape) - 2
     if node.target is _aten.select.int:
-        return isinstance(dim, int) and dim % len(given) < len(given) - 2
+        return isinstance(dim, int) and dim % len(source_shape) < len(source_shape) - 2
     if node.target is _aten.slice.Tensor:
-        is_leading = isinstance(dim, int) and dim % len(given) < len(given) - 2
-        return is_leading or tuple(shape) == tuple(given)
+        is_leading = isinstance(dim, int) and dim % len(source_shape) < len(source_shape) - 2
+        return is_leading or tuple(shape) == tuple(source_shape)
     return True

@@ -1,6 +1,6 @@
 """Which operators may be merged or recomputed: no effect, no randomness, no communication.
 
-And which inputs of a joint graph the step overwrites, and which operators read them before.
+It also finds the inputs of a joint graph that the step overwrites.
 """
 
 import operator
@@ -25,7 +25,7 @@ _CHECKS = frozenset(
 )
 
 READS_OVERWRITTEN = "memo_reads_overwritten"
-"""Key of ``node.meta``: the operator reads an input that is overwritten, and runs once."""
+"""Key of ``node.meta``: the operator reads an input that is overwritten, so that it runs once."""
 
 
 def is_random(node: fx.Node) -> bool:
@@ -45,9 +45,9 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def in_flight(node: fx.Node) -> bool:
-    """True for what a functional collective returns, alone or in a list.
+    """True for the result of a functional collective, and for an element of its list of results.
 
-    Others may still write it, and read the collective's input, until it has been waited for.
+    Until it was waited for, the collective may still write it, and read its input.
     """
     if node.target is operator.getitem:
         source = node.args[0]
@@ -57,17 +57,17 @@ def in_flight(node: fx.Node) -> bool:
 
 
 def only_orders(node: fx.Node) -> bool:
-    """True for an operator that returns its first input, but not before the second is there."""
+    """True for an operator that returns its first input and only waits for the second."""
     return (namespace(node), op_name(node)) == ("memo_shapes", "behind")
 
 
 def is_known(node: fx.Node) -> bool:
-    """True for operators of torch itself; a custom operator's effects are unknown."""
+    """True for operators of torch itself, whose effects are known; not so a custom operator's."""
     return node.target is operator.getitem or namespace(node) in ("aten", "prims")
 
 
 def is_pure(node: fx.Node) -> bool:
-    """True when ``node`` may be recomputed, or merged with an equal one, without a difference."""
+    """True when ``node`` may be recomputed, or merged with an equal one, with the same result."""
     if node.op != "call_function" or not is_known(node):
         return False
     if node.target is operator.getitem:
@@ -82,11 +82,11 @@ def must_be_saved(node: fx.Node) -> bool:
     An operator with several results runs once if one of them must be saved.
     """
     makers = [node, *node.all_input_nodes] if is_item(node) else [node]
-    return any(made.meta.get("recompute") is CheckpointPolicy.MUST_SAVE for made in makers)
+    return any(maker.meta.get("recompute") is CheckpointPolicy.MUST_SAVE for maker in makers)
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """True for an operator that gives the same each time: pure ones, and attention without dropout.
+    """True for an operator with the same result each time: pure ones, attention without dropout.
 
     Attention kernels are declared random whatever their dropout is. Those of the package flash-attn
     are custom operators whose effects are known.
@@ -101,7 +101,7 @@ def is_repeatable(node: fx.Node) -> bool:
 
 
 def is_constant(node: fx.Node) -> bool:
-    """True for a pure operator without tensor inputs: cheaper to recompute than to pass on."""
+    """True for a pure operator without tensor inputs: cheaper to recompute than to save."""
     return is_pure(node) and not node.all_input_nodes
 
 
@@ -111,12 +111,12 @@ def is_write(node: fx.Node) -> bool:
 
 
 def has_token(node: fx.Node) -> bool:
-    """True for an operator that AOTAutograd keeps in order with others, by a token of each."""
+    """True for an operator with an effect that AOTAutograd keeps in order by tokens."""
     return node.op == "call_function" and node.target is torch.ops.higher_order.with_effects
 
 
 def is_token(node: fx.Node) -> bool:
-    """True for what orders operators with an effect: an input of the graph, or what one returns."""
+    """True for a token: an input of the graph, or a result of an operator with an effect."""
     if node.op == "placeholder":
         return bool(node.users) and all(
             has_token(user) and user.args[0] is node for user in node.users
@@ -127,14 +127,14 @@ def is_token(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """True for an operator that runs though nobody reads its result: it writes, prints, checks."""
+    """True for an operator that must run even if its result is unused: it writes, prints, ..."""
     if node.op != "call_function" or is_collective(node):
         return False
     return is_write(node) or has_token(node) or node.is_impure(impure_random=False)
 
 
 def is_check(node: fx.Node) -> bool:
-    """True for an operator of torch that raises where a value is wrong, and else does nothing.
+    """True for an operator of torch that raises if a value is wrong, and does nothing else.
 
     Of all operators with an effect only these may run twice, or in another order.
     """
@@ -143,45 +143,48 @@ def is_check(node: fx.Node) -> bool:
 
 
 def gives_other_memory(node: fx.Node) -> bool:
-    """True for an operator that makes an input show what the graph computes, for good."""
+    """True for ``set_`` with a computed tensor: its input keeps that tensor's memory for good."""
     if node.op != "call_function" or (namespace(node), op_name(node)) != ("aten", "set_"):
         return False
     return any(storage_of(source).op != "placeholder" for source in node.all_input_nodes[1:])
 
 
 def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments that the writing operator ``node`` writes into."""
+    """Yields the arguments that the writing operator ``node`` writes into."""
     for declared in schema_of(node).arguments:
         if declared.alias_info is not None and declared.alias_info.is_write:
-            given = argument(node, declared.name)
-            several = given if isinstance(given, list | tuple) else (given,)
-            yield from (value for value in several if isinstance(value, fx.Node))
+            argument_value = argument(node, declared.name)
+            values = (
+                argument_value if isinstance(argument_value, list | tuple) else (argument_value,)
+            )
+            yield from (target for target in values if isinstance(target, fx.Node))
 
 
 def overwritten(graph: fx.Graph) -> set[fx.Node]:
-    """Inputs of a joint graph that the step writes into: in the graph, or from what it returns."""
-    found = written_storages(graph) | set(_written_by_the_caller(graph))
-    return {node for node in found if node.op == "placeholder"}
+    """Returns inputs of a joint graph that the step writes: in the graph, or from its results."""
+    targets = written_storages(graph) | set(_written_by_the_caller(graph))
+    return {node for node in targets if node.op == "placeholder"}
 
 
 def ties_inputs(graph: fx.Graph, num_results: int) -> bool:
-    """True for a joint graph that writes into, or gives back a view of, an input with a gradient.
+    """True for a joint graph that writes into, or returns a view of, an input with a gradient.
 
-    The caller's tensor must then be the one that AOTAutograd gets: its history goes on from there.
-    Likewise where nothing describes what the graph returns.
+    AOTAutograd must then get the caller's own tensor, not a copy, because its autograd history goes
+    on. True as well where AOTAutograd does not describe the graph's results.
     """
     results = results_of(graph)
     if results and graph.output_node().meta.get("desc") is None:
         return True
     tied = overwritten(graph)
-    tied |= {storage_of(own) for own in results[:num_results] if isinstance(own, fx.Node)}
+    tied |= {storage_of(node) for node in results[:num_results] if isinstance(node, fx.Node)}
     inputs = [node for node in graph.find_nodes(op="placeholder") if not is_token(node)]
-    gradients = zip(inputs, results[num_results:], strict=False)  # behind them: those that come in
+    # the last inputs are incoming gradients and have no result
+    gradients = zip(inputs, results[num_results:], strict=False)
     return any(node in tied and gradient is not None for node, gradient in gradients)
 
 
 def written_storages(graph: fx.Graph) -> set[fx.Node]:
-    """The makers of all storages that an operator of ``graph`` writes into."""
+    """Returns the makers of all storages that an operator of ``graph`` writes into."""
     return {
         storage_of(target)
         for node in graph.nodes
@@ -191,7 +194,7 @@ def written_storages(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _written_by_the_caller(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Inputs whose new value is a result: AOTAutograd describes both (2.11, 2.13)."""
+    """Yields inputs whose new value is a result: AOTAutograd describes both (2.11, 2.13)."""
     described: dict[Any, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
         if node.meta.get("desc") is not None:

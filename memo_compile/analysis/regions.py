@@ -1,4 +1,4 @@
-"""A region before lowering, and what every lowering returns: profile, buffer types, how to run."""
+"""A region before lowering, and a lowered one: its profile, views of buffers, and how to run it."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from memo_compile.step.problem import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewSpec:
-    """How a buffer's bytes are read: dtype, size and stride in elements."""
+    """The tensor that a buffer's bytes are: dtype, size, and stride in elements."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -44,31 +44,31 @@ class RegionGraph:
     is_backward: bool
     device: torch.device
     kind: CallKind = CallKind.RUN
-    """ISSUE: ``gm`` is one collective; COMM_WAIT: its wait, which is given the collective's output
-    and input. Both are run by the runtime, not lowered."""
+    """ISSUE: ``gm`` is one collective; COMM_WAIT: its wait, whose inputs are the output and the
+    input of the collective. The runtime runs both; they are not lowered."""
     may_reuse_input: bool = False
-    """ISSUE: the result may take the input's place, as far as the graph tells."""
+    """ISSUE: the graph allows the result to take the input's place."""
     op_by_op: bool = False
-    """Run operator by operator whatever the lowering: an output may lie over an input, which one
+    """Runs operator by operator whatever the lowering: an output may lie over an input, which one
     operator allows and several kernels need not."""
     donated: tuple[int, ...] = ()
-    """Inputs, by position, that nothing reads after a call: the code may write over them."""
+    """Positions of inputs that nothing reads after a call: the code may overwrite them."""
 
     def example_inputs(self) -> list[Any]:
-        """The fake values of the placeholders, in order."""
+        """Returns the fake values of the placeholders, in order."""
         return [node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")]
 
     def external_storages(self) -> set[fx.Node]:
-        """What makes the memory of the outputs that go to the user."""
+        """Returns the nodes that make the memory of outputs that go to the user."""
         results = results_of(self.gm.graph)
         return {storage_of(results[at]) for at in self.external_outputs}
 
     def input_layouts(self) -> Layouts:
-        """How the inputs lie."""
+        """Returns the layouts of the inputs."""
         return tuple(map(layout_of, self.example_inputs()))
 
     def output_layouts(self) -> Layouts:
-        """How the results lie."""
+        """Returns the layouts of the results."""
         results = results_of(self.gm.graph)
         return tuple(
             layout_of(result.meta.get("val")) if isinstance(result, fx.Node) else None
@@ -92,13 +92,13 @@ class LoweredRegion:
     views: tuple[ViewSpec, ...]
     run: Callable[[list[Any]], Sequence[Any]]
     collective: Collective | None = None
-    """ISSUE: what the runtime begins instead of ``run``."""
+    """ISSUE: the collective that the runtime begins; ``run`` is not called."""
     attention: tuple[AttentionLine, ...] = ()
-    """Where attention kernels run."""
+    """The lines that call attention kernels."""
 
 
 def layout_of(value: object) -> Layout | None:
-    """How a tensor lies, from its own first element on; None for what is no strided tensor."""
+    """Returns the layout of a tensor, from its own first element on; None: no strided tensor."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return Layout(
@@ -112,29 +112,32 @@ def layout_of(value: object) -> Layout | None:
 def counted_once(
     outputs: Iterable[tuple[Hashable, RegionOutput]],
 ) -> tuple[RegionOutput, ...]:
-    """The outputs, each given with its storage: only the first of one in ordinary memory counts."""
+    """Returns ``outputs``, (storage, output) each, so that storages of ordinary memory count once.
+
+    The second output of such a storage gets 0 bytes and ``same_as`` the first.
+    """
     first: dict[Hashable, int] = {}
-    found = []
+    counted = []
     for index, (storage, output) in enumerate(outputs):
         if output.storage in (Storage.EXTERNAL, Storage.OUTSIDE):
             same_as = first.setdefault(storage, index)
             if same_as != index:
                 output = replace(output, size_bytes=0, same_as=same_as)
-        found.append(output)
-    return tuple(found)
+        counted.append(output)
+    return tuple(counted)
 
 
 def layout_elements(value: torch.Tensor) -> int:
-    """Elements from the first to the last of a tensor, gaps included."""
+    """Returns the number of elements from the first to the last of a tensor, gaps included."""
     layout = zip(value.shape, value.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in layout) if value.numel() else 0
 
 
 def storage_bytes(value: torch.Tensor) -> int:
-    """Bytes from the first to the last element of a tensor."""
+    """Returns the number of bytes from the first to the last element of a tensor."""
     return int(layout_elements(value)) * value.element_size()
 
 
 def view_spec(value: torch.Tensor) -> ViewSpec:
-    """How ``value`` reads its bytes."""
+    """Returns dtype, size and stride of ``value``."""
     return ViewSpec(dtype=value.dtype, size=tuple(value.shape), stride=tuple(value.stride()))

@@ -1,4 +1,4 @@
-"""Tandem repeats of a token sequence, and the rotation at which to cut them."""
+"""Finds tandem repeats in a token sequence, and the rotation at which to cut them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _ROTATION_FINALISTS = 3
 """Most rotations whose isomorphism is checked, best border first; a check is linear in the run."""
 
 _WORTH_A_UNIT = 2
-"""A unit is given up for a better border only if the old one costs more than this many times it."""
+"""A rotation with one instance fewer is taken only if its border is so many times cheaper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def token_runs(tokens: NDArray[np.int64], offset: int = 0) -> list[TokenRun]:
 def best_repeat(
     tape: Tape, start: int, end: int, prefers_cut: Callable[[int], bool]
 ) -> Repeat | None:
-    """The verified repeat that covers most of the range; of equals, the shortest period.
+    """Returns the verified repeat that covers most of the range; of equals, the shortest period.
 
     A matrix product in each instance depends on one in the instance before it. ``prefers_cut``
     breaks ties between rotations: it is true for positions where a module layer begins.
@@ -85,44 +85,45 @@ def best_repeat(
     for run in runs[:_MAX_ATTEMPTS]:
         rotations = _rotations(tape, run, prefers_cut)[:_ROTATION_FINALISTS]
         parts = (_isomorphic_part(tape, run, rotation, border) for rotation, border in rotations)
-        found = [repeat for repeat in parts if repeat is not None]
-        if found:
-            return max(found, key=lambda repeat: repeat.count)
+        repeats = [repeat for repeat in parts if repeat is not None]
+        if repeats:
+            return max(repeats, key=lambda repeat: repeat.count)
     return None
 
 
 def _rotations(
     tape: Tape, run: TokenRun, prefers_cut: Callable[[int], bool]
 ) -> list[tuple[int, int]]:
-    """Rotations that keep the most instances, best first, each with its border's bytes.
+    """Returns (rotation, bytes that cross its border), the narrowest border first.
 
-    A rotation with one instance fewer wins only when at least two are left and its border is
-    ``_WORTH_A_UNIT`` times cheaper.
+    A run may be cut at any of ``period`` rotations. The first ``slack + 1`` of them keep all its
+    instances; the others lose one, and are considered only if two are left and their border is
+    ``_WORTH_A_UNIT`` times cheaper. Example: ``abcabcab`` keeps 2 instances at rotations 0, 1, 2.
     """
     slack = (run.end - run.start) % run.period
-    loses_one = run.count > 2
-    priced = []
-    for rotation in range(run.period if loses_one else slack + 1):
+    may_lose_one = run.count > 2
+    borders = []
+    for rotation in range(run.period if may_lose_one else slack + 1):
         origin = run.start + rotation
-        priced.append((tape.border_bytes(origin + run.period, origin), rotation))
-    cheapest = min(priced)[0]
-    cheapest_full = min(priced[: slack + 1])[0]
-    if cheapest_full <= cheapest * _WORTH_A_UNIT:
-        priced = priced[: slack + 1]
-    priced.sort()
+        borders.append((tape.border_bytes(origin + run.period, origin), rotation))
+    keeping_all = borders[: slack + 1]
+    if min(keeping_all)[0] <= min(borders)[0] * _WORTH_A_UNIT:
+        borders = keeping_all
+    borders.sort()
 
     def tie_break(rotation: int) -> tuple[int, bool, int]:
         origin = run.start + rotation
         cut = origin + run.period
         return tape.broken_chains(cut, origin), not prefers_cut(cut), rotation
 
-    ties = [rotation for border, rotation in priced if border == priced[0][0]]
-    rest = [(rotation, border) for border, rotation in priced[len(ties) :]]
-    return [(rotation, priced[0][0]) for rotation in sorted(ties, key=tie_break)] + rest
+    narrowest = borders[0][0]
+    ties = [rotation for border, rotation in borders if border == narrowest]
+    wider = [(rotation, border) for border, rotation in borders[len(ties) :]]
+    return [(rotation, narrowest) for rotation in sorted(ties, key=tie_break)] + wider
 
 
 def _isomorphic_part(tape: Tape, run: TokenRun, rotation: int, border: int) -> Repeat | None:
-    """The longest stretch of isomorphic instances at this rotation, each fed by the one before."""
+    """Returns the longest chain of isomorphic instances at this rotation, each fed by the last."""
     first = run.start + rotation
     count = (run.end - first) // run.period
     forms = [
@@ -132,9 +133,9 @@ def _isomorphic_part(tape: Tape, run: TokenRun, rotation: int, border: int) -> R
     best_start, best_count = 0, 1
     begin = 0
     for index in range(1, count + 1):
-        joins = index < count and forms[index] == forms[begin]
+        is_alike = index < count and forms[index] == forms[begin]
         low = first + index * run.period
-        if not joins or not tape.feeds(low - run.period, low, low + run.period):
+        if not is_alike or not tape.feeds(low - run.period, low, low + run.period):
             if index - begin > best_count:
                 best_start, best_count = begin, index - begin
             begin = index

@@ -1,14 +1,14 @@
-"""Per operator: where the rows of its inputs appear in its result, or that it mixes rows.
+"""Rules that say for each operator where the rows of its inputs appear in its result.
 
-A rule is given the inputs of a node that carry rows. It answers with the dimension of the result,
-and with the other inputs that must carry rows too. It answers None when one row of the result
-depends on several rows of an input, and when it cannot tell.
+A rule gets the inputs of a node that carry rows. It returns the dimension of the rows in the
+result, and the other inputs that must carry rows too. It returns None if one row of the result
+depends on several rows of an input (the operator mixes rows), and if it cannot tell.
 
 Rules go by what a dimension means to the operator, never by sizes that agree: batch, tokens, heads
 and width may all be equal, and any but the rows may be 1 (there are always two rows or more). An
 operand without rows is read whole by every row. That is right where the operator broadcasts it
 along the rows (pointwise operators, products' addends, an attention's mask: the operand has size 1
-there or lacks the dimension), and where it is no operand of rows at all (weights, tables).
+there or lacks the dimension), and where it has no rows (weights, tables).
 """
 
 import functools
@@ -46,12 +46,12 @@ Rows = Mapping[fx.Node, RowDim]
 Rule = Callable[[fx.Node, Rows], Carried | None]
 
 DimRule = Callable[[fx.Node, int, tuple[int, ...]], int | None]
-"""Where the result of a node has the rows that its first argument has in a dimension, given that
-and the argument's shape; None when it mixes them."""
+"""(node, dimension of the rows in its first argument, that argument's shape) -> dimension of the
+rows in the result; None: it mixes them."""
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of ``node``; none for unknown, random, custom operators, collectives and writes."""
+    """Returns the node's rule; None: it is unknown, random, custom, a collective or a write."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
@@ -78,7 +78,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _of_first(dim_rule: DimRule) -> Rule:
-    """The rule of operators that keep or move the rows of their first argument, given alone."""
+    """Makes a rule of a DimRule; it answers only if the first argument alone carries rows."""
 
     @functools.wraps(dim_rule)
     def rule(node: fx.Node, rows: Rows) -> Carried | None:
@@ -87,26 +87,26 @@ def _of_first(dim_rule: DimRule) -> Rule:
             return None
         row = rows[source]
         dim = dim_rule(node, row.dim, shape_of(source))
-        if dim is None or _times_given(node, source) > 1:
+        if dim is None or _num_uses(node, source) > 1:
             return None
         return Carried(out=RowDim(dim=dim, factor=row.factor))
 
     return rule
 
 
-def _times_given(node: fx.Node, source: fx.Node) -> int:
-    """How many arguments of ``node`` are ``source``: in two roles its rows mean two things."""
-    given: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), given.append)
-    return given.count(source)
+def _num_uses(node: fx.Node, source: fx.Node) -> int:
+    """Counts the arguments that are ``source``: in two roles its rows mean different things."""
+    arguments: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), arguments.append)
+    return arguments.count(source)
 
 
 def _dims(node: fx.Node, name: str, ndim: int) -> set[int] | None:
-    """The dimensions that an argument names, counted from 0; None when it names all."""
-    given = argument(node, name)
-    if given is None or given == []:
+    """Returns the dimensions that an argument names, counted from 0; None: it names all."""
+    value = argument(node, name)
+    if value is None or value == []:
         return None
-    return {dim % ndim for dim in (given if isinstance(given, list | tuple) else [given])}
+    return {dim % ndim for dim in (value if isinstance(value, list | tuple) else [value])}
 
 
 def _broadcast(node: fx.Node, rows: Rows) -> Carried | None:
@@ -121,17 +121,17 @@ def _broadcast(node: fx.Node, rows: Rows) -> Carried | None:
 def _join(
     rows: Rows, operands: Sequence[fx.Node], ndim: int, *, broadcasts: bool
 ) -> Carried | None:
-    """Operands aligned at their last dimension have their rows at one dimension of the result.
+    """Aligns operands at their last dimension; their rows must be at one dimension of the result.
 
     An operand of size 1 there may lack rows only if the operator ``broadcasts`` it.
     """
-    found = {
+    row_dims = {
         RowDim(dim=row.dim + ndim - len(shape_of(source)), factor=row.factor)
         for source, row in rows.items()
     }
-    if len(found) != 1:
+    if len(row_dims) != 1:
         return None
-    (out,) = found
+    (out,) = row_dims
     needs = []
     for source in operands:
         dim = out.dim - ndim + len(shape_of(source))
@@ -196,14 +196,14 @@ def _argument_names(node: fx.Node) -> set[str]:
 
 @_of_first
 def _slice(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
-    """Along another dimension than the rows', or all of the rows."""
+    """It cuts another dimension than the rows', or nothing."""
     at = argument(node, "dim") % len(before)
     return None if at == dim and shape_of(node) != before else dim
 
 
 @_of_first
 def _drop_dim(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
-    """``select`` and ``unbind``: the dimension that they name, not the rows', is gone."""
+    """``select`` and ``unbind`` remove the dimension that they name; it must not be the rows'."""
     at = argument(node, "dim") % len(before)
     return None if at == dim else dim - (at < dim)
 
@@ -228,12 +228,12 @@ def _along(node: fx.Node, rows: Rows) -> Carried | None:
 
 @_of_first
 def _reduction(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
-    """Along dimensions that are named, none of them the rows'."""
-    gone = _dims(node, "dim", len(before))
-    if gone is None or dim in gone:
+    """It reduces along the dimensions that it names, none of which may be the rows'."""
+    reduced = _dims(node, "dim", len(before))
+    if reduced is None or dim in reduced:
         return None
     kept = argument(node, "keepdim") or op_name(node) == "prepare_softmax_online"
-    return dim if kept else dim - len([axis for axis in gone if axis < dim])
+    return dim if kept else dim - len([axis for axis in reduced if axis < dim])
 
 
 def _matmul(node: fx.Node, rows: Rows) -> Carried | None:
@@ -255,17 +255,17 @@ def _matmul(node: fx.Node, rows: Rows) -> Carried | None:
     if joined is None:
         return None
     needs = list(joined.needs)
-    lacks = {ndim - 2: right, ndim - 1: left}.get(joined.out.dim)
-    if lacks in rows:
+    rowless = {ndim - 2: right, ndim - 1: left}.get(joined.out.dim)
+    if rowless in rows:
         return None
     for source in (left, right):
-        if source is not lacks and source not in rows:
+        if source is not rowless and source not in rows:
             needs.append((source, joined.out))
     return Carried(out=joined.out, needs=tuple(needs))
 
 
 def contracted_partner(node: fx.Node, rows: Rows) -> tuple[fx.Node, RowDim] | None:
-    """The other operand of a product that sums over one operand's rows, and where its rows are."""
+    """Returns the other operand of a product that sums over one operand's rows, and its rows."""
     if op_name(node) not in ("mm", "bmm"):
         return None
     left, right = map(_node, node.args[:2])
@@ -279,7 +279,7 @@ def contracted_partner(node: fx.Node, rows: Rows) -> tuple[fx.Node, RowDim] | No
 def _embedding(node: fx.Node, rows: Rows) -> Carried | None:
     """The result has the indices' dimensions first; the table is read whole."""
     indices = _node(node.args[1])
-    if set(rows) != {indices} or _times_given(node, indices) > 1:
+    if set(rows) != {indices} or _num_uses(node, indices) > 1:
         return None
     return Carried(out=rows[indices])
 
@@ -290,10 +290,10 @@ def _index(node: fx.Node, rows: Rows) -> Carried | None:
     Indices broadcast against each other. Their dimensions stand in the result where the first
     indexed dimension of the table was; the table's other dimensions are read whole.
     """
-    table, given = _node(node.args[0]), node.args[1]
-    assert isinstance(given, list | tuple)
-    at = [position for position, index in enumerate(given) if index is not None]
-    indices = [index for index in given if isinstance(index, fx.Node)]
+    table, index_args = _node(node.args[0]), node.args[1]
+    assert isinstance(index_args, list | tuple)
+    at = [position for position, index in enumerate(index_args) if index is not None]
+    indices = [index for index in index_args if isinstance(index, fx.Node)]
     if not at or at != list(range(at[0], at[-1] + 1)) or table in indices:
         return None
     if any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices):
@@ -313,7 +313,7 @@ def _index(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 def _index_select(node: fx.Node, rows: Rows) -> Carried | None:
-    """The indices' only dimension takes the place of the table's that it reads."""
+    """The only dimension of the indices replaces the table's dimension that they select from."""
     table, indices = _node(node.args[0]), argument(node, "index")
     if table is indices:
         return None
@@ -341,8 +341,8 @@ _COUNTERS = frozenset(
     "philox_seed philox_offset rng_state unused debug_attn_mask "
     "cum_seq_q cum_seq_k max_q max_k".split()
 )
-"""Arguments and results that depend on no row: what dropout, which is off, would draw from, and
-the bounds of nested tensors, which dense ones do not have."""
+"""Arguments and results that depend on no row: random states (dropout is off), and the bounds of
+nested tensors, which dense ones do not have."""
 
 _ATTENTION_KERNELS = (
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
@@ -352,7 +352,7 @@ _ATTENTION_KERNELS = (
 
 
 def _attention(node: fx.Node, rows: Rows) -> Carried | None:
-    """Separable over the batch, which the schema's names tell; never over tokens or heads.
+    """It keeps the sequences of a batch apart, but not tokens or heads.
 
     A mask of four dimensions has the batch in front, of size 1 where it is broadcast. A mask of
     fewer has none: dimension 0 of [T, S] is the queries', also where there are as many sequences.
@@ -380,7 +380,9 @@ def _attention(node: fx.Node, rows: Rows) -> Carried | None:
     if not all(carries[source] for source in rows):
         return None
     out = next(iter(rows.values()))
-    needs = [(source, out) for source, wanted in carries.items() if wanted and source not in rows]
+    needs = [
+        (source, out) for source, has_batch in carries.items() if has_batch and source not in rows
+    ]
     return Carried(out=out, needs=tuple(needs))
 
 
@@ -410,13 +412,13 @@ def _images(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
 
 @_of_first
 def _pad(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
-    """Sides of another dimension than the rows', counted in pairs from the last."""
+    """It must not pad the rows' dimension; ``pad`` has two sides a dimension, the last first."""
     from_end = len(before) - 1 - dim
     return None if any(argument(node, "pad")[2 * from_end : 2 * from_end + 2]) else dim
 
 
 def _repeat(node: fx.Node, rows: Rows) -> Carried | None:
-    """Aligned at the last dimension; the rows are there once."""
+    """Inputs are aligned at their last dimension; the rows' dimension must not be repeated."""
     joined = _broadcast(node, rows)
     if joined is None or argument(node, "repeats")[joined.out.dim] != 1:
         return None
@@ -425,9 +427,9 @@ def _repeat(node: fx.Node, rows: Rows) -> Carried | None:
 
 @_of_first
 def _getitem(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
-    """An element of a tuple has its rows where the tuple's node says.
+    """An element of a tuple has its rows where the rule of the tuple's node says.
 
-    Of the operators with a rule all results have the rows at one dimension, but for the gradient
+    All results of an operator with a rule have the rows at one dimension, except for the gradient
     of an attention's mask, which is a sum over the batch unless the mask carries rows.
     """
     maker, position = node.args
@@ -443,20 +445,20 @@ def _select_scatter(node: fx.Node, rows: Rows) -> Carried | None:
     into, source = _node(node.args[0]), argument(node, "src")
     ndim = len(shape_of(into))
     at = argument(node, "dim") % ndim
-    seen = set()
+    out_dims = set()
     if into in rows:
-        seen.add(rows[into])
+        out_dims.add(rows[into])
     if source in rows:
         row = rows[source]
-        seen.add(RowDim(dim=row.dim + (at <= row.dim), factor=row.factor))
-    if len(seen) != 1:
+        out_dims.add(RowDim(dim=row.dim + (at <= row.dim), factor=row.factor))
+    if len(out_dims) != 1:
         return None
-    (out,) = seen
+    (out,) = out_dims
     if out.dim == at:
         return None
-    own = RowDim(dim=out.dim - (at < out.dim), factor=out.factor)
-    needs = [(source, row) for source, row in ((into, out), (source, own)) if source not in rows]
-    return Carried(out=out, needs=tuple(needs))
+    source_row = RowDim(dim=out.dim - (at < out.dim), factor=out.factor)
+    operands = ((into, out), (source, source_row))
+    return Carried(out=out, needs=tuple((node, row) for node, row in operands if node not in rows))
 
 
 _aten = torch.ops.aten
@@ -498,4 +500,4 @@ _BY_OVERLOAD: dict[Any, Rule | None] = {
     _aten.min.other: _broadcast,
     _aten.median.default: None,
 }
-"""Overloads that do something else than others of their name."""
+"""Overloads that differ from others of their name."""

@@ -1,9 +1,10 @@
-"""Which dimension of every value carries the rows (tokens, or sequences).
+"""Finds the dimension of every value that carries the rows (tokens, or sequences).
 
 Rows are the outermost dimension of the activations that can be split: tokens when the batch is 1,
 else whole sequences, so that a range of rows of a dense tensor is one range of bytes. A node is
 separable when every row of its result depends on the same row of its inputs only. Attention,
-reductions over the rows and what depends on a row's position are not, nor is what depends on them.
+reductions over the rows and operators that depend on a row's position are not separable, nor are
+nodes that depend on them.
 """
 
 from collections.abc import Mapping
@@ -25,21 +26,21 @@ from memo_compile.analysis.views import is_tensor, shape_of
 from memo_compile.errors import UnsupportedGraph
 
 _UNIFORM = frozenset(("full", "zeros", "ones", "empty"))
-"""Operators whose results are equal in every row, of whatever shape: made for fewer rows as well.
+"""Operators whose results are equal in every row, so that they can be made for fewer rows.
 
-``expand`` is another where it repeats one entry."""
+So can an ``expand`` that repeats one entry."""
 
 
 def row_dims(
     gm: fx.GraphModule, seeds: Mapping[fx.Node, RowDim], num_rows: int
 ) -> dict[fx.Node, RowDim | None]:
-    """Every separable node with the dimension of its rows, None for what carries no rows.
+    """Returns every separable node with the dimension of its rows; None: it carries no rows.
 
     A tuple's dimension is that of its elements. Nodes that mix rows, random operators, collectives,
-    writes, custom operators, and all that depends on one of them, are absent. Placeholders that an
-    operator reads row by row beside a value with rows (tables of angles, labels, masks) carry rows
-    too, and are in the result with their dimension although ``seeds`` does not name them. Raises
-    UnsupportedGraph: a seed does not have ``num_rows * factor`` entries where it says.
+    writes, custom operators, and all nodes that depend on one of them, are absent. Placeholders
+    that an operator reads row by row beside a value with rows (tables of angles, labels, masks)
+    carry rows too, and are in the result although ``seeds`` does not name them. Raises
+    UnsupportedGraph: a seed has not ``num_rows * factor`` entries in its dimension.
     """
     if num_rows < 2:
         raise UnsupportedGraph(f"rows: expected at least 2 rows to split, got {num_rows}")
@@ -49,48 +50,49 @@ def row_dims(
                 f"{node.name}: expected {num_rows} rows x {row.factor} in dimension {row.dim}, "
                 f"got shape {shape_of(node)}; seed another dimension"
             )
-    return _settle(gm, dict(seeds), num_rows, any_source=False)
+    return _walk_until_settled(gm, dict(seeds), num_rows, any_source=False)
 
 
 def rows_through(
     gm: fx.GraphModule, node: fx.Node, row: RowDim, num_rows: int
 ) -> dict[fx.Node, RowDim | None]:
-    """What :func:`row_dims` finds when ``node`` has its rows at ``row``, wherever they come from.
+    """Returns what :func:`row_dims` does if ``node`` has its rows at ``row``, whatever the seeds.
 
-    Rows are followed back through operators that keep them apart. Where they come out of one that
-    does not (attention, a mask of positions, random numbers), its result is in the dimensions all
-    the same; :func:`is_row_wise` tells the two kinds of nodes apart.
+    Rows are followed back through operators that keep them apart. The result of an operator that
+    does not (attention, a mask of positions, random numbers) is in the returned dict too, if the
+    rows come from it; :func:`is_row_wise` tells the two kinds of nodes apart.
     """
-    first = _Pass(gm, {}, num_rows, any_source=True)
-    first.run()
-    if not first.can_carry(node, row):
+    walk = _Walk(gm, {}, num_rows, any_source=True)
+    walk.run()
+    if not walk.can_carry(node, row):
         return {}
-    return _settle(gm, dict(first.found), num_rows, any_source=True)
+    return _walk_until_settled(gm, dict(walk.new_seeds), num_rows, any_source=True)
 
 
-def _settle(
-    gm: fx.GraphModule, known: dict[fx.Node, RowDim], num_rows: int, *, any_source: bool
+def _walk_until_settled(
+    gm: fx.GraphModule, seeds: dict[fx.Node, RowDim], num_rows: int, *, any_source: bool
 ) -> dict[fx.Node, RowDim | None]:
+    """Walks over the graph until no further node has to be a seed."""
     while True:
-        sweep = _Pass(gm, known, num_rows, any_source=any_source)
-        sweep.run()
-        if not sweep.found:
-            return sweep.dims
-        known.update(sweep.found)
+        walk = _Walk(gm, seeds, num_rows, any_source=any_source)
+        walk.run()
+        if not walk.new_seeds:
+            return walk.dims
+        seeds.update(walk.new_seeds)
 
 
 def attention_rows(
     gm: fx.GraphModule, seeds: Mapping[fx.Node, RowDim], num_rows: int
 ) -> dict[fx.Node, RowDim]:
-    """Nodes that mix rows but have a result for every row: attention, and its two products.
+    """Returns nodes that mix rows but have a result for each: attention, and its two products.
 
     With these among its seeds, :func:`row_dims` tells which nodes behind an attention are
-    separable once the attention's results are given. Cost: one analysis per node found.
+    separable once the attention's results exist. Cost: one analysis per node returned.
     """
-    found: dict[fx.Node, RowDim] = {}
+    attention: dict[fx.Node, RowDim] = {}
     while True:
-        dims = row_dims(gm, {**seeds, **found}, num_rows)
-        more = {
+        dims = row_dims(gm, {**seeds, **attention}, num_rows)
+        next_nodes = {
             node: row
             for node in gm.graph.nodes
             if node.op == "call_function"
@@ -98,9 +100,9 @@ def attention_rows(
             and (row := _rows_of_queries(node, dims)) is not None
             and _fits(node, row, num_rows)
         }
-        if not more:
-            return found
-        found.update(more)
+        if not next_nodes:
+            return attention
+        attention.update(next_nodes)
 
 
 def _rows_of_queries(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> RowDim | None:
@@ -117,11 +119,11 @@ def _rows_of_queries(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> Ro
 
 
 @dataclass(slots=True)
-class _Pass:
-    """One walk over the graph with the seeds known so far; ``found`` are those still missing.
+class _Walk:
+    """One walk over the graph from ``seeds``; it collects nodes that must be seeds as well.
 
-    With ``any_source`` a node that cannot have its rows from its inputs is a seed itself, and a
-    number that is made of mixed rows (of a sum) is read whole by every row.
+    With ``any_source`` a node that cannot have its rows from its inputs becomes a seed itself, and
+    a tensor of one element that depends on mixed rows (a sum) is read whole by every row.
     """
 
     gm: fx.GraphModule
@@ -129,8 +131,10 @@ class _Pass:
     num_rows: int
     any_source: bool
     dims: dict[fx.Node, RowDim | None] = field(default_factory=dict)
-    found: dict[fx.Node, RowDim] = field(default_factory=dict)
+    """Nodes visited so far, as ``row_dims`` returns them."""
+    new_seeds: dict[fx.Node, RowDim] = field(default_factory=dict)
     wanted: dict[fx.Node, RowDim] = field(default_factory=dict)
+    """Nodes without rows in this walk that must have them in the next."""
 
     def run(self) -> None:
         for node in self.gm.graph.nodes:
@@ -172,15 +176,15 @@ class _Pass:
         return carried
 
     def _all_carry(self, carried: Carried) -> bool:
-        """True when all inputs that must carry rows can; they do from the next walk on."""
-        before = dict(self.found), dict(self.wanted)
+        """True if all inputs that must carry rows can, which they do from the next walk on."""
+        before = dict(self.new_seeds), dict(self.wanted)
         if all(self.can_carry(source, row) for source, row in carried.needs):
             return True
-        self.found, self.wanted = before
+        self.new_seeds, self.wanted = before
         return False
 
     def can_carry(self, node: fx.Node, row: RowDim) -> bool:
-        """Whether ``node``, which so far carries none, has rows at ``row`` once its sources do."""
+        """True if ``node`` has rows at ``row``, or can have them once new seeds are added."""
         if not _fits(node, row, self.num_rows):
             return False
         if node in self.wanted:
@@ -188,30 +192,30 @@ class _Pass:
         status = self.dims.get(node)
         if status is not None:
             return row == status
-        before = dict(self.found), dict(self.wanted)
+        before = dict(self.new_seeds), dict(self.wanted)
         self.wanted[node] = row
         if node in self.dims:
             if node.op == "placeholder" or _is_uniform(node, row):
-                self.found[node] = row
+                self.new_seeds[node] = row
                 return True
             if self._from_inputs(node, row):
                 return True
-        self.found, self.wanted = before
+        self.new_seeds, self.wanted = before
         if self.any_source and node.op == "call_function" and is_tensor(node):
-            self.found[node] = self.wanted[node] = row
+            self.new_seeds[node] = self.wanted[node] = row
             return True
         return False
 
     def _from_inputs(self, node: fx.Node, row: RowDim) -> bool:
-        """Whether one of the inputs can carry the rows that ``node`` is to have."""
+        """True if one of the inputs can carry the rows that ``node`` must have."""
         for source in node.all_input_nodes:
             for dim, size in enumerate(shape_of(source)):
                 if self.dims.get(source) is not None or size < 2 or size % self.num_rows:
                     continue
-                given = RowDim(dim=dim, factor=size // self.num_rows)
-                carried = self._carried(node, {source: given})
+                source_row = RowDim(dim=dim, factor=size // self.num_rows)
+                carried = self._carried(node, {source: source_row})
                 if carried is not None and carried.out == row:
-                    return self.can_carry(source, given) and self._all_carry(carried)
+                    return self.can_carry(source, source_row) and self._all_carry(carried)
         return False
 
 
@@ -221,13 +225,13 @@ def _fits(node: fx.Node, row: RowDim, num_rows: int) -> bool:
 
 
 def _is_attribute(node: fx.Node) -> bool:
-    """True for a tensor that the graph carries itself."""
+    """True for a tensor that is an attribute of the graph's module."""
     owner = node.graph.owning_module
     return is_tensor(node) or isinstance(getattr(owner, str(node.target), None), torch.Tensor)
 
 
 def _is_uniform(node: fx.Node, row: RowDim) -> bool:
-    """True for what is equal in every row: made of nothing, or one entry of its input repeated."""
+    """True for a value with equal rows: a constant, or one entry of its input repeated."""
     if op_name(node) in _UNIFORM:
         return True
     if op_name(node) != "expand":
@@ -238,7 +242,7 @@ def _is_uniform(node: fx.Node, row: RowDim) -> bool:
 
 
 def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> bool:
-    """True when row r of ``node`` needs row r of its inputs only; a seed's rows may be given.
+    """True when row r of ``node`` needs row r of its inputs only, or for a placeholder.
 
     Inputs that carry no rows, or are absent from ``dims``, are read whole by every row.
     """
@@ -248,7 +252,9 @@ def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> bool:
     if row is None or node.op == "placeholder":
         return True
     rows = {
-        source: given for source in node.all_input_nodes if (given := dims.get(source)) is not None
+        source: source_row
+        for source in node.all_input_nodes
+        if (source_row := dims.get(source)) is not None
     }
     if not rows and _is_uniform(node, row):
         return True
@@ -258,7 +264,7 @@ def is_row_wise(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> bool:
 
 
 def row_layout(value: torch.Tensor, dim: RowDim, num_rows: int) -> int | None:
-    """Bytes of one row when row r is bytes ``[r * b, (r + 1) * b)`` of the value's dense storage.
+    """Returns the bytes b of a row, if row r is bytes ``[r * b, (r + 1) * b)`` of a dense storage.
 
     None when rows are scattered, as in a transposed copy, or when the storage has gaps.
     """

@@ -1,7 +1,7 @@
-"""Which collectives of a graph can begin at one place of the step and be waited for at another.
+"""Finds collectives of a graph that can begin and be waited for at different places of the step.
 
-They are functional collectives with one result, of fixed size, that nobody reads but one wait. What
-is none of that stays inside its region, and is waited for there.
+They are functional collectives with one result, of fixed size, that only one wait reads. Others
+stay inside their region, and are waited for there.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _KINDS = {kind.value: kind for kind in CollectiveKind}
 
 
 def collective_of(node: fx.Node) -> Collective | None:
-    """What the operator ``node`` does among ranks; None: nothing that can be split."""
+    """Returns what the collective ``node`` does, for the runtime; None: it cannot be split."""
     kind = _KINDS.get(op_name(node)) if namespace(node) == "_c10d_functional" else None
     if kind is None or not in_flight(node) or not is_tensor(node):
         return None
@@ -31,8 +31,8 @@ def collective_of(node: fx.Node) -> Collective | None:
             return None
     splits: list[tuple[int, ...]] = [(), ()]
     if kind is CollectiveKind.ALL_TO_ALL:
-        given = argument(node, "output_split_sizes"), argument(node, "input_split_sizes")
-        splits = [tuple(sizes) for sizes in given]
+        declared_splits = argument(node, "output_split_sizes"), argument(node, "input_split_sizes")
+        splits = [tuple(sizes) for sizes in declared_splits]
         if not all(type(size) is int for sizes in splits for size in sizes):
             return None
     return Collective(
@@ -45,19 +45,19 @@ def collective_of(node: fx.Node) -> Collective | None:
 
 
 def split_collectives(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Each collective of ``nodes`` that can be split, in their order -> its wait."""
-    found: dict[fx.Node, fx.Node] = {}
+    """Returns the wait of each collective of ``nodes`` that can be split, in their order."""
+    wait_of: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         if node.op != "call_function" or collective_of(node) is None:
             continue
         users = list(node.users)
         if len(users) == 1 and is_wait(users[0]) and _is_plain(node):
-            found[node] = users[0]
-    return found
+            wait_of[node] = users[0]
+    return wait_of
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """True where input and output are dense, and the input is all of a tensor that can be held."""
+    """True if input and output are dense, and the input shows all of its base tensor."""
     source = node.all_input_nodes[0]
     if len(node.all_input_nodes) != 1 or not is_tensor(source):
         return False
@@ -68,9 +68,9 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def may_reuse_input(node: fx.Node) -> bool:
-    """True where an ``all_reduce`` may leave its result in the place of its input.
+    """True if an ``all_reduce`` may write its result in place of its input.
 
-    Nobody else reads the input's storage, which an operator of the graph has made for it.
+    An operator of the graph must have made the input's storage, and nobody else may read it.
     """
     if op_name(node) != CollectiveKind.ALL_REDUCE.value:
         return False

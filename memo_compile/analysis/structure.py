@@ -1,4 +1,4 @@
-"""What a node is, apart from its name: tokens, wiring and canonical forms of node ranges."""
+"""Describes nodes apart from their names: tokens, wiring and canonical forms of node ranges."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ GRADIENT = "memo_gradient"
 """Key of ``node.meta``: true for a part of a gradient that the forward makes."""
 
 UNCUTTABLE_BYTES = 1 << 60
-"""Price in bytes of a border between an operator and its getitem, which no tensor could cross."""
+"""Price in bytes of a border between an operator and its getitem: a tuple cannot cross a border."""
 
 
 def is_matmul(node: fx.Node) -> bool:
@@ -34,7 +34,7 @@ def is_matmul(node: fx.Node) -> bool:
 
 
 def op_name(node: fx.Node) -> str:
-    """The operator's name without namespace and overload, empty for plain python functions."""
+    """Returns the operator's name without namespace and overload; empty for python functions."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[-1]
@@ -44,23 +44,23 @@ def op_name(node: fx.Node) -> str:
 
 
 def namespace(node: fx.Node) -> str:
-    """The namespace of the operator, ``aten`` or another; empty for plain python functions."""
+    """Returns the namespace of the operator, such as ``aten``; empty for python functions."""
     return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
-    """True for an operator that torch has tagged so."""
+    """True for an operator that torch has given ``tag``."""
     return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags
 
 
 def schema_of(node: fx.Node) -> torch._C.FunctionSchema:
-    """The schema of ``node``, which calls an operator."""
+    """Returns the schema of the operator that ``node`` calls."""
     assert isinstance(node.target, torch._ops.OpOverload), f"{node.name} has no schema"
     return node.target._schema
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The operator's argument ``name``, else its default; None where the schema lacks it."""
+    """Returns the operator's argument ``name``, or its default; None: the schema lacks it."""
     if name in node.kwargs:
         return node.kwargs[name]
     for position, declared in enumerate(schema_of(node).arguments):
@@ -74,11 +74,11 @@ STORAGE_OFFSET = "storage_offset"
 
 
 def begins_at(node: fx.Node) -> int | None:
-    """Where ``as_strided`` and its like begin, in elements from where their input begins.
+    """Returns where the result of ``as_strided`` begins, in elements from where its input begins.
 
-    They are told it from the start of the storage, which in a step is the arena: of an input that
-    was traced at 2 elements behind the start, ``storage_offset=0`` means -2. None for operators
-    that do not ask where a storage starts.
+    The operator's argument counts from the start of the storage, which in a step is the arena: if
+    the input was traced 2 elements behind the start, ``storage_offset=0`` means -2. None for
+    operators without that argument.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
@@ -89,7 +89,7 @@ def begins_at(node: fx.Node) -> int | None:
 
 
 def spec_of(value: object) -> str:
-    """Dtype, shape, strides and device of every tensor in ``value``, as text; symbols as they are.
+    """Returns dtype, shape, strides and device of every tensor in ``value``, as text with symbols.
 
     ``value`` is a ``meta["val"]``: a (fake) tensor, a symbolic number, or a sequence of them.
     """
@@ -107,9 +107,9 @@ class Tape:
 
     nodes: tuple[fx.Node, ...]
     tokens: NDArray[np.int64]
-    """(n,) equal for nodes with the same op, value, argument specs and constants."""
+    """(n,) numbers, equal for nodes with the same op, value, argument specs and constants."""
     texts: tuple[str, ...]
-    """What each token stands for."""
+    """The text that each token stands for."""
     inputs: tuple[tuple[int, ...], ...]
     """Argument nodes in argument order: a position, or ``-1 - k`` for the k-th outside node."""
     last_use: NDArray[np.int64]
@@ -122,17 +122,17 @@ class Tape:
     """(n + 1,) number of matrix products before each position."""
 
     def num_matmuls(self, start: int, end: int) -> int:
-        """Matrix products in the half-open range."""
+        """Returns the number of matrix products in ``[start, end)``."""
         return int(self.matmuls_before[end] - self.matmuls_before[start])
 
     def border_bytes(self, cut: int, origin: int) -> int:
-        """Bytes made in ``[origin, cut)`` and read at ``cut`` or later; each storage once."""
+        """Returns bytes made in ``[origin, cut)`` and read behind it; each storage once."""
         crossing = origin + np.flatnonzero(self.last_use[origin:cut] >= cut)
         storages = np.unique(self.storage[crossing])
         return int(self.storage_bytes[storages[storages >= origin]].sum())
 
     def broken_chains(self, cut: int, origin: int) -> int:
-        """Edges across ``cut`` whose two ends Inductor would have fused (both pointwise)."""
+        """Counts edges across ``cut`` whose two ends Inductor would have fused (both pointwise)."""
         crossing = origin + np.flatnonzero(self.last_use[origin:cut] >= cut)
         return sum(
             has_tag(self.nodes[position], torch.Tag.pointwise)
@@ -142,9 +142,10 @@ class Tape:
         )
 
     def canonical(self, start: int, end: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The range with its inner values numbered by position and its inputs by first use.
+        """Returns (token, argument numbers) of each node of the range.
 
-        Equal canonical forms are isomorphic ranges: one function, called with other inputs.
+        Values of the range are numbered by position, its inputs by first use (-1, -2, ..). Ranges
+        with equal forms are isomorphic: one function, called with other inputs.
         """
         outside: dict[int, int] = {}
         form = []
@@ -157,7 +158,7 @@ class Tape:
         return tuple(form)
 
     def digest(self, start: int, end: int) -> str:
-        """A hash of the canonical form that does not depend on this tape's numbering of tokens."""
+        """Returns a hash of the canonical form, the same whatever the numbering of tokens."""
         lines = [f"{self.texts[token]}{wires}" for token, wires in self.canonical(start, end)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -176,7 +177,7 @@ class Tape:
 
 
 def make_tape(nodes: Sequence[fx.Node]) -> Tape:
-    """Token, wiring and storage of every node of ``nodes``; linear in the number of nodes."""
+    """Describes every node of ``nodes`` by token, wiring and storage. Cost: linear."""
     position_of = {node: position for position, node in enumerate(nodes)}
     outside: dict[fx.Node, int] = {}
     writer = _Writer()
@@ -208,14 +209,14 @@ def make_tape(nodes: Sequence[fx.Node]) -> Tape:
 
 
 class _Writer:
-    """Writes nodes as text, with specs in place of argument nodes, and numbers the texts."""
+    """Writes nodes as text, with specs in place of argument nodes, and numbers distinct texts."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}
         self._specs: dict[fx.Node, str] = {}
 
     def token(self, node: fx.Node) -> tuple[int, list[fx.Node]]:
-        """The number of ``node``'s text and its argument nodes, repeated ones repeatedly."""
+        """Returns the number of ``node``'s text, and its argument nodes, with repetitions."""
         sources: list[fx.Node] = []
         args = [self._write(arg, sources) for arg in node.args]
         if op_name(node) == "inductor_lookup_seed":

@@ -1,4 +1,4 @@
-"""Where a region can run in tiles: its row-wise chains around the values that make its peak."""
+"""Finds chains of row-wise nodes that can run in tiles, around the values of a region's peak."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -24,35 +24,35 @@ from memo_compile.analysis.views import (
 from memo_compile.step.problem import running_sums
 
 NUM_ANCHORS = 2
-"""Chains are looked for around this many of the peak's widest values: mostly the second reads the
-first, and where it does not, it belongs to another chain."""
+"""Chains are looked for around this many of the peak's widest values. Mostly the second reads the
+first; where it does not, it belongs to another chain."""
 
 GRANULE = 16
-"""Slices of so many rows begin at multiples of ``tiles.ALIGNMENT_BYTES``, whatever a row holds."""
+"""Tiles of multiples of so many rows begin at multiples of ``tiles.ALIGNMENT_BYTES``."""
 
 NARROW = 8
-"""A value of at most 1/NARROW of the widest's bytes costs next to nothing before the tiles."""
+"""Values of at most 1/NARROW of the widest's bytes may be computed whole, before the tiles."""
 
 
 def transient_bytes(gm: fx.GraphModule) -> int:
-    """The most bytes alive at once, inputs and outputs not counted, when ``gm`` runs in order."""
+    """Returns the most bytes alive at once when ``gm`` runs in order, but for inputs and outputs."""
     return max(_live_bytes(_lives(gm)).values(), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """What runs in tiles: row-wise nodes, and the sums over rows that end it."""
+    """Row-wise nodes that run in tiles, and the sums over rows that end the chain."""
 
     nodes: frozenset[fx.Node]
     sums: frozenset[fx.Node]
     dims: Mapping[fx.Node, RowDim | None]
     num_rows: int
     tile_rows: int
-    """Rows of every tile but the last, which may have fewer, though never one."""
+    """Rows of every tile but the last, which may have fewer, but more than one."""
 
 
 def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
-    """Candidates: around each wide value, for each number of rows, for each stage of the region."""
+    """Yields candidates: around each wide value, for each number of rows, in each stage."""
     seen: set[tuple[frozenset[fx.Node], int]] = set()
     for anchor in _anchors(region.gm):
         for num_rows in _row_counts(region.gm, anchor):
@@ -74,10 +74,10 @@ def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
 
 
 def _tile_lengths(num_rows: int, tiles: int) -> list[int]:
-    """How many rows a tile may have: as many in each, or fewer in the last.
+    """Returns numbers of rows of a tile: of equal tiles, and of tiles with a shorter last one.
 
-    Equal tiles are left out where there would be less than half as many. Cost: each length that is
-    tried splits the graph once, so that there is one for most numbers of rows.
+    Equal tiles are left out if there were less than half as many as asked for. Each length that is
+    tried splits the graph once, so mostly one is returned.
     """
     num_equal = next(n for n in range(min(tiles, num_rows), 0, -1) if num_rows % n == 0)
     equal = num_rows // num_equal
@@ -91,7 +91,7 @@ def _tile_lengths(num_rows: int, tiles: int) -> list[int]:
 
 
 def _anchors(gm: fx.GraphModule) -> list[fx.Node]:
-    """The largest transient values that are alive at the peak."""
+    """Returns the largest transient values that are alive at the peak."""
     lives = _lives(gm)
     live = _live_bytes(lives)
     peak = max(live, key=live.__getitem__, default=0)
@@ -101,7 +101,7 @@ def _anchors(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
-    """The anchor's own outermost size; and the batch, where tokens of several are flattened."""
+    """Returns the anchor's outermost size, and the batch where its tokens are flattened."""
     size = next(length for length in shape_of(anchor) if length > 1)
     batches = {
         shape_of(node)[0]
@@ -115,41 +115,41 @@ def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
 def _stages(
     region: RegionGraph, dims: Mapping[fx.Node, RowDim | None]
 ) -> Iterable[tuple[frozenset[fx.Node], frozenset[fx.Node]]]:
-    """The row-wise nodes by how often their rows were mixed before; with the sums at their end.
+    """Yields (row-wise nodes, sums at their end) of each stage of the region.
 
-    No path leads from a stage to what mixes its rows and back. A node whose only readers are in a
-    later stage moves there. Sums of narrow values that wide ones read (how many labels count), and
-    checks of such values (that labels are in range), come before the tiles, and divide nothing into
-    stages.
+    A stage number counts how often rows were mixed on the way to a node, so that no path leaves a
+    stage and comes back to it. A node whose only readers are in a later stage moves there. Sums of
+    narrow values that wide ones read (how many labels count), and checks of such values (that
+    labels are in range), run before the tiles and begin no stage.
     """
     nodes = [node for node in region.gm.graph.nodes if node.op == "call_function"]
-    external = region.external_storages()  # the user's: no memory of the step's to write in parts
-    own = {
+    external = region.external_storages()  # the user's memory is not written in parts
+    row_wise = {
         node
         for node in nodes
         if dims.get(node) is not None
         and is_row_wise(node, dims)
         and (storage_of(node) not in external or is_view(node))
     }
-    own = _with_all_items(own)
-    sums = {node for node in nodes if node not in dims and _is_sum(node, dims, own)}
-    before = _narrow_ends(nodes, own, sums)
-    own, sums = own - before, sums - before
+    row_wise = _without_split_tuples(row_wise)
+    sums = {node for node in nodes if node not in dims and _is_sum(node, dims, row_wise)}
+    before_tiles = _narrow_ends(nodes, row_wise, sums)
+    row_wise, sums = row_wise - before_tiles, sums - before_tiles
     stage: dict[fx.Node, int] = {}
     for node in region.gm.graph.nodes:
-        inside = node in own or node in sums
+        in_tiles = node in row_wise or node in sums
         stage[node] = max(
             (
-                stage[source] + ((source in own and not inside) or source in sums)
+                stage[source] + ((source in row_wise and not in_tiles) or source in sums)
                 for source in node.all_input_nodes
             ),
             default=0,
         )
-    for level in sorted({stage[node] for node in own}):
-        chain = {node for node in own if stage[node] == level}
+    for level in sorted({stage[node] for node in row_wise}):
+        chain = {node for node in row_wise if stage[node] == level}
         ends = {node for node in sums if stage[node] == level}
         for node in reversed(nodes):
-            if node not in own or node in chain or stage[node] >= level or is_item(node):
+            if node not in row_wise or node in chain or stage[node] >= level or is_item(node):
                 continue
             items = _items(node)
             users = {user for item in items or [node] for user in item.users}
@@ -158,42 +158,46 @@ def _stages(
         yield frozenset(chain), frozenset(ends)
 
 
-def _narrow_ends(nodes: Iterable[fx.Node], own: set[fx.Node], sums: set[fx.Node]) -> set[fx.Node]:
-    """Sums that are made of narrow row-wise values, and read for row-wise ones; with those.
+def _narrow_ends(
+    nodes: Iterable[fx.Node], row_wise: set[fx.Node], sums: set[fx.Node]
+) -> set[fx.Node]:
+    """Returns narrow row-wise values and sums of them that run before the tiles.
 
-    And the narrow row-wise values, and their sums, that checks read.
+    They are those of sums that row-wise nodes depend on, and those that checks read.
     """
-    widest = max((bytes_of(node) for node in own), default=0)
-    mixed: set[fx.Node] = set()  # what is made of a sum
-    read: set[fx.Node] = set()
+    widest = max((bytes_of(node) for node in row_wise), default=0)
+    of_sums: set[fx.Node] = set()  # nodes that depend on a sum
+    read_by_tiles: set[fx.Node] = set()
     for node in nodes:
-        if node in sums or any(source in mixed for source in node.all_input_nodes):
-            mixed.add(node)
-            read.update(node.all_input_nodes if node in own else ())
-    found: set[fx.Node] = set()
+        if node in sums or any(source in of_sums for source in node.all_input_nodes):
+            of_sums.add(node)
+            read_by_tiles.update(node.all_input_nodes if node in row_wise else ())
+    before_tiles: set[fx.Node] = set()
     for end in (*sums, *filter(is_check, nodes)):
-        made_of = makers_of([end])
-        feeds = end not in sums or any(end in makers_of([node]) for node in read - own)
-        if feeds and all(NARROW * bytes_of(node) <= widest for node in made_of & own):
-            found |= made_of & (own | sums)
-    return found
+        makers = makers_of([end])
+        feeds = end not in sums or any(
+            end in makers_of([node]) for node in read_by_tiles - row_wise
+        )
+        if feeds and all(NARROW * bytes_of(node) <= widest for node in makers & row_wise):
+            before_tiles |= makers & (row_wise | sums)
+    return before_tiles
 
 
 def _items(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if is_item(user)]
 
 
-def _with_all_items(own: set[fx.Node]) -> set[fx.Node]:
-    """``own`` without operators some of whose results are not in it: a tuple stays in one part."""
-    kept = {node for node in own if all(item in own for item in _items(node))}
+def _without_split_tuples(nodes: set[fx.Node]) -> set[fx.Node]:
+    """Removes operators with several results, and these, unless all results are in ``nodes``."""
+    kept = {node for node in nodes if all(item in nodes for item in _items(node))}
     return {node for node in kept if not is_item(node) or node.all_input_nodes[0] in kept}
 
 
-def _is_sum(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], own: set[fx.Node]) -> bool:
-    """True for a sum or mean over the rows of the chain, or a product that contracts them."""
+def _is_sum(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], row_wise: set[fx.Node]) -> bool:
+    """True for a sum or mean over the rows of a chain, or a matrix product that contracts them."""
     sources = node.all_input_nodes
     rows = [row for source in sources if (row := dims.get(source)) is not None]
-    if len(rows) < len(sources) or own.isdisjoint(sources) or not is_tensor(node):
+    if len(rows) < len(sources) or row_wise.isdisjoint(sources) or not is_tensor(node):
         return False
     if not node.meta["val"].is_contiguous():
         return False
@@ -205,7 +209,7 @@ def _is_sum(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], own: set[fx.No
 
 
 def _live_bytes(lives: Mapping[fx.Node, tuple[int, int, int]]) -> dict[int, int]:
-    """Line -> bytes alive at it, wherever they change."""
+    """Returns the bytes alive at each line where they change."""
     return running_sums(
         change
         for first, last, size in lives.values()
@@ -214,7 +218,7 @@ def _live_bytes(lives: Mapping[fx.Node, tuple[int, int, int]]) -> dict[int, int]
 
 
 def _lives(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, int, int]]:
-    """Storage that is neither input nor output -> first line, last line, bytes."""
+    """Returns (first line, last line, bytes) of each storage that is neither input nor output."""
     nodes = list(gm.graph.nodes)
     line = {node: number for number, node in enumerate(nodes)}
     kept = {storage_of(node) for node in nodes[-1].all_input_nodes}

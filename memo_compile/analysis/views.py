@@ -1,4 +1,4 @@
-"""Which nodes only look at another node's storage, and whose storage that is."""
+"""Tells which nodes are views of another node's storage, and which node made that storage."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -17,24 +17,24 @@ def is_tensor(node: object) -> bool:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The node's value, or the tensors in its tuple."""
+    """Returns the node's value, or the tensors in its tuple."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     return [item for item in values if isinstance(item, torch.Tensor)]
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Shape of the node's value; of the first tensor of a tuple; empty for a number."""
+    """Returns the shape of the node's value or of its first tensor; empty for a number."""
     return next((tuple(tensor.shape) for tensor in tensors_of(node)), ())
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Bytes of the node's value; 0 for what is not one tensor."""
+    """Returns the bytes of the node's value; 0 if that is not one tensor."""
     return int(node.meta["val"].nbytes) if is_tensor(node) else 0
 
 
 def results_of(graph: fx.Graph) -> Sequence[Any]:
-    """What ``graph`` returns, in order."""
+    """Returns the nodes (or constants) that ``graph`` returns, in order."""
     results = graph.output_node().args[0]
     assert isinstance(results, list | tuple), f"a graph of memo's returns a tuple, got {results}"
     return results
@@ -43,15 +43,15 @@ def results_of(graph: fx.Graph) -> Sequence[Any]:
 def makers_of(
     ends: Iterable[fx.Node], goes_on: Callable[[fx.Node], bool] = lambda node: True
 ) -> set[fx.Node]:
-    """``ends`` and all that they are computed from, followed through nodes where it ``goes_on``."""
-    found: set[fx.Node] = set()
+    """Returns ``ends`` and the nodes that they depend on, through nodes where it ``goes_on``."""
+    makers: set[fx.Node] = set()
     stack = list(ends)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in makers:
+            makers.add(node)
             stack.extend(node.all_input_nodes if goes_on(node) else ())
-    return found
+    return makers
 
 
 def is_view(node: fx.Node) -> bool:
@@ -80,16 +80,16 @@ def is_item(node: fx.Node) -> bool:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """The node that the view ``node`` looks at, one step up."""
+    """Returns the input that ``node`` is a view of; it may be a view itself."""
     return node.all_input_nodes[0]
 
 
 def is_movable_view(node: fx.Node) -> bool:
-    """True for a view that shows all of its source: recomputing it elsewhere keeps nothing more.
+    """True for a view that shows all of its source, so that the source can be saved in its place.
 
-    A slice is not: to move it would keep its whole source alive. Nor is a view that sizes and
-    strides of the source's elements do not describe: of another type, as ``view_as_real``, or with
-    lazy conjugation or negation.
+    A slice is not: to save its source would keep more alive. Nor is a view that sizes and
+    strides of the source's elements do not describe: of another dtype, such as ``view_as_real``, or
+    with lazy conjugation or negation.
     """
     if not is_view(node) or not is_tensor(node):
         return False
@@ -104,14 +104,14 @@ def is_movable_view(node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """``node``, or what it shows all of: the node to save, to pass on and to place."""
+    """Returns ``node``, or the node that it shows all of: the node to save and to place."""
     while is_movable_view(node):
         node = viewed(node)
     return node
 
 
 def storage_of(node: fx.Node) -> fx.Node:
-    """The node that made the storage behind ``node``, through every kind of view."""
+    """Returns the node that made the storage of ``node``, through every kind of view."""
     while is_view(node):
         node = viewed(node)
     return node
