@@ -35,7 +35,7 @@ NARROW = 8
 
 
 def transient_bytes(gm: fx.GraphModule) -> int:
-    """Returns the most bytes alive at once when ``gm`` runs in order, but for inputs and outputs."""
+    """Returns the most bytes alive at once when ``gm`` runs, without inputs and outputs."""
     return max(_live_bytes(_lives(gm)).values(), default=0)
 
 

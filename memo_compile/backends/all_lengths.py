@@ -7,7 +7,7 @@ halves is hollow: inputs and results, nothing between. For a concrete length the
 numbers in place of its symbols takes the way of a captured step (``capture``), and when the graph
 runs, its sizes say which step it is. Where two lengths were cut alike, later ones of their size,
 and of sizes between, are not cut out of the joint graph again: the cut of the first is taken with
-other numbers (``cut_again``).
+other numbers (``cut_template``).
 
 Where torch cannot trace with symbols, or takes one for a constant, each length is traced by itself.
 """
@@ -33,7 +33,7 @@ from memo_compile.errors import Infeasible, RuntimeMisuse, UnsupportedGraph, des
 from memo_compile.lowering.varying_sizes import SMALLEST, foreseeing
 from memo_compile.passes.at_numbers import SymbolicJoint
 from memo_compile.passes.cut import Cut
-from memo_compile.passes.cut_again import CutTemplate, OtherSizes, is_same
+from memo_compile.passes.cut_template import CutTemplate, OtherSizes, is_same
 from memo_compile.passes.equal_cut import Chosen
 from memo_compile.passes.lease import HANDLE
 from memo_compile.reporting import state

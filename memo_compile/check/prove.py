@@ -1,6 +1,6 @@
 """Proves that the calls of a planned step compute what its graphs say; offsets are not needed.
 
-    the graphs' calls = the step in tiles     (``check_program``, and ``without_again``)
+    the graphs' calls = the step in tiles     (``check_program``, and ``second_gathers``)
                       = the step with moves   (``check_moves``)
 
 ``check_reads`` adds that calls read what their code was made for. That each value has its bytes is
@@ -13,7 +13,7 @@ from memo_compile.check.check_contents import MAX_PROBLEMS, misshapen_calls
 from memo_compile.check.check_moves import Recomputation, check_moves
 from memo_compile.check.check_program import foreign_calls
 from memo_compile.check.check_reads import misread_calls
-from memo_compile.check.without_again import without_again
+from memo_compile.check.second_gathers import without_second_gathers
 from memo_compile.errors import InvalidPlan
 from memo_compile.step.plans import CheckVerdict
 from memo_compile.step.problem import Problem
@@ -34,7 +34,7 @@ def prove(
     misshapen = misshapen_calls(planned)
     if misshapen:
         return CheckVerdict(problems=misshapen[:MAX_PROBLEMS])
-    without_gathers, faults = without_again(whole, unmoved)
+    without_gathers, faults = without_second_gathers(whole, unmoved)
     problems = [*faults, *foreign_calls(whole, without_gathers), *misread_calls(planned)]
     num_reads = sum(len(call.reads) for call in planned.calls)
     if planned is not unmoved:

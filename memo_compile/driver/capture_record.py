@@ -20,16 +20,16 @@ from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.stages import CutStep
 from memo_compile.errors import InputError, UnsupportedGraph
 from memo_compile.passes.cut import Cut, CutCall
-from memo_compile.passes.cut_again import is_same
+from memo_compile.passes.cut_template import is_same
 from memo_compile.passes.graph_record import (
     NodeRecord,
     RegionGraphRecord,
+    add_node,
     fields_like,
-    graph_again,
+    graph_of_record,
     graph_record,
-    node_alone,
     node_record,
-    region_again,
+    region_of_record,
     region_record,
 )
 from memo_compile.passes.runner import PassRunner
@@ -164,9 +164,9 @@ def _saved(cut: Cut, value: str) -> tuple[NodeRecord, ...]:
 
 
 def _half_again(record: HalfRecord, fakes: StaticFakes) -> Cut:
-    fields = fields_like(record, Cut) | {"half_graph": graph_again(record.half_graph, fakes)}
+    fields = fields_like(record, Cut) | {"half_graph": graph_of_record(record.half_graph, fakes)}
     for kind in _REGIONS:
-        fields[kind] = {name: region_again(of, fakes) for name, of in fields[kind].items()}
+        fields[kind] = {name: region_of_record(of, fakes) for name, of in fields[kind].items()}
     nodes = {value: _saved_again(of, fakes) for value, of in record.saved.items()}
     return Cut(**fields, constants={}, nodes=nodes)
 
@@ -175,7 +175,7 @@ def _saved_again(records: Sequence[NodeRecord], fakes: StaticFakes) -> fx.Node:
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for record in records:
-        made[record.name] = node_alone(graph, record, made, fakes)
+        made[record.name] = add_node(graph, record, made, fakes)
     return made[records[-1].name]
 
 

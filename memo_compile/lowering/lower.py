@@ -20,7 +20,7 @@ from memo_compile.lowering import (
 )
 from memo_compile.lowering.region_cache import RegionCache
 from memo_compile.passes.cut import content_of
-from memo_compile.passes.cut_again import OtherSizes
+from memo_compile.passes.cut_template import OtherSizes
 from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.round_values import RoundValues
 from memo_compile.passes.runner import GraphPass, PassRunner
@@ -120,7 +120,7 @@ def _lowered(
             mine = replace(mine, gm=before, donated=tuple(sorted({*mine.donated} - given)))
 
     def at_others(sizes: OtherSizes) -> fx.GraphModule:
-        return runner.run(sizes.again(region.gm), own, stage=f"{region.name}-other-size")
+        return runner.run(sizes.graph(region.gm), own, stage=f"{region.name}-other-size")
 
     varying = varying_sizes.current()
     if varying is None:

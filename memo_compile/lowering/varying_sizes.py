@@ -35,7 +35,7 @@ from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.workspace import convolution_of
 from memo_compile.passes.at_numbers import is_number, with_numbers
 from memo_compile.passes.cut import KERNEL_ALIGNMENT_BYTES
-from memo_compile.passes.cut_again import OtherSizes
+from memo_compile.passes.cut_template import OtherSizes
 from memo_compile.reporting import state
 from memo_compile.torch_private import fx_graphs
 from memo_compile.torch_private.symbols import SizeSymbols, plain

@@ -1,9 +1,9 @@
-"""Sums a gradient that comes in parts over its first part, where that is the user's to keep.
+"""Writes the sum of a gradient that comes in parts over its first part.
 
 A weight that is read in several layers (tied embeddings, a bias of all layers) has a gradient from
-each reader. The first part lives from its layer to the last one. In the arena it would take its
-place there for nothing: the sum is a new tensor in ordinary memory. Plain Inductor, which reuses
-buffers, makes the sum where the first part was.
+each reader. The first part lives from its layer to the last one. In the arena it would take up
+room all that time, although the sum is a new tensor in ordinary memory. Plain Inductor, which
+reuses buffers, makes the sum where the first part was.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class AccumulateInPlace:
         return g                            g    = copy_(part, sum)  [9]
                                             return g
 
-    ``part``, or what it shows all of, has no other reader and is laid out like ``g``. A part that
-    is itself such a sum is treated likewise, back to the first.
+    ``part``, or the tensor that it is a whole view of, has no other reader and is laid out like
+    ``g``. A part that is itself such a sum is treated likewise, back to the first.
     """
 
     num_units: int
@@ -42,18 +42,18 @@ class AccumulateInPlace:
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
         positions = backward_positions(gm.graph, self.num_units)
-        found = []
+        sums = []
         for node in dict.fromkeys(gm.graph.output_node().all_input_nodes):
             while (part := _part(node, positions)) is not None:
-                found.append((node, part))
+                sums.append((node, part))
                 node = part
-        for node, part in found:
+        for node, part in sums:
             _write_over(node, part)
-        return PassResult(gm, bool(found))
+        return PassResult(gm, bool(sums))
 
 
 def _part(total: fx.Node, positions: dict[fx.Node, int]) -> fx.Node | None:
-    """The part of ``total`` from an earlier position that may be written over."""
+    """Returns the part of ``total`` from an earlier position to write over; None: there is none."""
     if total.target is not _aten.add.Tensor or total.kwargs:
         return None
     for part in total.args:
@@ -71,7 +71,7 @@ def _part(total: fx.Node, positions: dict[fx.Node, int]) -> fx.Node | None:
 
 
 def _is_new(node: fx.Node) -> bool:
-    """True for a tensor with one reader, in memory that an operator made and nothing else shows."""
+    """True for a tensor with one reader, in memory that an operator made and nothing else reads."""
     while is_movable_view(node) and len(node.users) == 1:
         node = viewed(node)
     if len(node.users) != 1 or not namespace(node):

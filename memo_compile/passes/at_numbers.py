@@ -1,4 +1,4 @@
-"""A joint graph whose sizes are symbols, with numbers in their place.
+"""Makes graphs at certain sizes from a joint graph whose sizes are symbols.
 
 Rewrite, with ``numbers`` = {"primals_1": 7}:
     primals_1, primals_2: f32[2, s77], tangents_1       primals_2: f32[2, 7], tangents_1
@@ -6,10 +6,12 @@ Rewrite, with ``numbers`` = {"primals_1": 7}:
     view = view(primals_2, [mul])                 ->    return view, grad
     return view, None, grad
 
-What computes a size is run, as eager would run it. Every value's size and strides are those of the
-symbolic value at the numbers, and of a view also those that torch derives from its source.
+Operators that compute a size are run, as eager would run them. The size and strides of every value
+are those of the symbolic value at the numbers; those of a view must also be what torch derives from
+its source.
 """
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,41 +28,42 @@ from memo_compile.torch_private import fx_graphs
 from memo_compile.torch_private.symbols import SizeSymbols, StaticFakes, layout_of, plain
 
 SIZES = "memo_sizes"
-"""Key of ``node.meta``: what the symbols say of the node, a ``Said``."""
+"""Key of ``node.meta``: the node's ``SymbolicNote``."""
 
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _NOT_KEPT = frozenset({"eager_input_vals", "tensor_meta", "example_value"})
-"""Notes that hold sizes and that nothing behind AOTAutograd needs."""
+"""Keys of ``node.meta`` that hold symbolic sizes and that nothing behind AOTAutograd reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """A node of a symbolic joint graph."""
+class SymbolicNote:
+    """A node of a symbolic joint graph: what is known of it at all sizes."""
 
     numbers: tuple[Any, ...]
     """The integers among its arguments, in order: numbers or expressions."""
     value: Any
+    """Its ``meta["val"]``, with symbols."""
     layout: Any
-    """Of ``value``, as ``layout_of``."""
+    """``layout_of`` the value."""
     text: str
-    """Both in words: what is equal at some sizes only, has other words."""
+    """Numbers and value as text: it differs for nodes that are equal at some sizes only."""
 
     @staticmethod
-    def of(node: fx.Node) -> "Said":
-        """What is to be noted of ``node``."""
+    def of(node: fx.Node) -> "SymbolicNote":
+        """Returns the note of ``node``."""
         numbers, value = _numbers(node), node.meta["val"]
         text = f"{numbers} {spec_of(value)}"
         numbers = tuple(None if n is None else plain(n) for n in numbers)
-        return Said(numbers=numbers, value=value, layout=layout_of(value), text=text)
+        return SymbolicNote(numbers=numbers, value=value, layout=layout_of(value), text=text)
 
 
 def is_number(value: Any) -> bool:
-    """True for what may be a size; a truth value is none."""
+    """True for an integer, which may be a size; a bool may not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def with_numbers(value: Any, nodes: Mapping[fx.Node, fx.Node], number: Callable[[int], Any]) -> Any:
-    """Arguments with other ``nodes``, and ``number`` of each number among them, in order."""
+    """Returns arguments with other ``nodes``, and ``number`` of each integer among them."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
@@ -70,26 +73,27 @@ def with_numbers(value: Any, nodes: Mapping[fx.Node, fx.Node], number: Callable[
     return fx.node.map_aggregate(value, changed)
 
 
-def words_of(gm: fx.GraphModule) -> str:
-    """What the symbols say of all nodes; empty for a graph without symbols."""
+def symbol_text(gm: fx.GraphModule) -> str:
+    """Returns the texts of all nodes' notes; empty for a graph without symbols."""
     notes = (node.meta.get(SIZES) for node in gm.graph.nodes)
-    return "\n".join("" if said is None else said.text for said in notes).strip()
+    return "\
+".join("" if note is None else note.text for note in notes).strip()
 
 
 @dataclass(eq=False, kw_only=True)
 class SymbolicJoint:
-    """A joint graph, its symbols, and what is the same for all numbers."""
+    """A joint graph with symbolic sizes, from which ``at`` makes graphs at certain sizes."""
 
     gm: fx.GraphModule
     symbols: SizeSymbols
     num_fwd_outputs: int
     fakes: StaticFakes = field(default_factory=StaticFakes)
     _fixed: dict[fx.Node, Any] = field(default_factory=dict)
-    """Values in which there is no symbol."""
-    _said: dict[fx.Node, Said] = field(default_factory=dict)
+    """Values without a symbol, which are the same at all sizes."""
+    _notes: dict[fx.Node, SymbolicNote] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises UnsupportedGraph: it is of a kind that is not taken apart."""
+        """Raises UnsupportedGraph: graphs of this kind are not made at other sizes."""
         graph = self.gm.graph
         inputs = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
         results = results_of(graph)
@@ -103,79 +107,82 @@ class SymbolicJoint:
 
     @property
     def sizes(self) -> list[fx.Node]:
-        """The inputs that are numbers."""
+        """The inputs that are numbers, not tensors."""
         return list(filter(_is_number, self.gm.graph.find_nodes(op="placeholder")))
 
     def at(self, numbers: Mapping[str, int], symbols: tuple[int, ...]) -> fx.GraphModule:
-        """A graph of its own, where the inputs that are sizes have ``numbers``, and are no more.
+        """Returns a new graph in which ``numbers`` stand in place of the inputs that are sizes.
 
-        Raises UnsupportedGraph: a value is not what the symbols say of it.
+        Raises UnsupportedGraph: a value has another layout than its symbols say.
         """
-        copying = _Copying(self, dict(numbers), self.symbols.at(symbols))
+        copier = _Copier(self, dict(numbers), self.symbols.at(symbols))
         for node in self.gm.graph.nodes:
-            copying.copy(node)
-        return fx_graphs.graph_module(self.gm, copying.graph)
+            copier.copy(node)
+        return fx_graphs.graph_module(self.gm, copier.graph)
 
     def inputs_of(self, gm: fx.GraphModule) -> tuple[list[Any], list[Any]]:
-        """Inputs and incoming gradients of a graph that ``at`` made, as AOTAutograd gives them."""
+        """Returns inputs and incoming gradients of a graph that ``at`` made, for AOTAutograd."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         values = [(node.meta["val"], is_tangent(node)) for node in placeholders]
         return [v for v, is_last in values if not is_last], [v for v, is_last in values if is_last]
 
 
 def _numbers(node: fx.Node) -> tuple[Any, ...]:
-    """As ``Said.numbers``; a float that is computed stands there as None."""
-    found: list[Any] = []
+    """Returns ``SymbolicNote.numbers``; a float that is computed stands there as None."""
+    numbers: list[Any] = []
 
-    def look(value: Any) -> Any:
+    def collect(value: Any) -> Any:
         if isinstance(value, fx.Node) and _is_number(value):
             value = value.meta["val"]
         if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
-            found.append(value)
+            numbers.append(value)
         elif isinstance(value, torch.SymFloat | torch.SymBool):
-            found.append(None)
+            numbers.append(None)
         return value
 
-    fx.node.map_aggregate((node.args, node.kwargs), look)
-    return tuple(found)
+    fx.node.map_aggregate((node.args, node.kwargs), collect)
+    return tuple(numbers)
 
 
 def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), _NUMBERS)
 
 
-class _Copying:
+class _Copier:
+    """Copies a symbolic joint graph, with numbers in place of symbols."""
+
     def __init__(
-        self, of: SymbolicJoint, given: Mapping[str, int], number: Callable[[Any], int]
+        self, joint: SymbolicJoint, sizes: Mapping[str, int], number: Callable[[Any], int]
     ) -> None:
-        self.of, self.given, self.number = of, given, number
+        """``sizes`` are the inputs that are numbers, by name; ``number`` evaluates a symbol."""
+        self.joint, self.sizes, self.number = joint, sizes, number
         self.graph = fx.Graph()
-        self.made: dict[fx.Node, Any] = {}
+        self.copies: dict[fx.Node, Any] = {}
         """Node -> its copy, or the number that it is."""
 
     def copy(self, node: fx.Node) -> None:
         if _is_number(node):
-            self.made[node] = self._computed(node)
+            self.copies[node] = self._computed(node)
             return
         if node.op == "output":
             self._finish(node)
             return
         args, kwargs = self._mapped((node.args, node.kwargs))
-        made = fx_graphs.like_node(self.graph, node, args, kwargs)
-        made.meta.update((key, of) for key, of in node.meta.items() if key not in _NOT_KEPT)
-        self.made[node] = made
+        copy = fx_graphs.like_node(self.graph, node, args, kwargs)
+        copy.meta.update((key, note) for key, note in node.meta.items() if key not in _NOT_KEPT)
+        self.copies[node] = copy
         if "val" in node.meta:
-            if node not in self.of._said:
-                self.of._said[node] = Said.of(node)
-            made.meta[SIZES] = self.of._said[node]
-            made.meta["val"] = self._value(node, args, kwargs)
+            if node not in self.joint._notes:
+                self.joint._notes[node] = SymbolicNote.of(node)
+            copy.meta[SIZES] = self.joint._notes[node]
+            copy.meta["val"] = self._value(node, args, kwargs)
 
     def _mapped(self, value: Any) -> Any:
         return fx.node.map_aggregate(value, self._argument)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return self.made[value]
+            return self.copies[value]
         if isinstance(value, torch.SymInt):
             return self.number(value)
         if isinstance(value, torch.SymFloat | torch.SymBool):
@@ -183,66 +190,63 @@ class _Copying:
         return value
 
     def _computed(self, node: fx.Node) -> Any:
-        """The number that ``node`` is."""
+        """Returns the number that ``node`` is."""
         if node.op == "placeholder":
-            return self.given[node.name]
+            return self.sizes[node.name]
         if node.op != "call_function":
             raise UnsupportedGraph(f"{node.name} is a number that {node.op} gives")
-        args, kwargs = self._mapped((node.args, node.kwargs))
-        args, kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
-        with self.of.fakes.mode:
-            found = node.target(*args, **kwargs)  # type: ignore[operator]
-        if type(found) not in (bool, int, float):
+        value = self._run(node, *self._mapped((node.args, node.kwargs)))
+        if type(value) not in (bool, int, float):
             raise UnsupportedGraph(f"{node.name} is no number that is known")
-        return found
+        return value
+
+    def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Runs the operator of ``node`` on the values of the copied arguments."""
+        args, kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
+        with self.joint.fakes.mode:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        before = node.meta["val"]
-        if node in self.of._fixed:
-            return self.of._fixed[node]
+        """Returns the value of the copy of ``node``, which has these arguments."""
+        symbolic, fixed = node.meta["val"], self.joint._fixed
+        if node in fixed:
+            return fixed[node]
         if node.op == "call_function" and node.target is operator.getitem:
             source, at = args
             return source.meta["val"][at]
         if is_view(node):
-            args, kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
-            with self.of.fakes.mode:
-                found = node.target(*args, **kwargs)  # type: ignore[operator]
-            self._require_equal(node, found, before)
+            value = self._run(node, args, kwargs)
+            self._require_equal(node, value, symbolic)
         else:
-            found = self.of.fakes.like(self.of._said[node].layout, self.number)
-        if is_fixed(before) and (not is_view(node) or viewed(node) in self.of._fixed):
-            self.of._fixed[node] = found
-        return found
+            value = self.joint.fakes.like(self.joint._notes[node].layout, self.number)
+        if is_fixed(symbolic) and (not is_view(node) or viewed(node) in fixed):
+            fixed[node] = value
+        return value
 
-    def _layout(self, value: torch.Tensor) -> tuple[list[int], list[int]]:
-        number = self.number
-        return [number(n) for n in value.shape], [number(n) for n in value.stride()]
-
-    def _require_equal(self, node: fx.Node, found: Any, before: Any) -> None:
-        several = isinstance(found, tuple | list)
-        for own, symbolic in zip(found, before, strict=True) if several else [(found, before)]:
-            size, stride = self._layout(symbolic)
-            steps = zip(size, own.stride(), stride, strict=True)
-            if list(own.shape) != size or any(n > 1 and step != said for n, step, said in steps):
+    def _require_equal(self, node: fx.Node, value: Any, symbolic: Any) -> None:
+        """Raises UnsupportedGraph unless ``value`` has the symbolic value's size and strides."""
+        several = isinstance(value, tuple | list)
+        for tensor, like in zip(value, symbolic, strict=True) if several else [(value, symbolic)]:
+            size, stride = list(map(self.number, like.shape)), map(self.number, like.stride())
+            steps = zip(size, tensor.stride(), stride, strict=True)
+            if list(tensor.shape) != size or any(n > 1 and step != own for n, own, step in steps):
                 raise UnsupportedGraph(f"{node.name} has another layout than its symbols say")
 
     def _finish(self, node: fx.Node) -> None:
-        """Without results for inputs that are numbers; these need no gradient."""
-        results, first = results_of(node.graph), self.of.num_fwd_outputs
+        """Copies the results, without gradients of inputs that are numbers."""
+        results, num_outputs = results_of(node.graph), self.joint.num_fwd_outputs
         inputs = [n for n in node.graph.find_nodes(op="placeholder") if not is_tangent(n)]
-        kept = [
-            at for at in range(len(results)) if at < first or not _is_number(inputs[at - first])
-        ]
-        made = self.graph.output(self._mapped(tuple(results[at] for at in kept)))
-        made.meta = dict(node.meta)
+        is_kept = [True] * num_outputs + [not _is_number(source) for source in inputs]
+        output = self.graph.output(self._mapped(tuple(itertools.compress(results, is_kept))))
+        output.meta = dict(node.meta)
         for key in ("desc", "output_stack_traces"):
-            notes = made.meta.get(key)
+            notes = output.meta.get(key)
             if isinstance(notes, list | tuple) and len(notes) == len(results):
-                made.meta[key] = type(notes)([notes[at] for at in kept])
+                output.meta[key] = type(notes)(itertools.compress(notes, is_kept))
 
 
 def is_fixed(value: Any) -> bool:
-    """True where sizes and strides are numbers."""
+    """True if all sizes and strides in ``value`` are numbers."""
     if isinstance(value, tuple | list):
         return all(map(is_fixed, value))
     if not isinstance(value, torch.Tensor):

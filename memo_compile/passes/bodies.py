@@ -5,9 +5,9 @@ A body is a graph module of its own, an attribute of the graph that calls it:
     body = get_attr[wrap_body_0]
     out  = tag_activation_checkpoint(body, x, w)
 
-AOTAutograd knows what each operator that has a body means. Two things are in the way of a plan: a
-region that ``nested_compile_region`` marks stays a subgraph, in which no layers are found; and a
-number that only a body reads is not seen by the passes that put numbers in place of symbols.
+AOTAutograd handles all operators with bodies. Two things are in the way of a plan: a region that
+``nested_compile_region`` marks stays a subgraph, in which no layers are found; and a number that
+only a body reads is not seen by the passes that put numbers in place of symbols.
 """
 
 import operator
@@ -26,7 +26,7 @@ from memo_compile.passes.runner import GraphPass, PassRunner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InlineRegions:
-    """A region that ``torch.compiler.nested_compile_region`` marks is put in place of its calls.
+    """Inlines regions that ``torch.compiler.nested_compile_region`` marks.
 
     Rewrite:
         region = get_attr[subgraph_0]  # x, w: return (tanh(x @ w),)
@@ -56,7 +56,7 @@ class InlineRegions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOutside:
-    """A number that Dynamo wraps into a tensor is read where its body is called, not inside.
+    """Reads a number that Dynamo wraps into a tensor where its body is called, not inside.
 
     Rewrite, with ``dynamic=True`` and an attribute of the module that is a float:
         eps  = placeholder[L_eps]                    eps  = placeholder[L_eps]
@@ -69,7 +69,7 @@ class ReadOutside:
     is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
-        """Rewrite in place, the bodies that ``gm`` calls as well."""
+        """Rewrite ``gm`` in place, and the bodies that it calls."""
         modified = False
         for node in gm.graph.find_nodes(op="get_attr"):
             body = getattr(gm, str(node.target), None)
@@ -79,7 +79,7 @@ class ReadOutside:
 
 
 def with_plain_bodies(gm: fx.GraphModule) -> fx.GraphModule:
-    """Rewrite ``gm`` in place: it has no marked regions, and its bodies read no numbers."""
+    """Rewrites ``gm`` in place so that it has no marked regions, and its bodies read no numbers."""
     passes: tuple[GraphPass, ...] = (InlineRegions(), ReadOutside())
     for body in _innermost_first(gm):
         PassRunner().run(body, passes, stage="dynamo-bodies")
@@ -87,7 +87,7 @@ def with_plain_bodies(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _innermost_first(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The bodies in ``gm``, each behind the bodies in it; last ``gm`` itself."""
+    """Yields the bodies in ``gm``, each behind the bodies in it; last ``gm`` itself."""
     for child in gm.children():
         if isinstance(child, fx.GraphModule):
             yield from _innermost_first(child)
@@ -95,20 +95,20 @@ def _innermost_first(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 
 def _inline(gm: fx.GraphModule, call: fx.Node) -> None:
-    """Put the nodes of the region in place of its call."""
+    """Puts the nodes of the region in place of its call."""
     region, _name, *operands = call.args
     body = getattr(gm, str(region.target))  # type: ignore[union-attr]
-    made = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    copies = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     with gm.graph.inserting_before(call):
         for node in body.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            copy = made[node] = gm.graph.node_copy(node, made.__getitem__)
+            copy = copies[node] = gm.graph.node_copy(node, copies.__getitem__)
             if "nn_module_stack" in call.meta:  # a body is traced at its first call only
                 copy.meta["nn_module_stack"] = call.meta["nn_module_stack"]
             if node.op == "get_attr":
                 copy.target = _with_attribute(gm, getattr(body, str(node.target)), str(node.target))
-    results = fx.node.map_arg(body.graph.output_node().args[0], made.__getitem__)
+    results = fx.node.map_arg(body.graph.output_node().args[0], copies.__getitem__)
     for item in list(call.users):
         assert item.target is operator.getitem, "Dynamo takes the results of a region one by one"
         put_instead(item, results[item.args[1]])
@@ -118,7 +118,7 @@ def _inline(gm: fx.GraphModule, call: fx.Node) -> None:
 
 
 def _with_attribute(gm: fx.GraphModule, value: Any, name: str) -> str:
-    """The name of the attribute ``value`` of ``gm``; if there is none, a new one, like ``name``."""
+    """Returns the attribute of ``gm`` that is ``value``; if none is, adds one like ``name``."""
     attributes = {**vars(gm), **gm._parameters, **gm._buffers, **gm._modules}
     for present, attribute in attributes.items():
         if attribute is value:
@@ -129,25 +129,25 @@ def _with_attribute(gm: fx.GraphModule, value: Any, name: str) -> str:
 
 
 def _read_outside(gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule) -> bool:
-    """Read the numbers that ``body`` is given where it is called, and give it what is read.
+    """Reads wrapped numbers in front of each call of ``body``, and passes them to the call.
 
-    ``node`` is the attribute ``body``. A call gives the operands behind its bodies; an
-    ``autograd.Function`` has two, the second of which takes other operands. Returns False, and
-    changes nothing, where ``body`` reads no number or a call does not give it its operands so.
+    ``node`` is the attribute ``body``. A call has the operands behind its bodies; an
+    ``autograd.Function`` has two bodies, the second of which takes other operands. Returns False,
+    and changes nothing, if ``body`` reads no number or a call has other operands.
     """
     placeholders = body.graph.find_nodes(op="placeholder")
-    numbers = [at for at, given in enumerate(placeholders) if is_wrapped_float(given)]
-    operands = {call: _operands(gm, call) for call in node.users}
-    if not numbers or any(len(given) != len(placeholders) for given in operands.values()):
+    numbers = [at for at, source in enumerate(placeholders) if is_wrapped_float(source)]
+    operands_of = {call: _operands(gm, call) for call in node.users}
+    if not numbers or any(len(args) != len(placeholders) for args in operands_of.values()):
         return False
     for at in numbers:
         reads = list(placeholders[at].users)
         value = reads[0].meta["example_value"]
-        for call, given in operands.items():
+        for call, operands in operands_of.items():
             with gm.graph.inserting_before(call):
-                item = gm.graph.call_method("item", (given[at],))
+                item = gm.graph.call_method("item", (operands[at],))
             item.meta["example_value"] = value
-            call.update_arg(len(call.args) - len(given) + at, item)
+            call.update_arg(len(call.args) - len(operands) + at, item)
         placeholders[at].meta["example_value"] = value
         for read in reads:
             put_instead(read, placeholders[at])
@@ -156,7 +156,7 @@ def _read_outside(gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule) -> bo
 
 
 def _operands(gm: fx.GraphModule, call: fx.Node) -> list[Any]:
-    """What ``call`` is given behind its bodies; empty where some of it is in lists."""
+    """Returns the arguments of ``call`` behind its bodies; empty: some are lists."""
     bodies = [at for at, value in enumerate(call.args) if _is_body(gm, value)]
     operands: list[Any] = list(call.args[bodies[-1] + 1 :]) if bodies else []
     return [] if any(isinstance(operand, list | tuple) for operand in operands) else operands

@@ -1,4 +1,4 @@
-"""Merges equal computations and moves what all layers share before the first of them."""
+"""Merges equal computations, and moves those that all layers share before the first layer."""
 
 import operator
 from collections.abc import Hashable, Iterable, Iterator
@@ -31,11 +31,11 @@ class MergeCommonSubexpressions:
         layer 1:  bias_1 = where(mask, ..)
                   attention(.., bias_1)
 
-    Constants (full, iota) are never merged: every region can make its own for free. Neither is what
-    the graph returns, nor what shares memory with that: two equal results are two tensors, and the
-    user may write into one of them.
+    Constants (full, iota) are never merged: every region can make its own for free. Results of the
+    graph, and values that share memory with them, are not merged either: two equal results are two
+    tensors, and the user may write into one of them.
 
-    Nor does a value of the forward stand for one that the program's own backward computes anew: an
+    A value of the forward is not merged with one that the program's own backward computes again: an
     autograd.Function that dequantises a weight in both halves does so to keep nothing in between.
     Cost: linear in the size of the graph.
     """
@@ -52,7 +52,7 @@ class MergeCommonSubexpressions:
 
 
 def _merge(graph: fx.Graph) -> set[fx.Node]:
-    """Replace later duplicates by the first; returns the survivors."""
+    """Replaces later duplicates by the first; returns the nodes that stand for several now."""
     seen: dict[Hashable, fx.Node] = {}
     survivors: set[fx.Node] = set()
     returned = set(_returned(graph))
@@ -71,7 +71,7 @@ def _merge(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _returned(graph: fx.Graph) -> Iterator[fx.Node]:
-    """What makes the memory of the results: nodes, and for parts of a tuple its operator too."""
+    """Yields the makers of the results' memory, and the operator of a tuple whose item is one."""
     for node in graph.output_node().all_input_nodes:
         root = storage_of(node)
         yield root
@@ -80,15 +80,15 @@ def _returned(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _signature(node: fx.Node) -> Hashable | None:
-    """What decides the value of ``node``; None where it cannot be told."""
+    """Returns a key that is equal for nodes with equal values; None: an argument has no hash."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         result: Any = (value.dtype, tuple(value.shape), value.device)
     else:
         result = type(value).__name__
-    said = node.meta.get(SIZES)
-    if said is not None:  # equal at these sizes is not equal at all
-        result = (result, said.text)
+    note = node.meta.get(SIZES)
+    if note is not None:  # nodes that are equal at these sizes may differ at others
+        result = (result, note.text)
     try:
         key = (node.target, _frozen(node.args), _frozen(node.kwargs), result)
         hash(key)
@@ -98,7 +98,7 @@ def _signature(node: fx.Node) -> Hashable | None:
 
 
 def _frozen(value: Any) -> Hashable:
-    """``value`` as a hashable tree in which 1, 1.0 and True stay apart."""
+    """Returns ``value`` as a hashable tree in which 1, 1.0 and True stay apart."""
     if isinstance(value, fx.Node):
         return _signature(value) if is_constant(value) else value
     if isinstance(value, list | tuple):
@@ -112,39 +112,39 @@ def _frozen(value: Any) -> Hashable:
 
 
 def hoist_behind_inputs(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Move each of ``nodes`` that is the forward's to right behind the last of its inputs.
+    """Moves each of ``nodes`` that is the forward's directly behind the last of its inputs.
 
-    Constants among its inputs are made anew beside it, so that they do not hold it back. A node's
-    rank is its index, a moved node's the rank of its last input; sorting by (rank, index) keeps
+    Constants among its inputs are copied beside it, so that they do not hold it back. A node's
+    rank is its index; a moved node has the rank of its last input. Sorting by (rank, index) keeps
     inputs before their readers.
     """
     moved = {n for n in nodes if n.meta.get("partitioner_tag") == "is_forward"}
-    private = {}
+    reader_of: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node in moved:
-            private.update(_with_own_constants(graph, node))
-    first = len(graph.find_nodes(op="placeholder")) - 1
+            reader_of.update(_with_own_constants(graph, node))
+    last_input = len(graph.find_nodes(op="placeholder")) - 1
     rank: dict[fx.Node, int] = {}
     index = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node in moved:
-            sources = (rank[source] for source in node.all_input_nodes if source not in private)
-            rank[node] = max([first, *sources])
+            sources = (rank[source] for source in node.all_input_nodes if source not in reader_of)
+            rank[node] = max([last_input, *sources])
         else:
             rank[node] = index[node]
-    for constant, reader in private.items():
+    for constant, reader in reader_of.items():
         rank[constant] = rank[reader]
     order = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     apply_order(graph, sorted(order, key=lambda node: (rank[node], index[node])))
 
 
 def _with_own_constants(graph: fx.Graph, node: fx.Node) -> dict[fx.Node, fx.Node]:
-    """Give ``node`` constants that nobody else reads; returns constant -> ``node``."""
-    made = {}
+    """Copies the constants that ``node`` reads, for it alone; returns copy -> ``node``."""
+    copies = {}
     for source in node.all_input_nodes:
         if is_constant(source):
             with graph.inserting_before(node):
-                copied = graph.node_copy(source)
-            node.replace_input_with(source, copied)
-            made[copied] = node
-    return made
+                copy = graph.node_copy(source)
+            node.replace_input_with(source, copy)
+            copies[copy] = node
+    return copies

@@ -10,10 +10,10 @@ Rewrite (positions in brackets):
 
 Only whole tensors cross a border, and they cross as their reader sees them: where a layer reads
 ``view(a, [2, 32, 64])`` and ``a`` is a matrix product of the epilogue, the region's input is that
-view, made between the calls, so that the last layer's region is the same as the others'. Views of
-the step's own inputs, expanded tensors and constants are made inside each region that reads
-them. Two regions with the same text are one region, called twice; where sizes are those of a
-symbolic graph (``at_numbers``), that must be so at all sizes.
+view, made between the calls, so that the last layer's region is the same as the others'. Each
+region makes views of the step's own inputs, expanded tensors and constants itself. Two regions with
+the same text are one region, called twice; if sizes are those of a symbolic graph (``at_numbers``),
+the texts must be equal at all sizes.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from memo_compile.analysis.views import (
     results_of,
     storage_of,
 )
-from memo_compile.passes.at_numbers import words_of
+from memo_compile.passes.at_numbers import symbol_text
 from memo_compile.passes.collective_cut import pieces
 from memo_compile.passes.extract import copied
 from memo_compile.passes.lease import HANDLE, is_given
@@ -51,7 +51,7 @@ KERNEL_ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutInto:
-    """An output that is written into a value that exists: from byte ``offset_bytes`` of it."""
+    """An output that is written into an existing value, from byte ``offset_bytes`` of it on."""
 
     output: int
     value: str
@@ -87,29 +87,29 @@ class Cut:
     results: tuple[str | None, ...]
     """Values that the half returns, in order."""
     leased: tuple[str, ...]
-    """FORWARD: the values that stay in the frame. BACKWARD: those fetched from it, in order."""
+    """FORWARD: the values that stay in the frame, in order. BACKWARD: those fetched from it."""
     handle: str
-    """The handle's value: what the forward's lease makes, what arrives in the backward."""
+    """The handle: a result of the forward's lease, an argument of the backward."""
     constants: Mapping[str, Any]
-    """Tensors that the graph carries itself (get_attr)."""
+    """Tensors that are attributes of the graph's module (get_attr)."""
     half_graph: fx.GraphModule
     nodes: Mapping[str, fx.Node] = field(default_factory=dict)
     """Value -> the node that makes it, for reports."""
     layer_calls: tuple[CutCall, ...] = ()
-    """One call for each position, as if no collective stood there, and nothing ran in tiles."""
+    """One call for each position, as if there were no collectives and no tiles."""
     layer_regions: Mapping[str, RegionGraph] = field(default_factory=dict)
-    """The regions of ``layer_calls``, where these are not among ``regions``."""
+    """The regions of ``layer_calls`` that are not among ``regions``."""
     whole_calls: tuple[CutCall, ...] = ()
-    """The calls as they were before any region ran in tiles."""
+    """The calls before any region was cut into tiles."""
     tilings: Mapping[str, Tiling] = field(default_factory=dict)
     """Region -> how it runs in tiles, for the checker."""
     whole_regions: Mapping[str, RegionGraph] = field(default_factory=dict)
-    """The regions that run in tiles, as they were before."""
+    """The regions that run in tiles, whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutRequest:
-    """What to cut: a half's graph, the position of every node, and what its inputs are."""
+    """A half's graph to cut, with the position of every node."""
 
     gm: fx.GraphModule
     positions: Mapping[fx.Node, int]
@@ -118,13 +118,13 @@ class CutRequest:
     """Names of placeholders that are parameters or buffers."""
     device: torch.device
     names: Mapping[int, str]
-    """Position -> what its region is called in dumps, e.g. ``layer0_fwd``."""
+    """Position -> name of its region in dumps, such as ``layer0_fwd``."""
     joins: bool = False
-    """Collectives begin later where that saves memory, see ``collective_cut.pieces``."""
+    """Collectives begin later if that saves memory, see ``collective_cut.pieces``."""
 
 
 def cut(request: CutRequest) -> Cut:
-    """The half as regions and calls. Cost: linear in the size of the graph."""
+    """Cuts the half into regions and calls. Cost: linear in the size of the graph."""
     return _Cutter(request).run()
 
 
@@ -137,7 +137,7 @@ class _Cutter:
         self.leases = self.graph.find_nodes(op="call_function", target=ops.lease)
         self.fetches = self.graph.find_nodes(op="call_function", target=ops.fetch)
         self.external = {
-            _written(node)
+            _storage_maker(node)
             for node in self.results
             if isinstance(node, fx.Node) and node.target is not ops.lease
         }
@@ -153,31 +153,31 @@ class _Cutter:
         if not self.waits:
             return self._assemble(layer_calls, layers.regions)
         parts = self._parts(places, layers.wanted)
-        where = {node: at for at, place in enumerate(parts) for node in place.nodes}
-        cut = _Calls(self, {**self.positions, **where}, parts)
-        made = self._assemble(cut.run(), cut.regions)
-        return replace(made, layer_calls=tuple(layer_calls), layer_regions=layers.regions)
+        part_of = {node: at for at, part in enumerate(parts) for node in part.nodes}
+        part_calls = _Calls(self, {**self.positions, **part_of}, parts)
+        result = self._assemble(part_calls.run(), part_calls.regions)
+        return replace(result, layer_calls=tuple(layer_calls), layer_regions=layers.regions)
 
     def _places(self) -> list["_Place"]:
-        """One for each position, with the nodes there."""
-        found: dict[int, list[fx.Node]] = {}
+        """Returns a place for each position, with its nodes."""
+        nodes_at: dict[int, list[fx.Node]] = {}
         for node in self.graph.nodes:
             if node.op == "call_function" and node.target not in (ops.lease, ops.fetch):
-                found.setdefault(self.positions[node], []).append(node)
+                nodes_at.setdefault(self.positions[node], []).append(node)
         names = self.request.names
         return [
             _Place(
                 at=position,
                 position=position,
-                nodes=tuple(found[position]),
+                nodes=tuple(nodes_at[position]),
                 base=names.get(position, "region"),
                 name=f"{names.get(position, 'region')}@{position}",
             )
-            for position in sorted(found)
+            for position in sorted(nodes_at)
         ]
 
     def _parts(self, places: Sequence["_Place"], wanted: set[fx.Node]) -> list["_Place"]:
-        """The places cut at their collectives."""
+        """Returns the places, cut at their collectives."""
         parts: list[_Place] = []
         for place in places:
             if self.waits.keys().isdisjoint(place.nodes):
@@ -199,7 +199,7 @@ class _Cutter:
         return parts
 
     def value(self, node: fx.Node) -> str:
-        """The step-wide name of the value that ``node`` makes."""
+        """Returns the step-wide name of the value that ``node`` makes."""
         return node.name if is_given(node) else self.prefix + node.name
 
     def _assemble(self, calls: list[CutCall], regions: Mapping[str, RegionGraph]) -> Cut:
@@ -231,16 +231,17 @@ class _Cutter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """What one call runs."""
+    """The nodes that one call runs."""
 
     at: int
-    """Its position among all places."""
+    """Its index among all places."""
     position: int
-    """The position of the step that it belongs to."""
+    """The position of the half that it belongs to."""
     nodes: tuple[fx.Node, ...]
     base: str
-    """What its region is called."""
+    """Name of its region."""
     name: str
+    """Name of the call."""
     kind: CallKind = CallKind.RUN
 
 
@@ -268,13 +269,13 @@ class _Calls:
                 self.wanted.add(base_of(place.nodes[0].all_input_nodes[0]))
 
     def run(self) -> list[CutCall]:
-        """In order; without those that make nothing that anybody reads."""
-        make = {
+        """Returns the calls in order, without those whose results nobody reads."""
+        makers = {
             CallKind.RUN: self._call,
             CallKind.ISSUE: self._issue,
             CallKind.COMM_WAIT: self._wait,
         }
-        calls = (make[place.kind](place) for place in self.places)
+        calls = (makers[place.kind](place) for place in self.places)
         return [call for call in calls if call is not None]
 
     def _call(self, place: _Place) -> CutCall | None:
@@ -285,7 +286,9 @@ class _Calls:
             return None
         gm, inputs = border.extract(outputs)
         external = frozenset(
-            index for index, node in enumerate(outputs) if _written(node) in self.cutter.external
+            index
+            for index, node in enumerate(outputs)
+            if _storage_maker(node) in self.cutter.external
         )
         return CutCall(
             name=place.name,
@@ -353,8 +356,8 @@ class _Calls:
         *,
         may_reuse_input: bool = False,
     ) -> str:
-        """The name of the region; a new one where no other place has the same."""
-        key = f"{content_of(gm, external, static)} {words_of(gm)}"
+        """Returns the name of the place's region, which is added if no other place has the same."""
+        key = f"{content_of(gm, external, static)} {symbol_text(gm)}"
         if place.kind is not CallKind.RUN:
             key = f"{place.kind.value} {may_reuse_input} {key}"
         if key not in self.keys:
@@ -380,14 +383,14 @@ class _Border:
         self.at = place.at
         self.nodes = place.nodes
         self.inputs: dict[fx.Node, None] = {}
-        for node in sorted(self.nodes, key=self._is_remade):
+        for node in sorted(self.nodes, key=self._each_region_makes):
             for source in node.all_input_nodes:
                 self._reach(source)
 
-    def _is_remade(self, node: fx.Node) -> bool:
-        """True for what each region makes itself just before it reads it, wherever it stands.
+    def _each_region_makes(self, node: fx.Node) -> bool:
+        """True for a constant or view that each region makes itself, directly before it reads it.
 
-        The region where it stands does so too: it would have it in another order than the others.
+        The region that holds the node does so too, so that its order is that of the others.
         """
         if is_constant(node):
             return True
@@ -398,7 +401,7 @@ class _Border:
         return grows or is_given(base)
 
     def _reach(self, node: fx.Node) -> None:
-        if self._is_remade(node):
+        if self._each_region_makes(node):
             for source in node.all_input_nodes:
                 self._reach(source)
             return
@@ -408,26 +411,26 @@ class _Border:
             self.inputs.setdefault(node)
 
     def extract(self, outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
-        """The region's own graph; placeholders in the order of ``inputs``."""
-        own = set(self.nodes)
+        """Returns the region's graph, and its inputs in the order of the placeholders."""
+        inside = set(self.nodes)
         ends = {node for node in self.nodes if node in outputs or has_effect(node)}
-        needed = makers_of(ends, lambda node: node in own)
+        needed = makers_of(ends, lambda node: node in inside)
         nodes = [
             node
             for node in self.nodes
-            if node in needed and (node in ends or not self._is_remade(node))
+            if node in needed and (node in ends or not self._each_region_makes(node))
         ]
         part = copied(self.calls.request.gm, list(self.inputs), nodes)
         part.finish(outputs)
-        used = [node for node in part.inputs if part.made[node].users]
+        used = [node for node in part.inputs if part.copies[node].users]
         for node in part.inputs:
             if node not in used:
-                part.graph.erase_node(part.made[node])
+                part.graph.erase_node(part.copies[node])
         return part.gm, used
 
 
 def _with_views_at_their_source(request: CutRequest) -> dict[fx.Node, int]:
-    """The positions of nodes; a view that shows all of a computed tensor has its source's."""
+    """Returns the nodes' positions; a view that shows all of a computed tensor has its source's."""
     positions = dict(request.positions)
     for node in request.gm.graph.nodes:
         if node in positions and is_movable_view(node):
@@ -437,8 +440,8 @@ def _with_views_at_their_source(request: CutRequest) -> dict[fx.Node, int]:
     return positions
 
 
-def _written(node: fx.Node) -> fx.Node:
-    """The node that made the storage behind ``node``, through views and writes into it."""
+def _storage_maker(node: fx.Node) -> fx.Node:
+    """Returns the node that made the storage of ``node``, through views and writes into it."""
     node = storage_of(node)
     while node.target is torch.ops.aten.copy_.default:
         node = storage_of(node.all_input_nodes[0])
@@ -446,7 +449,7 @@ def _written(node: fx.Node) -> fx.Node:
 
 
 def unique_name(base: str, taken: Mapping[str, Any], separator: str) -> str:
-    """``base``, or with a number behind the ``separator`` where that is taken: ``base_2``."""
+    """Returns ``base``, or, if it is taken, with a number behind the ``separator``: ``base_2``."""
     numbered = (f"{base}{separator}{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain([base], numbered) if name not in taken)
 
@@ -454,7 +457,7 @@ def unique_name(base: str, taken: Mapping[str, Any], separator: str) -> str:
 def content_of(
     gm: fx.GraphModule, external: frozenset[int] = frozenset(), static: tuple[int, ...] = ()
 ) -> str:
-    """A text that is equal for two regions exactly if one lowering serves both."""
+    """Returns a text that is equal for two regions exactly if one lowering serves both."""
     names: dict[fx.Node, str] = {}
     text = [f"external {sorted(external)} static {static}"]
     for node in gm.graph.nodes:
@@ -469,7 +472,7 @@ def content_of(
 
 
 def _alignment(placeholder: fx.Node) -> str:
-    """Kernels are specialised on inputs that begin on a multiple of 16 bytes; a slice may not."""
+    """Returns where an input begins, modulo 16 bytes: kernels are specialised on inputs at 0."""
     value = placeholder.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ""
@@ -477,29 +480,29 @@ def _alignment(placeholder: fx.Node) -> str:
 
 
 def _half_graph(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
-    """The half as a graph of calls in the order in which they run: print it and read it."""
+    """Returns the half as a graph of calls in the order in which they run, to print and read."""
     graph = fx.Graph()
-    made: dict[str, fx.Node] = {}
+    node_of: dict[str, fx.Node] = {}
     for node in cutter.graph.nodes:
         if node.op == "placeholder":
-            made[node.name] = graph.placeholder(node.name)
-            made[node.name].meta = dict(node.meta)
+            node_of[node.name] = graph.placeholder(node.name)
+            node_of[node.name].meta = dict(node.meta)
         elif node.op == "get_attr" and is_tensor(node):
-            made[node.name] = graph.node_copy(node)
+            node_of[node.name] = graph.node_copy(node)
     for node in cutter.fetches:
-        made[node.name] = graph.node_copy(node, lambda source: made[source.name])
+        node_of[node.name] = graph.node_copy(node, lambda source: node_of[source.name])
     for call in calls:
         result = graph.call_function(
-            region_call, (call.region, *(made[name] for name in call.inputs))
+            region_call, (call.region, *(node_of[name] for name in call.inputs))
         )
         for index, name in enumerate(call.outputs):
-            made[name] = graph.call_function(take, (result, index))
+            node_of[name] = graph.call_function(take, (result, index))
     for node in cutter.leases:
-        sources = tuple(made[cutter.value(source)] for source in node.all_input_nodes)
-        made[cutter.value(node)] = graph.call_function(ops.lease, sources)
+        sources = tuple(node_of[cutter.value(source)] for source in node.all_input_nodes)
+        node_of[cutter.value(node)] = graph.call_function(ops.lease, sources)
     graph.output(
         tuple(
-            made[cutter.value(node)] if isinstance(node, fx.Node) else None
+            node_of[cutter.value(node)] if isinstance(node, fx.Node) else None
             for node in cutter.results
         )
     )
@@ -507,10 +510,10 @@ def _half_graph(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
 
 
 def region_call(region: str, *inputs: Any) -> Any:
-    """Stands in the half's graph for a call of ``region``; the runtime runs it."""
+    """Stands for a call of ``region`` in the half's graph; the runtime runs it."""
     raise AssertionError(f"region {region} is run by the runtime only")
 
 
 def take(values: Any, index: int) -> Any:
-    """The ``index``-th output of a region call."""
+    """Returns output ``index`` of a region call."""
     return values[index]

@@ -1,7 +1,7 @@
 """Removes the tokens by which AOTAutograd keeps operators with an effect in order.
 
 An operator with an effect (it prints, or checks a result) takes a token and returns one, which the
-next such operator of the half takes. Inductor has no memory for a token, so that one cannot go from
+next such operator of the half takes. A token has no memory in Inductor, so it cannot cross from
 region to region. It need not: regions run in the order of their calls, and Inductor itself keeps
 the effects of one region in order.
 """
@@ -21,7 +21,7 @@ _prims = torch.ops.prims
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensApart:
-    """Every operator with an effect takes the half's first token, not that of the one before.
+    """Gives every operator with an effect the half's first token, not that of the one before.
 
     Rewrite:
         token  = _make_token()                         token  = _make_token()
@@ -41,10 +41,10 @@ class TokensApart:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
-        made = gm.graph.find_nodes(op="call_function", target=_prims._make_token.default)
+        first_token = gm.graph.find_nodes(op="call_function", target=_prims._make_token.default)
         effects = [node for node in gm.graph.nodes if has_token(node)]
         for node in effects:
-            node.update_arg(0, made[0])
+            node.update_arg(0, first_token[0])
         for sink in gm.graph.find_nodes(op="call_function", target=_prims._sink_tokens.default):
             gm.graph.erase_node(sink)
         for node in effects:
@@ -54,18 +54,18 @@ class TokensApart:
 
 
 def num_tokens(half: fx.GraphModule) -> int:
-    """The number of results that are tokens, which AOTAutograd removes before it compiles."""
+    """Counts the results that are tokens, which AOTAutograd removes before it compiles."""
     return sum(map(_is_token, results_of(half.graph)))
 
 
 def without_tokens(half: fx.GraphModule) -> fx.GraphModule:
-    """Rewrite ``half`` as AOTAutograd compiles it: it makes its first token, and returns none."""
+    """Rewrites ``half`` as AOTAutograd compiles it: it makes its first token, and returns none."""
     for node in half.graph.find_nodes(op="placeholder"):
         if is_token(node):
             with half.graph.inserting_after(node):
-                made = half.graph.call_function(_prims._make_token.default, ())
-            made.meta = {"val": node.meta["val"]}
-            node.replace_all_uses_with(made)
+                token = half.graph.call_function(_prims._make_token.default, ())
+            token.meta = {"val": node.meta["val"]}
+            node.replace_all_uses_with(token)
             half.graph.erase_node(node)
     output = half.graph.output_node()
     output.args = (tuple(result for result in results_of(half.graph) if not _is_token(result)),)

@@ -1,4 +1,4 @@
-"""Takes some nodes of a graph into a graph of their own, and makes nodes like others."""
+"""Copies some nodes of a graph into a graph of their own, and makes nodes like others."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from memo_compile.torch_private import fx_graphs
 
 
 def placeholder_like(graph: fx.Graph, name: str, node: fx.Node) -> fx.Node:
-    """A placeholder behind the others of ``graph``, of a value like that of ``node``."""
-    made = graph.placeholder(name)
-    made.meta = {key: node.meta[key] for key in ("val", SIZES) if key in node.meta}
-    return made
+    """Adds a placeholder with a value like that of ``node`` behind the others of ``graph``."""
+    placeholder = graph.placeholder(name)
+    placeholder.meta = {key: node.meta[key] for key in ("val", SIZES) if key in node.meta}
+    return placeholder
 
 
 def call_like(
@@ -27,7 +27,7 @@ def call_like(
     *,
     like: torch.Tensor,
 ) -> fx.Node:
-    """A new call in ``graph``, whose value is like the fake ``like``."""
+    """Adds a call to ``graph``, whose value is the fake ``like``."""
     node = graph.call_function(target, args, kwargs or {})
     node.meta["val"] = like
     return node
@@ -35,14 +35,15 @@ def call_like(
 
 @dataclass(slots=True, kw_only=True)
 class Extract:
-    """A graph of some nodes of another: what it is given, and the copy of every node."""
+    """A graph of copies of some nodes of the graph of ``owner``."""
 
     owner: fx.GraphModule
     graph: fx.Graph
-    """Without its output, which ``finish`` gives it."""
+    """Without its output, which ``finish`` adds."""
     inputs: list[fx.Node]
-    made: dict[fx.Node, fx.Node]
-    """Inputs first, then the others, in order."""
+    """The nodes of ``owner`` that are placeholders here."""
+    copies: dict[fx.Node, fx.Node]
+    """Node of ``owner`` -> its copy: inputs first, then the others, in order."""
 
     @property
     def gm(self) -> fx.GraphModule:
@@ -50,32 +51,32 @@ class Extract:
         return fx_graphs.graph_module(self.owner, self.graph)
 
     def finish(self, outputs: Sequence[fx.Node]) -> None:
-        """The graph returns the copies of ``outputs``."""
-        self.graph.output(tuple(self.made[output] for output in outputs))
+        """Lets the graph return the copies of ``outputs``."""
+        self.graph.output(tuple(self.copies[output] for output in outputs))
 
 
 def extract(
     gm: fx.GraphModule, outputs: Sequence[fx.Node], is_given: Callable[[fx.Node], bool]
 ) -> Extract:
-    """What makes ``outputs``, back to the nodes that are given; those become placeholders."""
+    """Copies the makers of ``outputs``, back to nodes that are given, which become placeholders."""
     needed = makers_of(outputs, lambda node: not is_given(node))
     nodes = [node for node in gm.graph.nodes if node in needed]
     return copied(gm, list(filter(is_given, nodes)), nodes)
 
 
 def copied(gm: fx.GraphModule, inputs: list[fx.Node], nodes: Iterable[fx.Node]) -> Extract:
-    """``nodes`` in this order, each behind what it is made of from ``inputs``, the placeholders."""
+    """Copies ``nodes`` in order, each behind its makers, back to ``inputs``, the placeholders."""
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
-        made[node] = placeholder_like(graph, f"in_{len(made)}", node)
+        copies[node] = placeholder_like(graph, f"in_{len(copies)}", node)
 
     def make(node: fx.Node) -> None:
-        if node not in made:
+        if node not in copies:
             for source in node.all_input_nodes:
                 make(source)
-            made[node] = graph.node_copy(node, lambda source: made[source])
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
 
     for node in nodes:
         make(node)
-    return Extract(owner=gm, graph=graph, inputs=inputs, made=made)
+    return Extract(owner=gm, graph=graph, inputs=inputs, copies=copies)

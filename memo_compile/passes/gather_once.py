@@ -1,4 +1,4 @@
-"""A backward that recomputes what reads gathered tokens gathers them once for all that it does."""
+"""Lets a backward gather sharded tokens once, for its own use and for what it recomputes."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,11 +14,11 @@ from memo_compile.analysis.views import base_of, bytes_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherOnce:
-    """The gather that a model makes in its backward serves what is recomputed there as well.
+    """Uses the gather of a model's own backward for recomputed operators as well.
 
     Megatron keeps a shard and gathers it for each pass. Where the backward recomputes an MLP, which
-    reads the gathered tokens, ``SufficientCut`` saves these; a second gather would come later, and
-    cut the MLP's backward in two. Both passes gather as often as before.
+    reads the gathered tokens, ``SufficientCut`` saves these; the backward's own gather would come
+    later, and cut the MLP's backward in two. Both halves gather as often as before.
 
     Rewrite, where ``late`` is ``x`` behind the gradient ``g``:
         w = wait(all_gather(x))  # saved         w = wait(all_gather(x))
@@ -33,18 +33,18 @@ class GatherOnce:
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
         saved, backward = set(saved_nodes(gm)), tangent_dependents(gm.graph)
-        kept = {
+        saved_gathers = {
             _gathered(node.all_input_nodes[0]): node
             for node in saved
             if is_wait(node) and node not in backward
         }
         shards = {}
-        for issue, again in split_collectives(gm.graph.nodes).items():
-            first = kept.get(_gathered(issue)) if issue in backward else None
+        for issue, second in split_collectives(gm.graph.nodes).items():
+            first = saved_gathers.get(_gathered(issue)) if issue in backward else None
             if first is not None:
                 shards[first] = _shard_of(issue)
-                again.replace_all_uses_with(first)
-                _erase(again)
+                second.replace_all_uses_with(first)
+                _erase(second)
         if not shards:
             return PassResult(gm, False)
         tag_saved(gm, saved.difference(shards).union(shards.values()))
@@ -53,13 +53,13 @@ class GatherOnce:
 
 
 def _gathered(issue: fx.Node) -> tuple[Any, ...]:
-    """Equal for gathers of one tensor, by the same ranks, into as many bytes."""
-    others = tuple(argument for argument in issue.args if not isinstance(argument, fx.Node))
-    return issue.target, others, _shard_of(issue), bytes_of(issue.all_input_nodes[0])
+    """Returns a key that is equal for gathers of one tensor by the same ranks."""
+    settings = tuple(argument for argument in issue.args if not isinstance(argument, fx.Node))
+    return issue.target, settings, _shard_of(issue), bytes_of(issue.all_input_nodes[0])
 
 
 def _shard_of(issue: fx.Node) -> fx.Node:
-    """What is gathered, before views of it and what only orders it."""
+    """Returns the tensor that is gathered, behind views of it and operators that only order."""
     source = base_of(issue.all_input_nodes[0])
     while only_orders(source):
         source = base_of(source.all_input_nodes[0])
@@ -67,7 +67,7 @@ def _shard_of(issue: fx.Node) -> fx.Node:
 
 
 def _erase(node: fx.Node) -> None:
-    """``node``, and what it alone reads."""
+    """Erases ``node``, and the nodes that it alone reads."""
     pending = [node]
     while pending:
         unread = pending.pop()

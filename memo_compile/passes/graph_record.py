@@ -107,12 +107,12 @@ def region_record(region: RegionGraph) -> RegionGraphRecord:
     return RegionGraphRecord(**fields, nodes=graph_record(region.gm))
 
 
-def region_again(record: RegionGraphRecord, fakes: StaticFakes) -> RegionGraph:
+def region_of_record(record: RegionGraphRecord, fakes: StaticFakes) -> RegionGraph:
     """The region. Raises InputError: the record is of no region."""
     fields = fields_like(record, RegionGraph)
     fields |= {"device": _named("device", record.device)}
     fields |= {"external_outputs": frozenset(record.external_outputs)}
-    return RegionGraph(**fields, gm=graph_again(record.nodes, fakes))
+    return RegionGraph(**fields, gm=graph_of_record(record.nodes, fakes))
 
 
 def fields_like(value: Any, kind: Any) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _value_written(value: Any) -> Any:
     return ["tensor", dtype, str(value.device), *layout]
 
 
-def graph_again(nodes: tuple[NodeRecord, ...], fakes: StaticFakes) -> fx.GraphModule:
+def graph_of_record(nodes: tuple[NodeRecord, ...], fakes: StaticFakes) -> fx.GraphModule:
     """The graph of which ``nodes`` are the records, its values in the mode of ``fakes``.
 
     Raises InputError: it is no such graph, or torch's rules give a view another layout.
@@ -233,7 +233,7 @@ def graph_again(nodes: tuple[NodeRecord, ...], fakes: StaticFakes) -> fx.GraphMo
     for record in nodes:
         if record.name in made:
             raise InputError(f"two nodes are called {record.name}")
-        made[record.name] = node = node_alone(graph, record, made, fakes)
+        made[record.name] = node = add_node(graph, record, made, fakes)
         if "val" in node.meta:
             node.meta["val"] = _derived(node, fakes)
     if not nodes or nodes[-1].op != "output":
@@ -241,7 +241,7 @@ def graph_again(nodes: tuple[NodeRecord, ...], fakes: StaticFakes) -> fx.GraphMo
     return fx_graphs.graph_module(torch.nn.Module(), graph)
 
 
-def node_alone(
+def add_node(
     graph: fx.Graph, record: NodeRecord, before: Mapping[str, fx.Node], fakes: StaticFakes
 ) -> fx.Node:
     """The node of ``record`` at the end of ``graph``, its value as that says.

@@ -194,7 +194,7 @@ def _part(
     """What ``wanted`` needs, ending at placeholders and at ``kept``."""
     changed = layer.changed()
     part = extract(layer.region.gm, wanted, lambda node: node.op == "placeholder" or node in kept)
-    for node in reversed(list(part.made)[len(part.inputs) :]):
+    for node in reversed(list(part.copies)[len(part.inputs) :]):
         checked = node.op == "call_function" and not is_item(node)  # items: their operator is
         reason = _why_not_recomputed(node, changed) if checked else None
         if reason is not None:
@@ -220,7 +220,7 @@ def _first_rows(
             )
     own = {
         copy: dims[node]
-        for node, copy in part.made.items()
+        for node, copy in part.copies.items()
         if node in dims and (copy.op == "placeholder" or not _is_given(node, layer.row_seeds))
     }
     return slice_rows(part.gm, own, key.rows, layer.num_rows)

@@ -151,7 +151,7 @@ class _Splitter:
             return None
         for node in part.inputs:
             if is_view(node) and self._value_of(node) is node:  # before makes a dense copy
-                part.made[node].meta["val"] = _dense(node.meta["val"])
+                part.copies[node].meta["val"] = _dense(node.meta["val"])
         early = self._early([*after.inputs, *map(self._value_of, part.inputs)])
         early_ends = [*early, *(checks - self.behind)]
         before = extract(self.region.gm, early_ends, lambda node: node.op == "placeholder")
@@ -163,10 +163,10 @@ class _Splitter:
         if not all(map(_is_aligned, reads)):
             return None
         part.finish(ends)
-        if all(made.op != "call_function" for made in part.made.values()):
+        if all(made.op != "call_function" for made in part.copies.values()):
             return None  # nothing but sums of what is there before
         self._finish_after(after, late)
-        dims = {made: self.dims.get(node) for node, made in part.made.items()}
+        dims = {made: self.dims.get(node) for node, made in part.copies.items()}
         tiles = [self._tiles(equal, part, dims, rows, sums, places) for equal in self.runs]
         transient = max(transient_bytes(gm) for gm in (before.gm, after.gm))
         transient = max(transient, *(tile_bytes for _, _, tile_bytes in tiles))
@@ -311,7 +311,7 @@ class _Splitter:
         """What is read of ``node``: a slice, or all of what has no rows, or mixed them."""
         return Operand(
             value=places[self._value_of(node)],
-            whole=layout_of(part.made[node].meta["val"]),
+            whole=layout_of(part.copies[node].meta["val"]),
             slice=None if self.dims.get(node) is None else self._slice(node, equal),
         )
 
@@ -322,7 +322,7 @@ class _Splitter:
         graph = before.graph
         outputs = []
         for node in early:
-            out = before.made[node]
+            out = before.copies[node]
             if is_view(node) and node not in self.made:
                 out = _dense_copy(graph, out)
             outputs.append(out)
@@ -336,15 +336,15 @@ class _Splitter:
 
     def _finish_after(self, after: Extract, late: list[fx.Node]) -> None:
         """Give ``after`` its outputs; of sums with more digits it reads and returns the rounded."""
-        given = [after.made[node] for node in after.inputs]
+        given = [after.copies[node] for node in after.inputs]
         for node in filter(self._is_rounded, after.inputs):
-            total = after.made[node]
+            total = after.copies[node]
             readers = list(total.users)
             total.meta["val"] = self.totals.like(node)
             with after.graph.inserting_after(given[-1]):
-                after.made[node] = self.totals.rounded(after.graph, node, total)
+                after.copies[node] = self.totals.rounded(after.graph, node, total)
             for reader in readers:
-                reader.replace_input_with(total, after.made[node])
+                reader.replace_input_with(total, after.copies[node])
         after.finish(late)
 
     def _tile_graph(

@@ -7,7 +7,7 @@ import pytest
 from memo_compile.check.check_moves import check_moves
 from memo_compile.check.check_plan import check
 from memo_compile.check.check_program import foreign_calls
-from memo_compile.check.without_again import without_again
+from memo_compile.check.second_gathers import without_second_gathers
 from memo_compile.planners.begin_order import gathers_of, in_begin_order
 from memo_compile.planners.comm_windows import late, overlapped
 from memo_compile.planners.gather_again import gathered_again
@@ -270,5 +270,5 @@ def begun_again(problem):
 
 
 def graph_faults(whole, problem):
-    kept, faults = without_again(whole, problem)
+    kept, faults = without_second_gathers(whole, problem)
     return [*faults, *foreign_calls(whole, kept)]

@@ -146,7 +146,7 @@ def lowered_by(regions: VaryingRegions, region: RegionGraph, *numbers: int) -> L
             region,
             poison=True,
             alone=lambda: inductor.lower(copied),
-            at_others=lambda sizes: sizes.again(region.gm),
+            at_others=lambda sizes: sizes.graph(region.gm),
         )
 
 

@@ -13,7 +13,7 @@ from memo_compile.step.tilings import WholeStep
 _TALKING = (CallKind.ISSUE, CallKind.COMM_WAIT)
 
 
-def without_again(whole: WholeStep, problem: Problem) -> tuple[Problem, tuple[str, ...]]:
+def without_second_gathers(whole: WholeStep, problem: Problem) -> tuple[Problem, tuple[str, ...]]:
     """Returns ``problem`` without the collectives that ``whole`` lacks, and the faults of these.
 
     Calls that read their results read those of the forward instead.
