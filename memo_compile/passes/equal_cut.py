@@ -1,11 +1,11 @@
-"""Policy SAVE chooses what the forward keeps for the backward: three passes that tag, and no more.
+"""Tags the tensors that the forward saves for the backward, in three passes.
 
-    SaveMinCut     what torch's own partitioner would keep
-    EqualCut       the same in every layer of a class
-    SufficientCut  all that a layer's backward starts from
+    SaveMinCut     what torch's own partitioner would save
+    EqualCut       the same tensors in every layer of a class
+    SufficientCut  all tensors that a layer's backward needs from other units
 
 Torch's partitioner sees one big graph and may cut two equal layers differently, or recompute a
-layer's input from the layer before. A region is lowered once for all its layers.
+layer's input from the layer before. But a region is lowered once for all its layers.
 
 The halves are cut out of the joint graph by these tags (``partitioner.extract_halves``).
 """
@@ -51,19 +51,19 @@ Chosen = dict[tuple[str, ...], list[str]]
 """Names of a joint graph's nodes -> those that torch's partitioner chose to save."""
 
 TILE_FACTOR = 2
-"""A saved tensor this many times larger than its unit's input is cheaper to recompute, in tiles,
+"""A saved tensor so many times larger than its unit's input is cheaper to recompute, in tiles,
 than to keep: logits, and what lies between the two products of an MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveMinCut:
-    """Tags what torch's min-cut partitioner keeps, as whole tensors of the forward.
+    """Tags the tensors that torch's min-cut partitioner saves, as whole tensors of the forward.
 
     Rewrite:
         relu = relu(mm)                ->    relu = relu(mm)  # saved
         t = permute(relu, [1, 0])            t = permute(relu, [1, 0])
 
-    A view is replaced by its tensor, and what the forward does not make by what it is made of.
+    A view is replaced by its tensor, and a node of the backward by the forward's nodes behind it.
     """
 
     joint_inputs: Any
@@ -72,18 +72,18 @@ class SaveMinCut:
     static_inputs: Sequence[int] | None
     """Positions of parameters and buffers, as AOTAutograd gives them."""
     chosen: Chosen | None = None
-    """What was chosen of this graph at other sizes, which is chosen again."""
+    """Cache: what was chosen for this graph at other sizes, to choose the same."""
     name: ClassVar[str] = "save-min-cut"
     is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Tag in place."""
-        nodes, known = tuple(node.name for node in gm.graph.nodes), self.chosen
-        names = None if known is None else known.get(nodes)
+        nodes, cache = tuple(node.name for node in gm.graph.nodes), self.chosen
+        names = None if cache is None else cache.get(nodes)
         if names is None:
             names = self._names(gm)
-        if known is not None:
-            known[nodes] = names
+        if cache is not None:
+            cache[nodes] = names
         by_name = {node.name: node for node in gm.graph.nodes}
         forward = set(forward_nodes(gm))
         chosen = {
@@ -95,7 +95,7 @@ class SaveMinCut:
         return PassResult(gm, tag_saved(gm, chosen))
 
     def _names(self, gm: fx.GraphModule) -> list[str]:
-        """Of the nodes that torch would save."""
+        """Returns the names of the nodes that torch would save."""
         static = self.static_inputs
         return partitioner.min_cut_saved_names(
             gm,
@@ -107,21 +107,21 @@ class SaveMinCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualCut:
-    """Every layer of a class keeps what the middle one keeps, so that one region serves them all.
+    """Lets every layer of a class save what the middle one saves, so that one region serves all.
 
     Rewrite:
         layer 0: a0 = mm(x0), b0 = relu(a0)  # saved     layer 0: a0 = mm(x0)  # saved, b0
         layer 1: a1 = mm(x1)  # saved, b1            ->  layer 1: a1 = mm(x1)  # saved, b1
         layer 2: a2 = mm(x2)  # saved, b2                layer 2: a2 = mm(x2)  # saved, b2
 
-    The first and the last have other neighbours, so that min-cut may treat them differently.
+    Min-cut may treat the first and the last otherwise, because they have other neighbours.
     """
 
     units: JointUnits
     drops_above: int | None
-    """Where a value and its gradient take more bytes, and it is much wider than its unit's input,
-    it is not saved (None: all may be): the backward recomputes it next to its readers, where both
-    can run tile by tile."""
+    """A tensor is not saved if it and its gradient take more bytes than this, and it is much wider
+    than its unit's input: the backward recomputes it next to its readers, where both can run tile
+    by tile. None: all may be saved."""
     name: ClassVar[str] = "equal-cut"
     is_required: ClassVar[bool] = False
 
@@ -135,30 +135,29 @@ class EqualCut:
         spans, classes = units.structure.units, units.structure.classes
         middle_of = {cls.class_key: spans[cls.units[len(cls.units) // 2]] for cls in classes}
         for unit in spans:
-            own = units.forward[unit.start : unit.end]
+            nodes = units.forward[unit.start : unit.end]
             if unit.class_key is None:
-                chosen |= saved.intersection(own)
+                chosen |= saved.intersection(nodes)
                 continue
             middle = middle_of[unit.class_key]
             pattern = units.forward[middle.start : middle.end]
-            chosen |= {node for node, like in zip(own, pattern, strict=True) if like in saved}
+            chosen |= {node for node, model in zip(nodes, pattern, strict=True) if model in saved}
         return PassResult(gm, tag_saved(gm, chosen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SufficientCut:
-    """No layer's backward recomputes what another unit made, or what must not be made twice.
+    """Saves what a backward must not recompute: values of other units, or that must run once.
 
     Rewrite:
         x1 = add(x0, b0)                  ->    x1 = add(x0, b0)  # saved
         backward of layer 1 reads x1            backward of layer 1 reads x1
 
-    Not to be made twice are random numbers, collectives, custom operators, what jumps
-    (``keep_jumps``), and what reads an input that the step overwrites. Such an input, or a view of
-    it, is never saved.
+    Random numbers, collectives, custom operators, operators that jump (``keep_jumps``) and readers
+    of an input that the step overwrites run once. Such an input, or a view of it, is never saved.
 
-    Nor is what a layer makes of frozen weights alone (``analysis.frozen``), which its backward
-    makes again; nor what the program's own backward computes, be it a custom operator.
+    Values that depend on frozen weights alone (``analysis.frozen``) are not saved either, because
+    the backward computes them again; nor is anything that the program's own backward computes.
     """
 
     units: JointUnits
@@ -191,98 +190,100 @@ class SufficientCut:
             unit_of=_unit_of_every_node(gm, self.units),
         )
         backward = tangent_dependents(gm.graph)
-        seen: set[fx.Node] = set()
+        visited: set[fx.Node] = set()
         stack = [(node, source) for node in backward for source in node.all_input_nodes]
         ends = pytree.arg_tree_leaves(*gm.graph.output_node().args)[self.num_fwd_outputs :]
         stack += [(node, node) for node in ends if isinstance(node, fx.Node)]
         while stack:
             reader, node = stack.pop()
-            if node in backward or cut.has(node, reader) or node in seen:
+            if node in backward or cut.has(node, reader) or node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             stack.extend((node, source) for source in node.all_input_nodes)
         return PassResult(gm, tag_saved(gm, cut.saved))
 
 
 def _made_in_forward(node: fx.Node, forward: set[fx.Node]) -> set[fx.Node]:
-    """``node``, or what it is made of where only the backward makes it.
+    """Returns ``node``, or, if only the backward computes it, the forward's nodes behind it.
 
     ``rstd / n`` of a normalisation is such a node, and a weight that an autograd.Function
-    dequantises in its backward. Min-cut may keep it, but no layer's forward has it.
+    dequantises in its backward. Min-cut may save it, but no layer's forward has it.
     """
 
-    def is_made_later(made: fx.Node) -> bool:
-        return made.op == "call_function" and made not in forward
+    def in_backward(maker: fx.Node) -> bool:
+        return maker.op == "call_function" and maker not in forward
 
-    return {made for made in makers_of([node], is_made_later) if not is_made_later(made)}
+    return {maker for maker in makers_of([node], in_backward) if not in_backward(maker)}
 
 
 def dropped_sizes(gm: fx.GraphModule, units: JointUnits) -> tuple[int, ...]:
-    """What ``EqualCut`` compares with ``drops_above`` in ``gm``, each size once."""
+    """Returns the sizes in ``gm`` that ``EqualCut`` compares with ``drops_above``, each once."""
     return tuple(sorted({2 * bytes_of(node) for node in _droppable(units, saved_nodes(gm))}))
 
 
 def _droppable(units: JointUnits, saved: Iterable[fx.Node]) -> set[fx.Node]:
-    """What of ``saved`` may be recomputed instead where it is too wide."""
+    """Returns those of ``saved`` that are wide and may be recomputed instead."""
     wide = _wide(units)
     return {node for node in saved if node in wide and not must_be_saved(node)}
 
 
 def _wide(units: JointUnits) -> set[fx.Node]:
-    """Tensors at least TILE_FACTOR times as large as what their unit gets from the one before.
+    """Returns tensors at least TILE_FACTOR times as large as their unit's input.
 
-    Attention kernels do not come in tiles, so that what one reads or makes is not among them.
+    Inputs and outputs of attention kernels are left out, because these do not run in tiles.
     """
-    found = set()
+    wide = set()
     for index, unit in enumerate(units.structure.units):
-        own = units.forward[unit.start : unit.end]
+        nodes = units.forward[unit.start : unit.end]
         inputs = [
             bytes_of(source)
-            for node in own
+            for node in nodes
             for source in node.all_input_nodes
             if source.meta.get(UNIT) == index - 1
         ]
         limit = TILE_FACTOR * max(inputs, default=0)
         if limit:
-            found |= {node for node in own if bytes_of(node) >= limit and not _near_attention(node)}
-    return found
+            wide |= {
+                node for node in nodes if bytes_of(node) >= limit and not _near_attention(node)
+            }
+    return wide
 
 
 def _near_attention(node: fx.Node) -> bool:
-    """True for what an attention kernel returns or reads, through views."""
-    stack, seen = [node], set()
+    """True for an input or a result of an attention kernel, through views."""
+    stack, visited = [node], set()
     while stack:
-        reached = stack.pop()
-        if reached in seen:
+        candidate = stack.pop()
+        if candidate in visited:
             continue
-        seen.add(reached)
-        if "attention" in op_name(reached):
+        visited.add(candidate)
+        if "attention" in op_name(candidate):
             return True
-        if reached is node or is_movable_view(reached) or op_name(reached) == "":
-            stack.extend(reached.users)
+        if candidate is node or is_movable_view(candidate) or op_name(candidate) == "":
+            stack.extend(candidate.users)
     return any("attention" in op_name(source) for source in node.all_input_nodes)
 
 
 def _unit_of_every_node(joint: fx.GraphModule, units: JointUnits) -> dict[fx.Node, int]:
-    """Node -> its unit: as tagged, else where the backward would run it."""
+    """Returns each node's unit: as tagged, else the one whose backward would run it."""
     last = units.num_units - 1
-    found = {n: last - at for n, at in backward_positions(joint.graph, units.num_units).items()}
-    found.update({node: node.meta[UNIT] for node in units.forward if UNIT in node.meta})
-    return found
+    unit_of = {n: last - at for n, at in backward_positions(joint.graph, units.num_units).items()}
+    unit_of.update({node: node.meta[UNIT] for node in units.forward if UNIT in node.meta})
+    return unit_of
 
 
 @dataclass(slots=True, kw_only=True)
 class _Cut:
-    """What the backward has of the forward."""
+    """The tensors of the forward that the backward gets."""
 
     saved: set[fx.Node]
     forward: set[fx.Node]
     remade: set[fx.Node]
-    """What is made of frozen weights."""
+    """Values that depend on frozen weights alone, which the backward computes again."""
     unit_of: Mapping[fx.Node, int]
 
     def has(self, node: fx.Node, reader: fx.Node) -> bool:
-        """True when ``reader`` has ``node`` at hand; saves it if it must not compute it."""
+        """True if ``reader`` need not compute ``node``; saves it if the backward must not do so."""
         base = base_of(node)
         if base.op == "placeholder":
             self.saved.add(base)

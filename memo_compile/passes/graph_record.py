@@ -1,12 +1,12 @@
-"""A graph of fake tensors as plain data, and that data as a graph again.
+"""Writes a graph of fake tensors as plain data, and makes the graph from that data.
 
     add = aten.add.Tensor(mul, 2)      <->      {"name": "add", "op": "call_function",
     meta["val"]: f32[4, 8]                       "target": "aten.add.Tensor", "args": ["tuple",
                                                  [["node", "mul"], 2]], "value": ["tensor", ...]}
 
-What is written is exactly what is read: a graph that holds anything else (a tensor of its own, a
-graph, a symbol, a custom operator, a note that is no plain value) is refused. Reading runs nothing
-but torch's own rules for views, and believes no size that these do not confirm.
+Nothing of a graph is lost: one that holds anything else (a tensor of its own, a graph, a symbol, a
+custom operator, a note that is no plain value) is refused. Reading runs nothing but torch's own
+rules for views, and refuses sizes of views that these do not confirm.
 """
 
 import dataclasses
@@ -38,29 +38,29 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "region call": region_call,
     "take": take,
 }
-"""What a node may call beside torch's own operators."""
+"""Functions that a node may call beside torch's own operators."""
 
 _NAMESPACES = ("aten", "prims")
-"""Operators of others may change their meaning, and keep their name."""
+"""Operators of other namespaces may change their meaning without changing their name."""
 
 _ENUMS: dict[str, Any] = {
     "dtype": torch.dtype,
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
-"""Kinds of values that torch names: ``torch.float32``."""
+"""Kinds of arguments that are written by their name in torch: ``torch.float32``."""
 
-_NOT_READ = frozenset(
+_NOT_WRITTEN = frozenset(
     (
         "val tensor_meta stack_trace nn_module_stack fwd_nn_module_stack source_fn_stack seq_nr "
         "fwd_source_fn_stack original_aten from_node desc eager_input_vals output_stack_traces "
         "torch_fn annotation example_value dynamo_flat_name_to_original_fqn"
     ).split()
 )
-"""Of a node's notes, where it comes from; ``val`` is written by itself."""
+"""Keys of ``node.meta`` that nothing reads after the cut; ``val`` is written by itself."""
 
 _RECOMPUTE, _SOURCE, _MODULES = "recompute", "stack_trace", "nn_module_stack"
-"""Notes that are written in another form: a policy's name, one line, one path."""
+"""Keys of ``node.meta`` that are written as a policy's name, one line, one path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +75,16 @@ class NodeRecord:
     value: Any = None
     """``meta["val"]``; None: the node has none."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """What else is noted of it and is read after the cut."""
+    """The rest of its ``meta``, as far as it is read after the cut."""
 
     def alone(self) -> "NodeRecord":
-        """The same without what it reads."""
+        """Returns the record without the node's arguments."""
         return replace(self, args=["tuple", []], kwargs=["mapping", {}])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionGraphRecord:
-    """A ``RegionGraph``."""
+    """A ``RegionGraph`` as plain data."""
 
     name: str
     nodes: tuple[NodeRecord, ...]
@@ -98,7 +98,7 @@ class RegionGraphRecord:
 
 
 def region_record(region: RegionGraph) -> RegionGraphRecord:
-    """``region`` as data. Raises UnsupportedGraph: it holds what is not written."""
+    """Returns ``region`` as data. Raises UnsupportedGraph: it holds what cannot be written."""
     fields = fields_like(region, RegionGraphRecord)
     fields |= {
         "device": str(region.device),
@@ -108,7 +108,7 @@ def region_record(region: RegionGraph) -> RegionGraphRecord:
 
 
 def region_of_record(record: RegionGraphRecord, fakes: StaticFakes) -> RegionGraph:
-    """The region. Raises InputError: the record is of no region."""
+    """Returns the region of ``record``. Raises InputError: it is no record of a region."""
     fields = fields_like(record, RegionGraph)
     fields |= {"device": _named("device", record.device)}
     fields |= {"external_outputs": frozenset(record.external_outputs)}
@@ -116,18 +116,18 @@ def region_of_record(record: RegionGraphRecord, fakes: StaticFakes) -> RegionGra
 
 
 def fields_like(value: Any, kind: Any) -> dict[str, Any]:
-    """The fields of ``value`` that dataclass ``kind`` has too."""
+    """Returns the fields of ``value`` that the dataclass ``kind`` has too."""
     names = (field.name for field in dataclasses.fields(kind))
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def graph_record(gm: fx.GraphModule) -> tuple[NodeRecord, ...]:
-    """``gm`` as data, in order. Raises UnsupportedGraph: it holds what is not written."""
+    """Returns ``gm`` as data. Raises UnsupportedGraph: it holds what cannot be written."""
     return tuple(map(node_record, gm.graph.nodes))
 
 
 def node_record(node: fx.Node) -> NodeRecord:
-    """``node`` by itself. Raises UnsupportedGraph: it holds what is not written."""
+    """Returns the record of ``node``. Raises UnsupportedGraph: it holds what cannot be written."""
     return NodeRecord(
         name=node.name,
         op=node.op,
@@ -144,47 +144,49 @@ def _target(node: fx.Node) -> str:
         return str(node.target)
     if node.op != "call_function":
         raise UnsupportedGraph(f"{node.name} is a {node.op}")
-    found = next((name for name, function in _FUNCTIONS.items() if function is node.target), None)
-    if found is not None:
-        return found
+    function_name = next(
+        (name for name, function in _FUNCTIONS.items() if function is node.target), None
+    )
+    if function_name is not None:
+        return function_name
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _NAMESPACES:
         return str(node.target)
     raise UnsupportedGraph(f"{node.name} calls {node.target}")
 
 
 def _notes(node: fx.Node) -> dict[str, Any]:
-    """All notes but those that nothing reads, in the form in which they are written."""
-    found: dict[str, Any] = {}
+    """Returns the node's ``meta``, in the form in which it is written, without ``_NOT_WRITTEN``."""
+    notes: dict[str, Any] = {}
     for key, note in node.meta.items():
         if key in (_SOURCE, _MODULES):
             continue
         if key == _RECOMPUTE:
-            found[key] = note.name
-        elif key not in _NOT_READ:
+            notes[key] = note.name
+        elif key not in _NOT_WRITTEN:
             if not isinstance(note, bool | int | float | str | None):
                 raise UnsupportedGraph(f"{node.name} notes {key}: {type(note).__name__}")
-            found[str(key)] = note
+            notes[str(key)] = note
     if (line := source_line(node)) is not None:
-        found[_SOURCE] = line
+        notes[_SOURCE] = line
     if path := module_path(node):
-        found[_MODULES] = path
-    return found
+        notes[_MODULES] = path
+    return notes
 
 
-def _notes_again(notes: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(notes)
-    if _RECOMPUTE in found:
-        found[_RECOMPUTE] = CheckpointPolicy[found[_RECOMPUTE]]
-    if _SOURCE in found:
-        file, _, line = found[_SOURCE].rpartition(":")
-        found[_SOURCE] = f'File "{file}", line {line}'
-    if _MODULES in found:
-        found[_MODULES] = {"": (found[_MODULES], "")}
-    return found
+def _meta_of_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
+    meta = dict(notes)
+    if _RECOMPUTE in meta:
+        meta[_RECOMPUTE] = CheckpointPolicy[meta[_RECOMPUTE]]
+    if _SOURCE in meta:
+        file, _, line = meta[_SOURCE].rpartition(":")
+        meta[_SOURCE] = f'File "{file}", line {line}'
+    if _MODULES in meta:
+        meta[_MODULES] = {"": (meta[_MODULES], "")}
+    return meta
 
 
 def _written(value: Any) -> Any:
-    """An argument as JSON: plain values as they are, all else as a list with its kind first."""
+    """Returns an argument as JSON: plain values as they are, all else as ``[kind, content]``."""
     if value is None or type(value) in (bool, int, float):
         return value
     if isinstance(value, fx.Node):
@@ -200,14 +202,14 @@ def _written(value: Any) -> Any:
         return ["slice", [_written(part) for part in (value.start, value.stop, value.step)]]
     if isinstance(value, torch.device):
         return ["device", str(value)]
-    for kind, of in _ENUMS.items():
-        if isinstance(value, of):
+    for kind, enum_type in _ENUMS.items():
+        if isinstance(value, enum_type):
             return [kind, str(value).removeprefix("torch.")]
     raise UnsupportedGraph(f"an argument is a {type(value).__name__}")
 
 
 def _value_written(value: Any) -> Any:
-    """What a node's value is, as JSON."""
+    """Returns a node's ``meta["val"]`` as JSON."""
     if value is None or type(value) in (bool, int, float):
         return ["constant", value]
     if isinstance(value, list | tuple):
@@ -224,16 +226,16 @@ def _value_written(value: Any) -> Any:
 
 
 def graph_of_record(nodes: tuple[NodeRecord, ...], fakes: StaticFakes) -> fx.GraphModule:
-    """The graph of which ``nodes`` are the records, its values in the mode of ``fakes``.
+    """Returns the graph of these records, its values in the mode of ``fakes``.
 
-    Raises InputError: it is no such graph, or torch's rules give a view another layout.
+    Raises InputError: they are no graph, or torch's rules give a view another layout.
     """
     graph = fx.Graph()
-    made: dict[str, fx.Node] = {}
+    by_name: dict[str, fx.Node] = {}
     for record in nodes:
-        if record.name in made:
+        if record.name in by_name:
             raise InputError(f"two nodes are called {record.name}")
-        made[record.name] = node = add_node(graph, record, made, fakes)
+        by_name[record.name] = node = add_node(graph, record, by_name, fakes)
         if "val" in node.meta:
             node.meta["val"] = _derived(node, fakes)
     if not nodes or nodes[-1].op != "output":
@@ -242,13 +244,13 @@ def graph_of_record(nodes: tuple[NodeRecord, ...], fakes: StaticFakes) -> fx.Gra
 
 
 def add_node(
-    graph: fx.Graph, record: NodeRecord, before: Mapping[str, fx.Node], fakes: StaticFakes
+    graph: fx.Graph, record: NodeRecord, by_name: Mapping[str, fx.Node], fakes: StaticFakes
 ) -> fx.Node:
-    """The node of ``record`` at the end of ``graph``, its value as that says.
+    """Adds the node of ``record`` to the end of ``graph``, with the recorded value.
 
-    Raises InputError: it is not of this graph.
+    ``by_name`` are the nodes before it. Raises InputError: the record does not fit into this graph.
     """
-    args, kwargs = _read(record.args, before), _read(record.kwargs, before)
+    args, kwargs = _read(record.args, by_name), _read(record.kwargs, by_name)
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
         raise InputError(f"{record.name} has no arguments")
     target: Any = record.target
@@ -256,22 +258,22 @@ def add_node(
         target = _function(record.target)
     elif record.op not in ("placeholder", "output"):
         raise InputError(f"{record.name} is a {record.op}")
-    made = graph.create_node(record.op, target, args, kwargs, record.name)
-    made.name = record.name
-    made.meta = _notes_again(record.notes)
+    node = graph.create_node(record.op, target, args, kwargs, record.name)
+    node.name = record.name
+    node.meta = _meta_of_notes(record.notes)
     if record.value is not None:
-        made.meta["val"] = _value_read(record.value, fakes)
-    return made
+        node.meta["val"] = _value_read(record.value, fakes)
+    return node
 
 
 def _derived(node: fx.Node, fakes: StaticFakes) -> Any:
-    """The value of ``node``; of what looks at another value, as torch derives it from that."""
+    """Returns the value of ``node``; of a view or an item what torch derives from its source."""
     value = node.meta["val"]
     if node.target is operator.getitem:
         source, at = node.args
         derived = source.meta["val"][at]  # type: ignore[union-attr]
     elif is_view(node):
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda of: of.meta["val"])
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         assert isinstance(node.target, torch._ops.OpOverload), "views are torch's operators"
         derived = fakes.derived(node.target, args, kwargs)
     else:
@@ -284,18 +286,18 @@ def _derived(node: fx.Node, fakes: StaticFakes) -> Any:
 def _function(text: str) -> Any:
     if text in _FUNCTIONS:
         return _FUNCTIONS[text]
-    namespace, _, rest = text.partition(".")
-    name, _, overload = rest.partition(".")
+    namespace, _, qualified_name = text.partition(".")
+    name, _, overload = qualified_name.partition(".")
     if namespace in _NAMESPACES and name.isidentifier() and overload.isidentifier():
         packet = getattr(getattr(torch.ops, namespace), name, None)
-        found = getattr(packet, overload, None)
-        if isinstance(found, torch._ops.OpOverload):
-            return found
+        target = getattr(packet, overload, None)
+        if isinstance(target, torch._ops.OpOverload):
+            return target
     raise InputError(f"{text} is no operator of torch")
 
 
 def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
-    """An argument, from what ``_written`` made of it."""
+    """Returns an argument from its JSON (``_written``)."""
     if value is None or type(value) in (bool, int, float):
         return value
     match value:
@@ -317,16 +319,16 @@ def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
 
 
 def _named(kind: str, name: str) -> Any:
-    """What torch calls ``name``: a type of numbers, a device."""
+    """Returns torch's value called ``name``: a dtype, a layout, a memory format, a device."""
     if kind == "device":
         try:
             return torch.device(name)
         except RuntimeError as error:
             raise InputError(f"{name} is no device") from error
-    found = getattr(torch, name, None)
-    if kind not in _ENUMS or not isinstance(found, _ENUMS[kind]):
+    value = getattr(torch, name, None)
+    if kind not in _ENUMS or not isinstance(value, _ENUMS[kind]):
         raise InputError(f"{name} is no {kind} of torch")
-    return found
+    return value
 
 
 def _value_read(value: Any, fakes: StaticFakes) -> Any:
@@ -340,6 +342,6 @@ def _value_read(value: Any, fakes: StaticFakes) -> Any:
         case ["tensor", str() as dtype, str() as device, list() as size, list() as stride, start]:
             numbers = [*size, *stride, start]
             if len(size) == len(stride) and all(type(n) is int and n >= 0 for n in numbers):
-                of, on = _named("dtype", dtype), _named("device", device)
-                return fakes.made(size, stride, start, dtype=of, device=on)
+                kind, place = _named("dtype", dtype), _named("device", device)
+                return fakes.made(size, stride, start, dtype=kind, device=place)
     raise InputError(f"{value!r:.60} is no value")

@@ -1,4 +1,4 @@
-"""Computes once, in the forward, what jumps where a last digit differs, and keeps it."""
+"""Runs operators that jump once, in the forward, and saves their results."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from memo_compile.analysis.views import is_item, makers_of
 from memo_compile.passes.cse import hoist_behind_inputs
 
 _DECIDED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
-"""Tags of nodes for which the model's checkpoint(), or another pass, has decided."""
+"""Tags of nodes for which the model's checkpoint(), or another pass, has decided already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepJumps:
-    """No operator that jumps (``analysis.jumps``) runs twice: all of a step reads one result of it.
+    """Lets no operator that jumps (``analysis.jumps``) run twice: the step reads one result of it.
 
     Rewrite (in brackets the half that runs it):
         h = mm(x, a)        [forward, saved]       h    = mm(x, a)        [forward]
@@ -29,11 +29,11 @@ class KeepJumps:
         mask = eq(h, m)     [backward]             loss of m              [forward]
         dh = where(mask, ..) [backward]            dh = where(mask, ..)   [backward]
 
-    The result of the jump is kept: an index, or a boolean, for an entry. It may be copied to the
-    host. The forward and the backward then read the same mask, even if the backward makes ``h``
-    again by other kernels, of a part of its rows say. A comparison of the backward's moves to the
-    forward, right behind what it reads. What the model's selective checkpoint() says must be
-    recomputed is recomputed.
+    The result of the jump is saved: an index, or a boolean, for each entry. It may be copied to the
+    host. The forward and the backward then read the same mask, even if the backward recomputes
+    ``h`` by other kernels, for instance on a part of its rows. A comparison of the backward moves
+    to the forward, directly behind its inputs. An operator that the model's selective checkpoint()
+    tags as recomputed is recomputed.
     """
 
     weights: frozenset[int]
@@ -54,15 +54,15 @@ class KeepJumps:
 
 
 def _moved_to_forward(gm: fx.GraphModule, jumping: Iterable[fx.Node]) -> list[fx.Node]:
-    """Move the ``jumping`` operators that only the backward runs to the forward, with their makers.
+    """Moves ``jumping`` operators that only the backward runs to the forward, with their makers.
 
-    Returns all of ``jumping`` that is the forward's by then. A jump stays in the backward where it
-    would take a product or a sum of the program's own backward along: it runs once as it is.
+    Returns all of ``jumping`` that are in the forward then. A jump stays in the backward, where it
+    runs once, if a product or a sum of the program's own backward had to move along.
     """
     forward, moved, in_forward = set(forward_nodes(gm)), set[fx.Node](), []
     for node in jumping:
         makers = makers_of([node], lambda maker: maker not in forward) - forward
-        makers = {each for each in makers if each.op == "call_function" and not is_constant(each)}
+        makers = {node for node in makers if node.op == "call_function" and not is_constant(node)}
         if all(map(is_entrywise, makers)):
             in_forward.append(node)
             moved |= makers

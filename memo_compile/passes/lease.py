@@ -1,4 +1,4 @@
-"""Takes saved activations out of autograd's hands: they stay in the frame, a handle travels."""
+"""Keeps saved activations in memo's frame of the arena: autograd saves a handle in their place."""
 
 import itertools
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ HANDLE = "memo_handle"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSaved:
-    """A forward returns one handle in place of the activations that it saves.
+    """Returns one handle from the forward in place of the activations that it saves.
 
     Rewrite, with ``num_fwd_outputs`` = 1:
         return loss, primal, mul, mm    ->    h = lease(mul, mm)
                                               return loss, primal, h
 
-    Inputs and whatever shares storage with a user's output travel as before: the user may write
-    into those, and only autograd's version counters notice. The handle is saved like them, through
-    saved-tensor hooks: what drops or packs a saved tensor does so with the handle.
+    Autograd still saves inputs, and values that share storage with a user's output: the user may
+    write into those, and only autograd's version counters notice. It saves the handle like them,
+    through saved-tensor hooks: a hook that drops or packs saved tensors does so with the handle.
     """
 
     num_fwd_outputs: int
-    """How many outputs are the user's; what follows is saved for the backward."""
+    """How many outputs are the user's; those behind them are saved for the backward."""
     handle_value: torch.Tensor
     """The handle as a fake tensor."""
     name: ClassVar[str] = "lease-saved"
@@ -39,9 +39,9 @@ class LeaseSaved:
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
         output, results = gm.graph.output_node(), results_of(gm.graph)
-        users: list[Any] = list(results[: self.num_fwd_outputs])
+        user_results: list[Any] = list(results[: self.num_fwd_outputs])
         saved: list[Any] = list(results[self.num_fwd_outputs :])
-        visible = {storage_of(node) for node in users if isinstance(node, fx.Node)}
+        visible = {storage_of(node) for node in user_results if isinstance(node, fx.Node)}
         leased = [
             node
             for node in saved
@@ -50,27 +50,27 @@ class LeaseSaved:
         with gm.graph.inserting_before(output):
             handle = gm.graph.call_function(ops.lease, tuple(leased))
         handle.meta["val"] = self.handle_value
-        kept = [node for node in saved if node not in set(leased)]
-        tensors = [node for node in kept if _is_checked(node)]
-        others = [node for node in kept if not _is_checked(node)]
-        _set_outputs(output, [*users, *tensors, handle, *others])
+        saved_by_autograd = [node for node in saved if node not in set(leased)]
+        checked = [node for node in saved_by_autograd if _is_checked(node)]
+        unchecked = [node for node in saved_by_autograd if not _is_checked(node)]
+        _set_outputs(output, [*user_results, *checked, handle, *unchecked])
         return PassResult(gm, True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchLeased:
-    """A backward takes the handle and fetches by it what its forward has leased.
+    """Lets the backward take the handle, and fetch by it what its forward has leased.
 
     Rewrite, with ``leased`` = ("mul", "mm"):
         (primal, mul, mm, tangent)    ->    (primal, h, tangent)
                                             mul = fetch(h, 0)
                                             mm  = fetch(h, 1)
 
-    What the backward does not read is not fetched.
+    Values that the backward does not read are not fetched.
     """
 
     leased: tuple[str, ...]
-    """The names of the values in the frame, in order: both halves know them by these."""
+    """The names of the values in the frame, in order; both halves use the same names."""
     handle_value: torch.Tensor
     """The handle as a fake tensor."""
     name: ClassVar[str] = "fetch-leased"
@@ -80,8 +80,8 @@ class FetchLeased:
         """Rewrite in place."""
         graph = gm.graph
         placeholders = graph.find_nodes(op="placeholder")
-        source = _handle_behind_saved(graph, placeholders)
-        source.meta["val"] = self.handle_value
+        handle = _handle_behind_saved(graph, placeholders)
+        handle.meta["val"] = self.handle_value
         first = next(node for node in graph.nodes if node.op != "placeholder")
         by_name = {node.name: node for node in placeholders}
         for index, name in enumerate(self.leased):
@@ -89,7 +89,7 @@ class FetchLeased:
             if old is None:
                 continue
             with graph.inserting_before(first):
-                new = graph.call_function(ops.fetch, (source, index))
+                new = graph.call_function(ops.fetch, (handle, index))
             new.meta.update(old.meta)
             old.replace_all_uses_with(new)
             graph.erase_node(old)
@@ -98,13 +98,13 @@ class FetchLeased:
 
 
 def leased_names(forward: fx.GraphModule) -> tuple[str, ...]:
-    """What a forward behind ``LeaseSaved`` leaves in the frame, in order."""
+    """Returns the names of the values that a forward has leased (``LeaseSaved``), in order."""
     (lease,) = forward.graph.find_nodes(op="call_function", target=ops.lease)
     return tuple(node.name for node in lease.args if isinstance(node, fx.Node))
 
 
 def is_given(node: fx.Node) -> bool:
-    """True for what a half of the step has before its first operator runs."""
+    """True for a node that a half has before its first operator runs: input, constant, fetch."""
     return node.op in ("placeholder", "get_attr") or node.target is ops.fetch
 
 
@@ -116,15 +116,15 @@ def _is_checked(node: object) -> bool:
 def _set_outputs(output: fx.Node, values: list[Any]) -> None:
     before = list(pytree.arg_tree_leaves(*output.args))
     for key in ("desc", "output_stack_traces"):
-        found = output.meta.get(key)
-        if isinstance(found, list) and len(found) == len(before):
-            known = {id(node): item for node, item in zip(before, found, strict=True)}
-            output.meta[key] = [known.get(id(node), found[-1]) for node in values]
+        notes = output.meta.get(key)
+        if isinstance(notes, list) and len(notes) == len(before):
+            note_of = {id(node): item for node, item in zip(before, notes, strict=True)}
+            output.meta[key] = [note_of.get(id(node), notes[-1]) for node in values]
     output.args = (tuple(values),)
 
 
 def _handle_behind_saved(graph: fx.Graph, placeholders: list[fx.Node]) -> fx.Node:
-    """A new placeholder for the handle, behind the saved tensors that autograd checks."""
+    """Adds a placeholder for the handle, behind the saved tensors that autograd checks."""
     saved = itertools.takewhile(lambda node: not is_tangent(node), placeholders)
     checked = [node for node in saved if _is_checked(node)]
     first = next(iter(graph.nodes))

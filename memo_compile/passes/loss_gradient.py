@@ -1,8 +1,8 @@
-"""Makes the gradient of a loss head in the forward, where its logits are, and scales it later.
+"""Computes the gradient of a loss head in the forward, where its logits are, and scales it later.
 
-A backward is linear in the gradient that comes in. For one scalar loss that gradient is a number,
-which is not known in the forward but may be multiplied in at the end. So the logits are made once,
-are not kept between the halves, and in tiles never exist as a whole (Liger-Kernel, ALST).
+A backward is linear in the incoming gradient. For one scalar loss that gradient is a number, which
+is not known in the forward but may be multiplied in at the end. So the logits are computed once,
+are not saved, and in tiles never exist as a whole (Liger-Kernel, ALST).
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -25,10 +25,10 @@ from memo_compile.analysis.structure import GRADIENT, op_name
 from memo_compile.analysis.views import base_of, bytes_of, is_tensor, is_view, viewed
 
 MIN_BYTES = 2**20
-"""The pass changes nothing if the widest value has fewer bytes: there is nothing to gain."""
+"""The pass changes nothing if the widest value has fewer bytes, because it would gain nothing."""
 
 _IN_FIRST = frozenset("neg sum mean convert_element_type _to_copy clone".split())
-"""Operators that are linear in their first argument, and have no other tensor."""
+"""Operators that are linear in their first argument, and have no other tensor argument."""
 
 _aten = torch.ops.aten
 _to_dtype = torch.ops.prims.convert_element_type.default
@@ -36,7 +36,7 @@ _to_dtype = torch.ops.prims.convert_element_type.default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientOfLoss:
-    """The head's backward, from the loss down to what is narrow again, is part of the forward.
+    """Moves the head's backward, from the loss to the first narrow gradients, to the forward.
 
     Rewrite, with one tangent t, a number (in brackets the half that runs it):
         p  = softmax(logits)  [forward]        p   = softmax(logits)  [forward]
@@ -46,8 +46,9 @@ class GradientOfLoss:
                                                dw  = mul(dw1, t)      [backward]
                                                dx  = mul(dx1, t)      [backward]
 
-    Only operators that are known to be linear move, none in float16 or less, whose small gradients
-    need t; and only where all that is saved is smaller than the widest value.
+    Only operators that are known to be linear move, and none in float16 or float8, whose small
+    gradients need t. The pass changes nothing if the saved gradients are larger than the widest
+    value.
     """
 
     name: ClassVar[str] = "loss-gradient"
@@ -70,26 +71,26 @@ class GradientOfLoss:
 
 
 def _head(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
-    """What moves, in order: the wide values of the last unit, what makes them, what reads them."""
+    """Returns the nodes to move in order: wide values of the last unit, makers and readers."""
     linear = _linear(gm, tangent)
     widest = max(map(bytes_of, linear), default=0)
     wide = {node for node in linear if 2 * bytes_of(node) >= widest}
     if widest < MIN_BYTES or any(map(_is_coarse, linear)):
         return {}
-    found = set(wide)
+    head = set(wide)
     for node in wide:
-        found.update(node.users)
+        head.update(node.users)
     for node in reversed(linear):
-        if node in found:
-            found.update(source for source in node.all_input_nodes if source in linear)
-    return {node: None for node in linear if node in found} if found <= linear.keys() else {}
+        if node in head:
+            head.update(source for source in node.all_input_nodes if source in linear)
+    return {node: None for node in linear if node in head} if head <= linear.keys() else {}
 
 
 def _linear(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
-    """Nodes of the last unit's backward that are known to be linear in ``tangent``, in order."""
+    """Returns the nodes of the last unit's backward known to be linear in ``tangent``, in order."""
     units = tag_units(gm)
     dependent = tangent_dependents(gm.graph)
-    found: dict[fx.Node, None] = {}
+    linear: dict[fx.Node, None] = {}
     for node in gm.graph.nodes:
         if (
             node in dependent
@@ -99,33 +100,33 @@ def _linear(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
             and node.meta["val"].is_floating_point()
             and is_pure(node)
             and all(
-                source in found or source is tangent
+                source in linear or source is tangent
                 for source in node.all_input_nodes
                 if source in dependent
             )
             and _is_linear(node, dependent)
         ):
-            found[node] = None
-    return found
+            linear[node] = None
+    return linear
 
 
 def _is_linear(node: fx.Node, dependent: Container[object]) -> bool:
-    """True where ``node`` of c times the ``dependent`` arguments is c times ``node``, surely."""
-    first, *others = (argument in dependent for argument in (*node.args, *node.kwargs.values()))
-    name, num = op_name(node), sum((first, *others))
+    """True if it is known that c times the ``dependent`` arguments give c times the result."""
+    flags = [argument in dependent for argument in (*node.args, *node.kwargs.values())]
+    name, first, num_dependent = op_name(node), flags[0], sum(flags)
     if is_view(node) or name in _IN_FIRST:
-        return first and num == 1
+        return first and num_dependent == 1
     if name in ("mul", "mm", "bmm"):
-        return num == 1
+        return num_dependent == 1
     if name in ("add", "sub"):
-        return num == 2
+        return num_dependent == 2
     if name == "div":
-        return first and num == 1 and "rounding_mode" not in node.kwargs
+        return first and num_dependent == 1 and "rounding_mode" not in node.kwargs
     if name == "where" and not first:
         branches = node.args[1:]
         return all(branch in dependent or _is_zero(branch) for branch in branches)
     if name == "constant_pad_nd":
-        return first and num == 1 and all(map(_is_zero, node.args[2:]))
+        return first and num_dependent == 1 and all(map(_is_zero, node.args[2:]))
     return False
 
 
@@ -156,30 +157,32 @@ def _move(
 
 
 def _scaled(node: fx.Node, tangent: fx.Node, scaled: dict[fx.Node, fx.Node]) -> fx.Node:
-    """``tangent`` times ``node``, of its dtype; of a view it is the same view."""
+    """Returns ``tangent`` times ``node``, of its dtype; for a view the same view of its source."""
     if node in scaled:
         return scaled[node]
     backward = {**node.meta, "partitioner_tag": "is_backward"}
     if is_view(node):
         source = _scaled(viewed(node), tangent, scaled)
         with node.graph.inserting_after(node):
-            made = node.graph.node_copy(node, lambda _: source)
-        made.meta = backward
+            product = node.graph.node_copy(node, lambda _: source)
+        product.meta = backward
     else:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         with node.graph.inserting_after(node):
-            made = node.graph.call_function(_aten.mul.Tensor, (node, tangent))
-        made.meta = {**backward, "val": node.meta["val"] * tangent.meta["val"]}
-        if made.meta["val"].dtype != node.meta["val"].dtype:  # of two numbers the wider type counts
-            with node.graph.inserting_after(made):
-                made = node.graph.call_function(_to_dtype, (made, node.meta["val"].dtype))
-            made.meta = backward
-    scaled[node] = made
-    return made
+            product = node.graph.call_function(_aten.mul.Tensor, (node, tangent))
+        product.meta = {**backward, "val": node.meta["val"] * tangent.meta["val"]}
+        if (
+            product.meta["val"].dtype != node.meta["val"].dtype
+        ):  # of two numbers the wider type counts
+            with node.graph.inserting_after(product):
+                product = node.graph.call_function(_to_dtype, (product, node.meta["val"].dtype))
+            product.meta = backward
+    scaled[node] = product
+    return product
 
 
 def _is_coarse(node: fx.Node) -> bool:
-    """True for float16 and float8: what float32 and bfloat16 hold may be zero in it."""
+    """True for float16 and float8, in which small numbers of float32 and bfloat16 are zero."""
     return torch.finfo(node.meta["val"].dtype).tiny > torch.finfo(torch.float32).tiny
 
 

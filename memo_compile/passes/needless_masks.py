@@ -1,7 +1,7 @@
-"""Leaves out attention masks that say no more than ``is_causal`` does, as a pass.
+"""Removes attention masks that allow all, or what ``is_causal`` allows.
 
-transformers makes a mask of positions for each step that is compiled, for which torch takes a
-slower kernel, and a bias of the scores' size. Without a mask eager attention runs causal.
+transformers makes a mask of positions for each step that is compiled. With a mask torch takes a
+slower kernel, and makes a bias of the scores' size.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,9 +15,10 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.nn import functional
 
 from memo_compile.analysis.position_masks import Allowed, allowed_by
+from memo_compile.analysis.views import makers_of
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-"""Of ``scaled_dot_product_attention``, those that may be given by position."""
+"""Arguments of ``scaled_dot_product_attention`` that may be given by position."""
 _IN_PLACE = frozenset(
     "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor "
     "setitem delitem".split()
@@ -32,14 +33,14 @@ _READING = frozenset(
     "select sin squeeze stack sub sum take transpose tril triu unsqueeze where zeros "
     "zeros_like".split()
 )
-"""Functions of ``torch`` that read what they are given; others are not looked at."""
+"""Functions of ``torch`` known to only read their arguments."""
 STANDS_FOR = "memo_stands_for"
-"""Attribute of a function that memo puts in the place of another: that one."""
+"""Attribute of a function that memo puts in place of another function: the other function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeedlessMasks:
-    """A Dynamo graph whose attention reads no masks that are not needed.
+    """Removes needless masks from the calls of attention in a Dynamo graph.
 
     Rewrite, with ``allowed`` = {"y": Allowed.CAUSAL}:
         i = arange(T)
@@ -49,7 +50,7 @@ class NeedlessMasks:
     """
 
     allowed: Mapping[str, Allowed]
-    """Name of a node that is attention -> what its mask says, as ``needless_masks`` finds."""
+    """Name of a call of attention -> what its mask allows, as ``needless_masks`` returns."""
     name: ClassVar[str] = "needless-masks"
     is_required: ClassVar[bool] = False
 
@@ -59,116 +60,110 @@ class NeedlessMasks:
             allowed = self.allowed.get(node.name)
             if allowed is None:
                 continue
-            given = _given(node)
-            mask = given.pop("attn_mask")
-            given["is_causal"] = allowed is Allowed.CAUSAL
-            node.args = tuple(given.pop(name) for name in _ARGUMENTS[:3])
-            node.kwargs = given
-            _erase_unread(gm.graph, _makers(mask))
+            arguments = _arguments(node)
+            mask = arguments.pop("attn_mask")
+            arguments["is_causal"] = allowed is Allowed.CAUSAL
+            node.args = tuple(arguments.pop(name) for name in _ARGUMENTS[:3])
+            node.kwargs = arguments
+            _erase_unread(gm.graph, makers_of([mask]))
         return PassResult(gm, bool(self.allowed))
 
 
 def needless_masks(gm: fx.GraphModule) -> dict[str, Allowed]:
-    """What the masks say that are made of positions alone, by the names of what reads them.
+    """Returns what masks that depend on positions alone allow, by the names of attention's calls.
 
     ``gm`` is a Dynamo graph without symbols.
     """
-    found: dict[str, Allowed] = {}
-    known: dict[fx.Node, Allowed | None] = {}
+    allowed_of: dict[str, Allowed] = {}
+    cache: dict[fx.Node, Allowed | None] = {}
     for node in _attentions(gm.graph):
-        given = _given(node)
-        mask = given["attn_mask"]
-        if not _fits(mask, given["query"], given["key"]):
+        arguments = _arguments(node)
+        mask = arguments["attn_mask"]
+        if not _fits(mask, arguments["query"], arguments["key"]):
             continue
-        if mask not in known:
-            known[mask] = _allowed(gm, mask)
-        if (allowed := known[mask]) is not None:
-            found[node.name] = allowed
-    return found
+        if mask not in cache:
+            cache[mask] = _allowed(gm, mask)
+        if (allowed := cache[mask]) is not None:
+            allowed_of[node.name] = allowed
+    return allowed_of
 
 
 def _attentions(graph: fx.Graph) -> list[fx.Node]:
-    """Calls of attention with a boolean mask."""
-    return [node for node in graph.nodes if _is_attention(node) and _has_mask(_given(node))]
+    """Returns the calls of attention with a boolean mask."""
+    return [node for node in graph.nodes if _is_attention(node) and _has_mask(_arguments(node))]
 
 
 def _is_attention(node: fx.Node) -> bool:
-    """True for torch's attention, and for what stands for it where a step is planned elsewhere."""
+    """True for torch's attention, and for a function of memo that stands for it."""
     target = getattr(node.target, STANDS_FOR, node.target)
     return node.op == "call_function" and target is functional.scaled_dot_product_attention
 
 
-def _given(node: fx.Node) -> dict[str, Any]:
+def _arguments(node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
 
 
-def _has_mask(given: Mapping[str, Any]) -> bool:
-    mask = given.get("attn_mask")
+def _has_mask(arguments: Mapping[str, Any]) -> bool:
+    mask = arguments.get("attn_mask")
     value = mask.meta.get("example_value") if isinstance(mask, fx.Node) else None
     return (
         isinstance(value, torch.Tensor)
         and value.dtype is torch.bool
-        and given.get("is_causal", False) is False
-        and all(name in given for name in _ARGUMENTS[:3])
+        and arguments.get("is_causal", False) is False
+        and all(name in arguments for name in _ARGUMENTS[:3])
     )
 
 
 def _fits(mask: fx.Node, query: Any, key: Any) -> bool:
-    """False where the mask may be larger than the scores: torch widens the result, or refuses."""
-    made = [read for read in (mask, query, key) if isinstance(read, fx.Node)]
-    shapes = [read.meta["example_value"].shape for read in made if "example_value" in read.meta]
+    """False if the mask may be larger than the scores: torch widens the result, or refuses."""
+    nodes = [node for node in (mask, query, key) if isinstance(node, fx.Node)]
+    shapes = [node.meta["example_value"].shape for node in nodes if "example_value" in node.meta]
     if len(shapes) < 3:
         return False
-    of_mask, of_query, of_key = shapes
-    scores = (*of_query[:-1], of_key[-2])
-    pairs = zip(reversed(of_mask), reversed(scores), strict=False)
-    return len(of_mask) <= len(scores) and all(mine in (1, size) for mine, size in pairs)
+    mask_shape, query_shape, key_shape = shapes
+    scores = (*query_shape[:-1], key_shape[-2])
+    pairs = zip(reversed(mask_shape), reversed(scores), strict=False)
+    return len(mask_shape) <= len(scores) and all(length in (1, size) for length, size in pairs)
 
 
 def _allowed(gm: fx.GraphModule, mask: fx.Node) -> Allowed | None:
-    makers = _makers(mask)
+    """Returns what ``mask`` allows; None: it depends on more than positions, or is something else.
+
+    The nodes that make it are traced alone, to operators of ATen.
+    """
+    makers = makers_of([mask])
     if any(node.op not in ("call_function", "call_method") for node in makers):
         return None
     if _may_be_written(gm.graph, makers):
         return None
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in gm.graph.nodes:
         if node in makers:
-            made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output(made[mask])
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[mask])
     try:
         with torch.no_grad():
             traced = make_fx(fx.GraphModule(gm, graph), tracing_mode="fake")()
-    except Exception:  # what torch cannot trace by itself is a mask like others
+    except Exception:  # torch cannot trace it alone: the mask stays
         return None
-    if any(_draws(node) for node in traced.graph.nodes):  # what is not drawn changes what follows
+    if any(map(_draws, traced.graph.nodes)):  # without the draw, later random numbers would differ
         return None
     traced.graph.eliminate_dead_code()
     return allowed_by(traced.graph)
 
 
 def _draws(node: fx.Node) -> bool:
-    """True where random numbers are drawn."""
+    """True for an operator that draws random numbers."""
     tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
     return torch.Tag.nondeterministic_seeded in tags
 
 
-def _makers(node: fx.Node) -> set[fx.Node]:
-    """``node`` and all that it is made of."""
-    found, left = {node}, [node]
-    while left:
-        new = set(left.pop().all_input_nodes) - found
-        found |= new
-        left += new
-    return found
-
-
 def _may_be_written(graph: fx.Graph, makers: Iterable[fx.Node]) -> bool:
-    """True where a node that reads the memory of ``makers`` is not known to leave it as it is."""
+    """True if a node that reads the memory of ``makers`` is not known to leave it unchanged."""
     memory = {_UNKNOWN_MEMORY, *map(_memory, makers)} - {None}
     return any(
         node.op not in ("output", "placeholder")
-        and any(_memory(read) in memory for read in node.all_input_nodes)
+        and any(_memory(source) in memory for source in node.all_input_nodes)
         and not _only_reads(node)
         for node in graph.nodes
     )
@@ -183,12 +178,12 @@ def _memory(node: fx.Node) -> int | None:
         return None
     try:
         return value.untyped_storage()._cdata
-    except NotImplementedError:  # of a tensor inside of vmap or grad
+    except NotImplementedError:  # a tensor inside of vmap or grad
         return _UNKNOWN_MEMORY
 
 
 def _only_reads(node: fx.Node) -> bool:
-    """True for a tensor's methods, Python's operators and functions that are known not to write."""
+    """True for methods of tensors, Python's operators and functions that are known not to write."""
     target = node.target
     if node.op == "call_method":
         name = str(target)
@@ -202,7 +197,7 @@ def _only_reads(node: fx.Node) -> bool:
 
 
 def _erase_unread(graph: fx.Graph, nodes: set[fx.Node]) -> None:
-    """Those of ``nodes`` that nothing reads any more."""
+    """Erases those of ``nodes`` that nothing reads any more."""
     for node in reversed(list(graph.nodes)):
         if node in nodes and not node.users and node.op != "placeholder":
             graph.erase_node(node)

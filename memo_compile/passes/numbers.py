@@ -1,4 +1,4 @@
-"""Puts numbers in place of the sizes that Dynamo hands over as symbols, as a pass."""
+"""Puts numbers in place of the sizes that Dynamo hands over as symbols."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutNumbers:
-    """A Dynamo graph for one shape: its inputs that are sizes, or wrapped floats, are numbers.
+    """Puts the numbers of one shape in place of a Dynamo graph's inputs that are sizes or floats.
 
     Rewrite, with ``numbers`` = {0: 7}:
         s77 = placeholder[L_x_size_0]    ->    x = placeholder[L_x]
@@ -37,7 +37,7 @@ class PutNumbers:
 
 
 def is_wrapped_float(node: fx.Node) -> bool:
-    """True for a scalar tensor that is only read as a float whose value Dynamo knows."""
+    """True for a scalar tensor that only ``item`` reads, as a float whose value Dynamo knows."""
     values = [user.meta.get("example_value") for user in node.users]
     return bool(values) and all(
         user.target == "item" and isinstance(value, torch.SymFloat) and value.node.has_hint()
@@ -46,8 +46,9 @@ def is_wrapped_float(node: fx.Node) -> bool:
 
 
 def put_instead(node: fx.Node, value: Any) -> None:
-    """Put ``value``, a number or another node, where ``node`` is read, and erase ``node``."""
+    """Puts ``value``, a number or another node, where ``node`` is read, and erases ``node``."""
     for user in list(node.users):
-        given = (user.args, user.kwargs)
-        user.args, user.kwargs = fx.node.map_arg(given, lambda arg: value if arg is node else arg)
+        user.args, user.kwargs = fx.node.map_arg(
+            (user.args, user.kwargs), lambda arg: value if arg is node else arg
+        )
     node.graph.erase_node(node)

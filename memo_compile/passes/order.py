@@ -56,9 +56,9 @@ wide regions into tiles, behind ``TokensApart``."""
 
 
 def selection(entries: Sequence[str]) -> PassSelection:
-    """What the option ``passes`` selects: ``-NAME`` skips a pass, ``..N`` ends after N of them.
+    """Returns the passes that the option ``passes`` selects: ``-NAME`` skips one, ``..N`` runs N.
 
-    ``..N`` finds the pass that makes a fault by halving: passes that are required run all the same
+    ``..N`` helps to find the pass that makes a fault by halving: required passes run all the same
     and are not counted. Raises ConfigError: an entry is neither, or the pass is unknown or
     required.
     """
@@ -75,8 +75,8 @@ def selection(entries: Sequence[str]) -> PassSelection:
         elif name == entry:
             raise ConfigError(f"passes: expected -NAME or ..N, got {entry!r}")
         elif name not in is_required:
-            known = f"; known passes: {', '.join(is_required)}"
-            hint = nearest(name, is_required, otherwise=known)
+            all_names = f"; known passes: {', '.join(is_required)}"
+            hint = nearest(name, is_required, otherwise=all_names)
             raise ConfigError(f"passes: unknown pass {name!r}{hint}")
         elif is_required[name]:
             raise ConfigError(required(name))

@@ -1,8 +1,8 @@
-"""Nothing is recomputed from an input that the forward overwrites; a backward gets its old value.
+"""Lets no backward recompute from an input that the forward overwrites, and saves its old value.
 
-A buffer that the forward reads and then updates (a running average, a step counter) is another one
-by the time of the backward. Torch's own min-cut saves the buffer itself, whose memory holds the new
-value then.
+A buffer that the forward reads and then updates (a running average, a step counter) has another
+value by the time of the backward. Torch's own min-cut saves the buffer itself, whose memory holds
+the new value then.
 """
 
 from dataclasses import dataclass, field
@@ -19,17 +19,17 @@ from memo_compile.analysis.views import is_view, results_of, storage_of, viewed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepOverwritten:
-    """Readers of overwritten inputs are tagged; the backward reads a copy of the old value.
+    """Tags the readers of overwritten inputs, and lets the backward read a copy of the old value.
 
-    Rewrite, ``buffer`` being written by the forward (tagged nodes are marked with !):
+    Rewrite; the forward writes into ``buffer`` (tagged nodes are marked with !):
         add   = add(mm, buffer)                  add   = add(mm, buffer)         !
         new   = mul(buffer, 0.9)                 old   = clone(buffer)           !
         grad  = mul(tangent, buffer)      ->     new   = mul(buffer, 0.9)        !
         copy_(buffer, new)                       grad  = mul(tangent, old)
                                                  copy_(buffer, new)
 
-    Tagged nodes are never recomputed (``passes.equal_cut``, ``passes.recompute``), so that ``old``
-    and ``add`` are what the backward starts from.
+    Tagged nodes are never recomputed (``passes.equal_cut``, ``passes.recompute``), so ``old``
+    and ``add`` are saved if the backward needs them.
     """
 
     num_fwd_outputs: int
@@ -48,13 +48,13 @@ class KeepOverwritten:
                 node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), old.of)
         output, results = gm.graph.output_node(), results_of(gm.graph)
         gradients = fx.node.map_arg(list(results[self.num_fwd_outputs :]), old.of)
-        if old.made:
+        if old.copies:
             output.args = ((*results[: self.num_fwd_outputs], *gradients),)
         for node in gm.graph.nodes:
             computes = node.op == "call_function" and not is_view(node) and not is_write(node)
-            if computes and any(storage_of(read) in written for read in node.all_input_nodes):
+            if computes and any(storage_of(source) in written for source in node.all_input_nodes):
                 node.meta[READS_OVERWRITTEN] = True
-        return PassResult(gm, bool(old.made))
+        return PassResult(gm, bool(old.copies))
 
 
 @dataclass(slots=True)
@@ -62,15 +62,15 @@ class _OldValues:
     """Copies of overwritten inputs, and views of those copies, made when first asked for."""
 
     written: set[fx.Node]
-    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> fx.Node:
-        """What holds the value that ``node`` had before the write; ``node``, if it holds it."""
+        """Returns a node with the value that ``node`` had before the write."""
         if storage_of(node) not in self.written:
             return node
-        if node not in self.made:
-            self.made[node] = self._view(node) if is_view(node) else self._copy(node)
-        return self.made[node]
+        if node not in self.copies:
+            self.copies[node] = self._view(node) if is_view(node) else self._copy(node)
+        return self.copies[node]
 
     def _copy(self, buffer: fx.Node) -> fx.Node:
         with buffer.graph.inserting_before(min(buffer.users)):
@@ -81,4 +81,4 @@ class _OldValues:
     def _view(self, node: fx.Node) -> fx.Node:
         source, old = viewed(node), self.of(viewed(node))
         with node.graph.inserting_after(node):
-            return node.graph.node_copy(node, lambda read: old if read is source else read)
+            return node.graph.node_copy(node, lambda arg: old if arg is source else arg)

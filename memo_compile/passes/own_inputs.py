@@ -1,10 +1,10 @@
-"""Where a plan may recompute, some inputs are read through a copy that the frame keeps.
+"""Copies some inputs into the frame, so that the backward does not read the inputs themselves.
 
-What autograd hands to a block was made by the block before, in ordinary memory. If the backward
-reads it, autograd keeps it there, one for each block, where no plan can move it.
+The block before made the input of a block, in ordinary memory. If the backward reads it, autograd
+saves it there, one for each block, and no plan can move it.
 
 And a buffer may be written between the halves (a running average, a schedule). Eager code that only
-keeps what it computed of the buffer trains then; so must a backward that computes it again.
+saves values computed from the buffer is right then; so must be a backward that recomputes them.
 """
 
 from dataclasses import dataclass
@@ -24,25 +24,25 @@ SMALL_SHARE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnInputs:
-    """Inputs that other code made are copied first, and nothing reads them but the copy.
+    """Copies inputs that other code made, and lets all readers read the copy.
 
-    Rewrite, for an input ``x`` with a history (tagged nodes are marked with !):
+    Rewrite, for an input ``x`` with an autograd history (tagged nodes are marked with !):
         norm = rms_norm(x)                       own  = clone(x)                 !
         y    = add(x, mlp(norm))          ->     norm = rms_norm(own)
         grad = mul(tangent, x)                   y    = add(own, mlp(norm))
                                                  grad = mul(tangent, own)
 
     The copy is saved like any other value of the step: it is kept, or moved to the host and back.
-    It is tagged to run once, so that no backward asks for ``x``. Lazily conjugated inputs stay:
-    what reads them was traced for the lazy bit, which a copy does not have.
+    It is tagged to run once, so that no backward reads ``x``. Lazily conjugated inputs are not
+    copied: their readers were traced for the lazy bit, which a copy does not have.
     """
 
     positions: tuple[int, ...]
-    """Which inputs, among ``inputs_of`` the graph."""
+    """Inputs to copy, among ``inputs_of`` the graph."""
     changing: tuple[int, ...] = ()
-    """Which inputs the program may write between the halves. One that the program's own backward
-    reads needs no copy: autograd refuses that it is written. Nor has a large one a copy, such as a
-    table or a mask: that it stays is assumed, and a backward that finds it written is refused."""
+    """Inputs that the program may write between the halves. They are copied, but for two kinds: if
+    the program's own backward reads an input, autograd refuses a write; a large one, such as a
+    table or a mask, is assumed to stay, and a backward that finds it written is refused."""
     name: ClassVar[str] = "own-inputs"
     is_required: ClassVar[bool] = False
 
@@ -59,29 +59,29 @@ class OwnInputs:
             if source in written or source.meta["val"].is_conj() or not _reaches(readers, backward):
                 continue
             with gm.graph.inserting_before(first):
-                own = gm.graph.call_function(torch.ops.aten.clone.default, (source,))
-            own.meta = {
+                copy = gm.graph.call_function(torch.ops.aten.clone.default, (source,))
+            copy.meta = {
                 "val": source.meta["val"].clone(),
                 "partitioner_tag": "is_forward",
                 READS_OVERWRITTEN: True,
             }
             for reader in readers:
-                reader.replace_input_with(source, own)
+                reader.replace_input_with(source, copy)
             modified = True
         return PassResult(gm, modified)
 
 
 def inputs_of(graph: fx.Graph) -> list[fx.Node]:
-    """Inputs of a joint graph that the program gives: no gradients, no tokens of AOTAutograd's."""
+    """Returns the inputs of a joint graph that are the program's: no gradients, no tokens."""
     inputs = graph.find_nodes(op="placeholder")
     return [node for node in inputs if not is_tangent(node) and not is_token(node)]
 
 
 def written_between(examples: Any) -> tuple[int, ...]:
-    """Positions of the inputs that a program may write between forward and backward.
+    """Returns the positions of the inputs that a program may write between forward and backward.
 
-    These are its floating-point tensors that are not trained: buffers. Packed weights are integers,
-    and parameters, frozen ones too, belong to an optimizer, which runs after the backward.
+    They are floating-point tensors that are not trained: buffers. Packed weights are integers, and
+    parameters, frozen ones too, belong to an optimizer, which runs after the backward.
     """
     return tuple(
         position
@@ -94,7 +94,7 @@ def written_between(examples: Any) -> tuple[int, ...]:
 
 
 def with_history(examples: Any) -> tuple[int, ...]:
-    """Positions of the inputs that other differentiable code made."""
+    """Returns the positions of the inputs that other differentiable code made."""
     return tuple(
         position
         for position, value in enumerate(examples)
@@ -112,7 +112,7 @@ def is_copied(node: fx.Node) -> bool:
 
 
 def _may_change(source: fx.Node, graph: fx.Graph) -> bool:
-    """True for a small input that the forward alone reads, be it through views."""
+    """True for a small input that only the forward reads, also through views."""
     forward = forward_part(graph)
     largest = max((bytes_of(node) for node in forward if node.op == "call_function"), default=0)
     if SMALL_SHARE * bytes_of(source) > largest:
@@ -127,14 +127,14 @@ def _may_change(source: fx.Node, graph: fx.Graph) -> bool:
 
 
 def _reaches(readers: list[fx.Node], backward: set[fx.Node]) -> bool:
-    """True where the input, or what is made of it, is read by the backward."""
-    seen: set[fx.Node] = set()
+    """True if the backward reads a value that depends on these readers of the input."""
+    visited: set[fx.Node] = set()
     stack = list(readers)
     while stack:
         node = stack.pop()
         if node in backward:
             return True
-        if node not in seen:
-            seen.add(node)
+        if node not in visited:
+            visited.add(node)
             stack.extend(node.users)
     return False

@@ -1,4 +1,4 @@
-"""Gives kernels that allocate their own results a planned buffer to copy them into."""
+"""Makes kernels that allocate their own results write them into planned buffers."""
 
 import operator
 from collections.abc import Iterable
@@ -23,18 +23,18 @@ _ALLOCATING = ("convolution", "scaled_dot_product", "flash_attn", "efficient_att
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnOutputs:
-    """Every result that leaves a region lies in a buffer of its own.
+    """Puts every result that leaves a region into a buffer of its own.
 
     Rewrite (``out`` and ``lse`` leave the region):
         t = attention(q, k, v)            out = empty_strided(...); lse = empty_strided(...)
         out = t[0]; lse = t[1]       ->   attention_into(out, lse, q, k, v)
         return out, lse                   return out, lse
 
-    Where ``t`` holds more than tensors, or an attention kernel's random state, ``copy_into(out,
-    t[0])`` follows it. Results that stay inside are left alone: a copy would cost time and save
-    nothing. Results that the user keeps are left alone too: they are not in the arena. So are
-    random states: outside of CUDA graphs the kernels put them into the host's memory, whatever
-    their fake results say, and the backward reads them there.
+    If ``t`` holds more than tensors, or an attention kernel's random state, the operator stays and
+    ``copy_into(out, t[0])`` follows it. The pass leaves alone results that stay inside the region
+    (a copy would cost time and save nothing), results that the user keeps (they are not in the
+    arena), and random states: outside of CUDA graphs the kernels return them in host memory,
+    whatever their fake results say, and the backward reads them there.
     """
 
     external_outputs: frozenset[int]
@@ -53,10 +53,10 @@ class OwnOutputs:
             if not _allocates(node):
                 continue
             results = _results(node)
-            made = results.values()
-            if not results or any(map(is_random_state, made)):
+            tensors = results.values()
+            if not results or any(map(is_random_state, tensors)):
                 changed |= _copy_leaving(node, leaving)
-            elif leaving.intersection(made) or _may_become(node, made, leaving):
+            elif leaving.intersection(tensors) or _may_become(node, tensors, leaving):
                 _rewrite(node, results)
                 changed = True
         return PassResult(gm, changed)
@@ -79,19 +79,19 @@ def _is_custom(node: fx.Node) -> bool:
     return namespace(node) not in ("aten", "prims", "memo")
 
 
-def _may_become(node: fx.Node, made: Iterable[fx.Node], leaving: Iterable[fx.Node]) -> bool:
-    """True for a custom operator's result that Inductor may turn into an output in place.
+def _may_become(node: fx.Node, results: Iterable[fx.Node], leaving: Iterable[fx.Node]) -> bool:
+    """True for a custom operator's result over which Inductor may write an output of the region.
 
-    A sum that is the result's last reader is written over it when both are of one size; the output
-    would then lie in the operator's own memory. Torch's own kernels are left alone: a copy costs
-    more often than it helps.
+    If a sum is the result's last reader and of the same size, Inductor writes it over the result;
+    the output would then lie in the operator's own memory. Torch's own kernels are left alone: a
+    copy would cost more often than it helps.
     """
     sizes = {output.meta["val"].nbytes for output in leaving if is_tensor(output)}
-    return _is_custom(node) and any(result.meta["val"].nbytes in sizes for result in made)
+    return _is_custom(node) and any(result.meta["val"].nbytes in sizes for result in results)
 
 
 def _results(node: fx.Node) -> dict[int, fx.Node]:
-    """Position -> the node of each tensor result; empty where the results are of another kind."""
+    """Returns the node of each tensor result by its position; empty: some are no tensors."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return {0: node}
@@ -105,7 +105,7 @@ def _results(node: fx.Node) -> dict[int, fx.Node]:
 
 
 def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> None:
-    """Replace ``node`` by buffers and the operator that fills them."""
+    """Replaces ``node`` by buffers and the operator that fills them."""
     graph, target = node.graph, node.target
     assert isinstance(target, torch._ops.OpOverload)
     value = node.meta["val"]
@@ -123,7 +123,7 @@ def _rewrite(node: fx.Node, results: dict[int, fx.Node]) -> None:
 
 
 def _copy_leaving(node: fx.Node, leaving: set[fx.Node]) -> bool:
-    """Copy the tensors that leave the region out of a result that holds other things too.
+    """Copies the tensors that leave the region out of a result that also holds other values.
 
     CUDA's attention kernels return sizes and random states beside their tensors, so that they
     cannot be called as one operator that fills buffers. Random states stay where they are.

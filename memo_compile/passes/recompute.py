@@ -1,7 +1,7 @@
-"""From the forward region of a layer: what recomputing its saved tensors costs, and the regions.
+"""Makes regions that recompute a layer's saved tensors, and the operators that price this.
 
-A layer's *slots* are its input and the tensors that its forward leaves for its backward. Whatever
-is not kept in memory can be recomputed from the slots that are, by a part of the forward.
+A layer's *slots* are its input and the tensors that its forward saves for its backward. Slots that
+are not kept can be recomputed from those that are, by a part of the layer's forward region.
 """
 
 import re
@@ -43,33 +43,33 @@ class ClassGraph:
     slot_of_input: Mapping[int, int]
     num_rows: int
     row_seeds: Mapping[fx.Node, RowDim]
-    """Which inputs carry rows, and which operators mix rows but have a result for each
-    (``rows.attention_rows``); without them no operator counts as row-wise."""
+    """Inputs that carry rows, and operators that mix rows but have a result for each
+    (``rows.attention_rows``); empty: no operator counts as row-wise."""
     changed_inputs: frozenset[int] = frozenset()
     """Positions of inputs that are overwritten before the backward: a batch norm's averages."""
 
     def at_slots(self, inputs: Sequence[T], outputs: Sequence[T]) -> list[T]:
-        """What stands at each slot, in order, of what stands at the region's inputs and outputs."""
-        found = [inputs[position] for position in self.slot_of_input]
-        return found + [outputs[position] for position in self.slot_of_output]
+        """Returns an item for each slot, given one for each input and output of the region."""
+        input_slots = [inputs[position] for position in self.slot_of_input]
+        return input_slots + [outputs[position] for position in self.slot_of_output]
 
     def changed(self) -> set[fx.Node]:
-        """What does not hold in the backward what the region read: nothing is made of it again."""
+        """Returns storages overwritten before the backward, which nothing may recompute from."""
         placeholders = self.region.gm.graph.find_nodes(op="placeholder")
         changed = {placeholders[at] for at in self.changed_inputs}
         return changed | written_storages(self.region.gm.graph)
 
     def row_dims(self) -> dict[fx.Node, RowDim | None]:
-        """Where the region's values have their rows (``rows.row_dims``); empty without seeds."""
+        """Returns the dimensions of rows in the region (``rows.row_dims``); empty: no seeds."""
         if not self.row_seeds or self.num_rows < 2:
             return {}
         return row_dims(self.region.gm, self.row_seeds, self.num_rows)
 
 
 def layer_ops(layer: ClassGraph, seconds_of: Callable[[fx.Node], float]) -> tuple[LayerOp, ...]:
-    """The layer's operators in an order that can run; inputs that are slots come first.
+    """Returns the layer's operators in an order that can run; inputs that are slots come first.
 
-    A view is no operator of its own unless it is a slot: what reads it depends on what it shows. An
+    A view is no operator of its own unless it is a slot: its readers depend on its source. An
     operator with several results is one operator with all the seconds, and one free operator for
     each result that is read, so that recomputing any of them costs the whole once.
     """
@@ -80,15 +80,15 @@ def layer_ops(layer: ClassGraph, seconds_of: Callable[[fx.Node], float]) -> tupl
     row_wise = {node for node in layer.row_dims() if not _is_given(node, layer.row_seeds)}
     changed = layer.changed()
     ops: list[LayerOp] = []
-    made_by: dict[fx.Node, int] = {}
+    op_of: dict[fx.Node, int] = {}
     for node in (*inputs, *(node for node in graph.nodes if node.op == "call_function")):
-        sources = {made_by[source] for source in node.all_input_nodes if source in made_by}
+        sources = {op_of[source] for source in node.all_input_nodes if source in op_of}
         if is_view(node) and node not in slots:
             if sources:
-                made_by[node] = made_by[viewed(node)]
+                op_of[node] = op_of[viewed(node)]
             continue
         is_free = node in inputs or is_item(node) or is_view(node)
-        made_by[node] = len(ops)
+        op_of[node] = len(ops)
         ops.append(
             LayerOp(
                 name=node.name,
@@ -108,7 +108,7 @@ def _is_given(node: fx.Node, row_seeds: Mapping[fx.Node, RowDim]) -> bool:
 
 
 def _why_not_recomputed(node: fx.Node, changed: Collection[fx.Node]) -> str | None:
-    """What forbids to run ``node`` a second time, in the backward; None when it may run."""
+    """Returns why ``node`` must not run again in the backward; None if it may."""
     if must_be_saved(node):
         return (
             "it is tagged MUST_SAVE: by the model's own checkpoint(), as the loss's gradient, or "
@@ -118,9 +118,9 @@ def _why_not_recomputed(node: fx.Node, changed: Collection[fx.Node]) -> str | No
         node = node.all_input_nodes[0]
     if runs_once(node):
         return "it reads an input that the step overwrites"
-    for read in (node, *node.all_input_nodes):
-        if storage_of(read) in changed:
-            return f"{storage_of(read).name} is overwritten before the backward"
+    for operand in (node, *node.all_input_nodes):
+        if storage_of(operand) in changed:
+            return f"{storage_of(operand).name} is overwritten before the backward"
     if is_repeatable(node):
         return None
     if is_collective(node):
@@ -135,7 +135,7 @@ def _why_not_recomputed(node: fx.Node, changed: Collection[fx.Node]) -> str | No
 def recompute_graph(
     layer: ClassGraph, key: RecomputeKey
 ) -> tuple[RegionGraph, tuple[RegionInput, ...]]:
-    """The smallest part of a layer's forward that makes ``key.slots``, and where its inputs are.
+    """Returns the smallest part of a layer's forward that makes ``key.slots``, and its inputs.
 
     Rewrite (slots: 0 = ``x``, 1 = ``a``, 2 = ``c``; ``key.slots`` = (2,)):
         def layer(x, w, v):            def part(w, a):     # forward input 1, slot 1
@@ -145,22 +145,22 @@ def recompute_graph(
             y = add(mm(c, v), x)
             return y, a, c
 
-    Every slot that is not made is there to be read, kept or reloaded; it cuts the graph, but those
-    of ``key.passing`` are made on the way. Inputs have the size and strides that the region's own
-    code sees, which the step program must give them. With ``key.rows`` all is for the first rows
-    only. Raises UnsupportedGraph: an operator in between may not be recomputed or does not keep
-    rows apart.
+    All other slots can be read, because they are kept or reloaded, and end the part; those of
+    ``key.passing`` are computed on the way. The part's inputs have the sizes and strides that the
+    layer's own code sees, which the step program must give them. With ``key.rows`` the part is for
+    the first rows only. Raises UnsupportedGraph: an operator in between may not be recomputed or
+    does not keep rows apart.
     """
     region, outputs = layer.region, results_of(layer.region.gm.graph)
-    made_at = {slot: outputs[position] for position, slot in layer.slot_of_output.items()}
+    node_of_slot = {slot: outputs[position] for position, slot in layer.slot_of_output.items()}
     for slot in key.slots:
-        if slot not in made_at:
+        if slot not in node_of_slot:
             raise UnsupportedGraph(
                 f"{key.region}: slot {slot} is no output of {region.name}; keep or offload it"
             )
-    wanted = [made_at[slot] for slot in key.slots]
-    made_again = {*key.slots, *key.passing}
-    kept = {node: slot for slot, node in made_at.items() if slot not in made_again}
+    wanted = [node_of_slot[slot] for slot in key.slots]
+    recomputed = {*key.slots, *key.passing}
+    kept = {node: slot for slot, node in node_of_slot.items() if slot not in recomputed}
     part = _part(layer, wanted, kept, key.region)
     gm = part.gm if key.rows is None else _first_rows(layer, part, wanted, key)
     placeholders = region.gm.graph.find_nodes(op="placeholder")
@@ -171,7 +171,7 @@ def recompute_graph(
         for index, node in enumerate(part.inputs)
         if positions.get(node) in region.static_inputs
     )
-    made = RegionGraph(
+    part_region = RegionGraph(
         name=re.sub(r"\W+", "_", key.region),
         gm=gm,
         external_outputs=frozenset(),
@@ -185,13 +185,13 @@ def recompute_graph(
         else RegionInput(forward_input=positions[node])
         for node in part.inputs
     )
-    return made, tuple(inputs)
+    return part_region, tuple(inputs)
 
 
 def _part(
     layer: ClassGraph, wanted: Sequence[fx.Node], kept: Mapping[fx.Node, int], name: str
 ) -> Extract:
-    """What ``wanted`` needs, ending at placeholders and at ``kept``."""
+    """Returns the nodes that ``wanted`` needs, back to placeholders and ``kept``."""
     changed = layer.changed()
     part = extract(layer.region.gm, wanted, lambda node: node.op == "placeholder" or node in kept)
     for node in reversed(list(part.copies)[len(part.inputs) :]):
@@ -209,7 +209,7 @@ def _part(
 def _first_rows(
     layer: ClassGraph, part: Extract, wanted: Sequence[fx.Node], key: RecomputeKey
 ) -> fx.GraphModule:
-    """The part for rows ``[0, key.rows)``."""
+    """Returns the part for rows ``[0, key.rows)``."""
     assert key.rows is not None
     dims = row_dims(layer.region.gm, layer.row_seeds, layer.num_rows)
     for node in wanted:
@@ -218,9 +218,9 @@ def _first_rows(
                 f"{key.region}: {node.name} ({node.target}) mixes rows or has none: "
                 "recompute all of it, or none"
             )
-    own = {
+    part_dims = {
         copy: dims[node]
         for node, copy in part.copies.items()
         if node in dims and (copy.op == "placeholder" or not _is_given(node, layer.row_seeds))
     }
-    return slice_rows(part.gm, own, key.rows, layer.num_rows)
+    return slice_rows(part.gm, part_dims, key.rows, layer.num_rows)

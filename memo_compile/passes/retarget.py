@@ -1,4 +1,4 @@
-"""Makes a graph that was traced on one device one of another, which need not be here."""
+"""Moves a graph that was traced on the CPU to another device, which need not exist here."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,7 @@ from memo_compile.torch_private import fx_graphs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retarget:
-    """Every value and every device argument of the CPU is on ``device``.
+    """Puts every value and every device argument of the CPU on ``device``.
 
     Rewrite:
         p: cpu                                   p: cuda:0
@@ -30,13 +30,15 @@ class Retarget:
         mode = fx_graphs.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
         if mode is None:
             return PassResult(gm, False)
-        moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        moved_storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         for node in gm.graph.nodes:
             node.meta.pop("tensor_meta", None)
             if "val" in node.meta:
                 with mode:
                     node.meta["val"] = _pytree.tree_map_only(
-                        torch.Tensor, lambda value: self._moved(value, moved), node.meta["val"]
+                        torch.Tensor,
+                        lambda value: self._moved(value, moved_storages),
+                        node.meta["val"],
                     )
             if node.op == "call_function":
                 node.args, node.kwargs = _pytree.tree_map_only(
@@ -44,18 +46,18 @@ class Retarget:
                 )
         return PassResult(gm, True)
 
-    def _device(self, given: torch.device) -> torch.device:
-        return self.device if given.type == "cpu" else given
+    def _device(self, device: torch.device) -> torch.device:
+        return self.device if device.type == "cpu" else device
 
     def _moved(
-        self, value: torch.Tensor, moved: dict[tuple[int, torch.dtype], torch.Tensor]
+        self, value: torch.Tensor, moved_storages: dict[tuple[int, torch.dtype], torch.Tensor]
     ) -> torch.Tensor:
-        """A fake like ``value``; what shares a storage does so there too."""
+        """Returns a fake like ``value`` on the device; values keep sharing a storage."""
         if value.device.type != "cpu":
             return value
         storage = value.untyped_storage()
         key = storage._cdata, value.dtype
-        if key not in moved:
+        if key not in moved_storages:
             length = storage.nbytes() // value.element_size()
-            moved[key] = torch.empty(length, dtype=value.dtype, device=self.device)
-        return moved[key].as_strided(value.shape, value.stride(), value.storage_offset())
+            moved_storages[key] = torch.empty(length, dtype=value.dtype, device=self.device)
+        return moved_storages[key].as_strided(value.shape, value.stride(), value.storage_offset())

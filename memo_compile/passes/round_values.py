@@ -1,4 +1,4 @@
-"""Values of low precision are rounded where the graph says, in whatever kernel they are made."""
+"""Rounds values of low precision where the graph says so, whatever kernel makes them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,23 +16,24 @@ _LOW = (torch.bfloat16, torch.float16)
 
 _convert = torch.ops.prims.convert_element_type.default
 _SUMS = (_aten.sum, _aten.mean, _aten.prod, _aten.cumsum, _aten.var)
-"""Reductions that round; those that pick an entry give what was rounded before."""
+"""Reductions that round; those that pick an entry return a rounded number anyway."""
 
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
-"""Read from memory, and write there."""
+"""Operators that read operands from memory, and store their result there."""
 
 _UNMARKED = (_aten.clone.default, _aten.copy.default, _aten.pow.Tensor_Scalar, _convert)
-"""Pointwise, but Inductor rounds nothing for them."""
+"""Pointwise operators for which Inductor does not round."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundValues:
-    """What is computed again begins with what the forward went on with.
+    """Lets a recomputation start from the same numbers that the forward used.
 
-    Inductor keeps a fused value in float32, and gives it rounded to those only that read it from
-    memory. A recomputation starts from what lies in memory. Attention that reads scores of some
-    hundred made of the one, and a sum of exponentials that was made of the other, has gradients
-    that are wrong by powers of e. Sums in float32 may still be taken in another order.
+    Inductor keeps a fused value in float32; only readers that read it from memory get it rounded.
+    A recomputation starts from memory, so it may see other numbers than the forward did. If an
+    attention's backward reads recomputed scores of some hundred and the forward's sum of
+    exponentials, its gradients are wrong by powers of e. (Sums in float32 may still be taken in
+    another order.)
 
     Rounding costs operations, so each value is rounded once: by its only reader, or where it is
     made. Gradients are computed once, and left to Inductor.
@@ -72,12 +73,12 @@ def _is_low(node: fx.Node) -> bool:
 
 
 def _is_forward(node: fx.Node) -> bool:
-    """AOTAutograd tags the backward's own operators; what memo's passes make has no tag."""
+    """True unless AOTAutograd has tagged the operator as the backward's own."""
     return node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward"
 
 
 def _is_marked(node: fx.Node) -> bool:
-    """True for an operator that Inductor can round for, which may be computed again."""
+    """True for an operator of the forward for which Inductor can round operands and result."""
     if not _is_forward(node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     return torch.Tag.pointwise in node.target.tags and node.target not in _UNMARKED
@@ -92,7 +93,7 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads ``node`` or a view of it, other than from memory."""
+    """Yields the readers of ``node`` or a view of it that do not read from memory."""
     for user in node.users:
         if is_view(user):
             yield from _readers(user)
@@ -108,14 +109,14 @@ def _reads_memory(node: fx.Node) -> bool:
 
 
 def _is_read_twice(node: fx.Node) -> bool:
-    """True where ``node`` has no reader that alone could round it."""
+    """True if ``node`` has several readers, or one that cannot round it."""
     readers = list(_readers(node))
     return len(readers) > 1 or not all(map(_is_marked, readers))
 
 
 def _round(node: fx.Node) -> None:
-    """Have all readers, the graph's results too, read ``node`` as it would be stored."""
+    """Lets all readers, the graph's results too, read ``node`` as it would be stored."""
     with node.graph.inserting_after(node):
-        rounded = node.graph.call_function(_aten.mul.Tensor, (node, 1.0))  # which reads it once
+        rounded = node.graph.call_function(_aten.mul.Tensor, (node, 1.0))
     rounded.meta.update(val=node.meta["val"], **{inductor_api.ROUNDED: True})
     node.replace_all_uses_with(rounded, lambda user: user is not rounded)

@@ -17,7 +17,7 @@ from memo_compile.errors import ConfigError, MemoError, PassFailed
 T = TypeVar("T")
 
 TIMES_FILE = "passes.txt"
-"""File of the dump folder that says which passes ran, how often, and for how long."""
+"""File of the dump folder with the passes that ran, how often, and for how long."""
 
 
 class GraphPass(Protocol):
@@ -26,7 +26,7 @@ class GraphPass(Protocol):
     name: ClassVar[str]
     """What dumps, timings, errors and the option ``passes`` call the pass."""
     is_required: ClassVar[bool]
-    """True where a step without the pass would be wrong, or none: it is never skipped."""
+    """True if the step would be wrong, or impossible, without the pass: it is never skipped."""
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite ``gm``; ``modified=False`` promises that the graph's text is unchanged."""
@@ -47,7 +47,7 @@ ALL = PassSelection()
 
 
 def graph_text(gm: fx.GraphModule) -> str:
-    """The graph as text, one node a line, with shapes; the same graph always gives the same."""
+    """Returns the graph as text, a node a line, with shapes; equal graphs have equal texts."""
     lines = []
     for node in gm.graph.nodes:
         value = node.meta.get("val")
@@ -59,20 +59,20 @@ def graph_text(gm: fx.GraphModule) -> str:
 
 
 def _nodes(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
-    """What tells a graph from a changed one: cheaper than its text."""
+    """Returns what to compare to see whether a graph changed; cheaper than its text."""
     return [(node, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
 
 
 def _notes(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
-    """What passes note at the nodes."""
+    """Returns what passes write into ``node.meta``, to compare."""
     return [(node.meta.get(SAVED), id(node.meta.get("val"))) for node in gm.graph.nodes]
 
 
 class PassRunner:
-    """Runs passes, and what derives graphs from a graph, one after the other.
+    """Runs passes, and functions that derive graphs from a graph, one after the other.
 
-    With ``dump`` each leaves ``NN-stage-name.before.txt`` there, and ``NN-stage-name.after.txt``,
-    which holds all graphs that were derived, each under its name.
+    With ``dump`` each run writes ``NN-stage-name.before.txt`` to that folder, and
+    ``NN-stage-name.after.txt`` with the pass's graph, or all derived graphs, each under its name.
     """
 
     def __init__(self, dump: Path | None = None, selection: PassSelection = ALL) -> None:
@@ -83,7 +83,7 @@ class PassRunner:
         self._seconds: dict[str, list[float]] = {}
 
     def run(self, gm: fx.GraphModule, passes: Sequence[GraphPass], *, stage: str) -> fx.GraphModule:
-        """``gm`` after all ``passes`` that are selected.
+        """Runs the selected ones of ``passes``; returns the last graph.
 
         Raises:
             ConfigError: a required pass is among those to skip.
@@ -96,7 +96,7 @@ class PassRunner:
         return gm
 
     def _is_selected(self, graph_pass: GraphPass) -> bool:
-        """Whether the pass runs; counts the runs of those that need not."""
+        """True if the pass runs; counts the runs of passes that are not required."""
         skipped = graph_pass.name in self._selection.skipped
         if graph_pass.is_required:
             if skipped:
@@ -138,28 +138,28 @@ class PassRunner:
         stage: str,
         graphs: Callable[[T], Mapping[str, fx.GraphModule]],
     ) -> T:
-        """What ``function`` makes of ``gm``, which stays as it is; ``graphs`` are those in it.
+        """Returns the result of ``function``, which reads ``gm``; ``graphs`` names the graphs in it.
 
-        Raises PassFailed: it raised what is no MemoError, made a graph that does not lint, or
-        changed ``gm``.
+        Raises PassFailed: it raised another error than a MemoError, made a graph that does not
+        lint, or changed ``gm``.
         """
         before = _nodes(gm)
         with self._watched(f"{name} of {stage}", name):
             result = function()
-            made = graphs(result)
-            for graph in made.values():
+            derived = graphs(result)
+            for graph in derived.values():
                 graph.graph.lint()
         if _nodes(gm) != before:
             raise PassFailed(f"{name} of {stage}: changed the graph that it reads")
         if self.dump is not None:
-            texts = (f"# {part}\n{graph_text(graph)}" for part, graph in made.items())
+            texts = (f"# {part}\n{graph_text(graph)}" for part, graph in derived.items())
             self.write(f"{stage}-{name}.before.txt", graph_text(gm))
             self.write(f"{stage}-{name}.after.txt", "\n".join(texts))
         return result
 
     @contextmanager
     def _watched(self, what: str, name: str) -> Iterator[None]:
-        """The block's time counts for ``name``; what it raises is a PassFailed or a MemoError."""
+        """Counts the block's time for ``name``; turns errors but MemoErrors into PassFailed."""
         start = time.perf_counter()
         try:
             yield
@@ -171,7 +171,7 @@ class PassRunner:
             self._seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     def times(self) -> str:
-        """A line for each pass and derivation: its name, how often it ran, milliseconds in all."""
+        """Returns a line for each pass and derivation: name, number of runs, milliseconds."""
         lines = [f"{'pass':32}{'runs':>6}{'ms':>10}"]
         lines += [
             f"{name:32}{len(seconds):6}{1e3 * sum(seconds):10.1f}"
@@ -180,13 +180,13 @@ class PassRunner:
         return "\n".join(lines) + "\n"
 
     def write_times(self) -> None:
-        """Leave ``times`` in the dump folder; nothing without one."""
+        """Writes ``times`` to the dump folder, if there is one."""
         if self.dump is not None:
             self.dump.mkdir(parents=True, exist_ok=True)
             (self.dump / TIMES_FILE).write_text(self.times())
 
     def write(self, name: str, text: str) -> None:
-        """Leave ``text`` in the dump folder under the next number; nothing without one."""
+        """Writes ``text`` to the dump folder, if there is one, under the next number."""
         if self.dump is None:
             return
         self.dump.mkdir(parents=True, exist_ok=True)
@@ -196,5 +196,5 @@ class PassRunner:
 
 
 def required(name: str) -> str:
-    """Why a required pass is not skipped."""
+    """Returns the sentence for somebody who wants to skip a required pass."""
     return f"passes: {name} is required, a step without it would be wrong; take -{name} out"

@@ -1,4 +1,4 @@
-"""Gives each result a storage of its own, where it has one in the user's program."""
+"""Gives each result a storage of its own, if it has one in the user's program."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,11 +14,11 @@ from memo_compile.passes.lease import is_given
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeparateResults:
-    """No result at a position of ``own`` shares memory with an input or with another result.
+    """Clones results at positions of ``own`` that share memory with an input or another result.
 
-    Two parameters that are added have one gradient; one of them may see it through a view. Whoever
-    takes such gradients over as they are (autograd does, for a first ``.grad``) would add to both
-    when it adds to one. Inductor's own passes also return ``y`` for ``y * ones``.
+    Two parameters that are added have one gradient; one of them may see it through a view. If
+    autograd takes both as ``.grad`` without a copy, adding to one would add to the other.
+    Inductor's own passes also return ``y`` for ``y * ones``.
 
     Rewrite, with ``own`` = (0, 1):
         g = mm(x, t)                   g = mm(x, t)
@@ -26,15 +26,15 @@ class SeparateResults:
         return g, v                    c = clone(v)
                                        return g, c
 
-    Ranges of one storage that do not meet stay as they are: eager's ``cat`` gives its parts such
-    gradients. Of what shares memory the first keeps it. What a forward saves for its backward may
-    share memory with a result, as in eager: autograd's version counters guard it.
+    Results that do not overlap in one storage stay as they are: eager's ``cat`` gives its parts
+    such gradients. Of several that overlap the first keeps the memory. A tensor that a forward
+    saves may share memory with a result, as in eager: autograd's version counters guard it.
     """
 
     own: tuple[int, ...]
-    """Positions of results that the user's program makes apart from all others."""
+    """Positions of results that have a storage of their own in the user's program."""
     num_results: int | None = None
-    """How many results are the user's; the rest is saved for the backward. None: all are."""
+    """How many results are the user's; the others are saved for the backward. None: all are."""
     name: ClassVar[str] = "separate-results"
     is_required: ClassVar[bool] = True
 
@@ -45,19 +45,19 @@ class SeparateResults:
         own = set(self.own)
         users = results[: self.num_results]
         nodes = {at: result for at, result in enumerate(users) if isinstance(result, fx.Node)}
-        taken: dict[fx.Node, list[fx.Node]] = {}  # by storage
-        for at, other in nodes.items():
-            if at not in own and is_tensor(other):
-                taken.setdefault(storage_of(other), []).append(other)
+        values_in: dict[fx.Node, list[fx.Node]] = {}  # storage -> results that stay in it
+        for at, node in nodes.items():
+            if at not in own and is_tensor(node):
+                values_in.setdefault(storage_of(node), []).append(node)
         for at in self.own:
-            node = nodes.get(at)
-            if node is None or not is_tensor(node):
+            result = nodes.get(at)
+            if result is None or not is_tensor(result):
                 continue
-            root = storage_of(node)
-            if is_given(root) or any(overlap(node, before) for before in taken.get(root, ())):
-                separated[at] = _clone(node)
+            root = storage_of(result)
+            if is_given(root) or any(overlap(result, other) for other in values_in.get(root, ())):
+                separated[at] = _clone(result)
             else:
-                taken.setdefault(root, []).append(node)
+                values_in.setdefault(root, []).append(result)
         if separated == list(results):
             return PassResult(gm, False)
         output.args = (tuple(separated),)
@@ -65,7 +65,7 @@ class SeparateResults:
 
 
 def overlap(first: fx.Node, second: fx.Node) -> bool:
-    """True for values in one storage that have a byte between their first and last in common."""
+    """True for values in one storage whose ranges from first to last byte overlap."""
     if storage_of(first) is not storage_of(second):
         return False
     (a_start, a_end), (b_start, b_end) = _range(first.meta["val"]), _range(second.meta["val"])
@@ -73,13 +73,13 @@ def overlap(first: fx.Node, second: fx.Node) -> bool:
 
 
 def _range(value: torch.Tensor) -> tuple[int, int]:
-    """From the first byte of ``value`` in its storage to the one behind its last."""
+    """Returns the first byte of ``value`` in its storage, and the one behind its last."""
     start = int(value.storage_offset()) * value.element_size()
     return start, start + storage_bytes(value)
 
 
 def _clone(node: fx.Node) -> fx.Node:
-    """A copy made where ``node`` is: a later write into its memory is not in it."""
+    """Copies ``node`` directly behind it, so that later writes into its memory do not count."""
     graph = node.graph
     if node.op == "placeholder":
         place = graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder"))

@@ -1,4 +1,4 @@
-"""A region for fewer tokens: what is too large to be timed whole is timed on a part.
+"""Makes a region for fewer tokens, to time a part of what is too large to be timed whole.
 
 Every size that is a multiple of the tokens shrinks in proportion, in the shapes of the inputs and
 in the sizes that operators are given; parameters keep their shape. An eighth of 1024 tokens:
@@ -7,7 +7,7 @@ in the sizes that operators are given; parameters keep their shape. An eighth of
     q = view(x, [1024, 8, 8])    ->    q = view(x, [128, 8, 8])
     s = bmm(q, k)                      s = bmm(q, k)
 
-The shorter graph computes something else; only the time that it takes is of use.
+Only the time that the shorter graph takes is of use, not what it computes.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ MIN_TOKENS = 16
 """Smaller sizes are not taken for tokens: they are batches, heads and the like."""
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
-"""What an operator raises for fakes of shapes that it does not take; some of torch's assert."""
+"""Errors of operators for fakes of shapes that they do not take; some operators assert."""
 
 _MAX_SIZE = 2**48
 """Larger numbers among the arguments are limits ("to the end"), not sizes."""
@@ -37,25 +37,25 @@ _MAX_SIZE = 2**48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """``new`` tokens for ``old``."""
+    """Replaces sizes of ``old`` tokens by sizes of ``new`` ones."""
 
     old: int
     new: int
 
     def size(self, value: Any) -> Any:
-        """A multiple of the tokens, or one more or less (shifted labels), in proportion."""
+        """Scales a multiple of the tokens, plus or minus one (shifted labels); others stay."""
         if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= _MAX_SIZE:
             return value
         times = round(value / self.old)
-        rest = value - times * self.old
-        return times * self.new + rest if abs(rest) <= 1 else value
+        offset = value - times * self.old
+        return times * self.new + offset if abs(offset) <= 1 else value
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.size(size) for size in shape)
 
 
 def shorten(region: RegionGraph, part: int, runner: PassRunner) -> RegionGraph:
-    """``region`` for one ``part``-th of its tokens: see ``ShortenTokens``, and what it raises."""
+    """Returns ``region`` for one ``part``-th of its tokens; raises as ``ShortenTokens`` does."""
     shorter = ShortenTokens(part=part, static_inputs=region.static_inputs)
     try:
         gm = runner.run(region.gm, [shorter], stage=region.name)
@@ -66,10 +66,10 @@ def shorten(region: RegionGraph, part: int, runner: PassRunner) -> RegionGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortenTokens:
-    """A new graph for one ``part``-th of the tokens (2: half of them).
+    """Makes a new graph for one ``part``-th of the tokens (2: half of them).
 
-    Parameters aside, the size of the largest inputs counts as the tokens with which every operator
-    accepts its shorter inputs and makes results that are shorter in the same way.
+    A size of the inputs that are no parameters, tried from the largest inputs on, is the number of
+    tokens if every operator accepts its shorter inputs and makes results shorter in the same way.
 
     Rewrite, with ``part`` = 8: see this file's head.
     """
@@ -81,7 +81,7 @@ class ShortenTokens:
     is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
-        """A new graph. Raises UnsupportedGraph: none of its sizes is the number of tokens."""
+        """Returns a new graph. Raises UnsupportedGraph: no size of its is the number of tokens."""
         for size in _candidates(gm, self.static_inputs):
             if size % self.part == 0:
                 scale = _Scale(old=size, new=size // self.part)
@@ -94,13 +94,13 @@ class ShortenTokens:
 
 
 class _OtherSizeError(Exception):
-    """Another size than this one is the number of tokens."""
+    """The size that is tried is not the number of tokens."""
 
 
 def _candidates(gm: fx.GraphModule, static_inputs: tuple[int, ...]) -> list[int]:
-    """Sizes of the inputs that are no parameters: those of the most bytes first, then the largest.
+    """Returns sizes of inputs that are no parameters: of the most bytes first, then the largest.
 
-    Sizes that parameters have too come last. Those below MIN_TOKENS are too small to tell apart.
+    Sizes that parameters have too come last; those below MIN_TOKENS are left out.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     bytes_of: Counter[int] = Counter()
@@ -139,13 +139,13 @@ class _Shortener(FakeCopier):
             copy.meta["val"] = self.value_of(copy)
         except _REFUSALS as error:
             raise _OtherSizeError(f"{node.name}: {error}") from error
-        found = [tuple(value.shape) for value in tensors_of(copy)]
-        if found != [self.scale.shape(value.shape) for value in tensors_of(node)]:
-            raise _OtherSizeError(f"{node.name}: {found}")
+        shapes = [tuple(value.shape) for value in tensors_of(copy)]
+        if shapes != [self.scale.shape(value.shape) for value in tensors_of(node)]:
+            raise _OtherSizeError(f"{node.name}: {shapes}")
 
 
 def _strides(value: torch.Tensor, size: Sequence[int]) -> list[int]:
-    """Dimensions in the same order and with the same gaps around the inner ones."""
+    """Returns strides with the same order of dimensions and the same gaps between them."""
     strides = list(value.stride())
     inner, new_inner = 1, 1
     for dim in sorted(range(value.dim()), key=lambda dim: (value.stride(dim), value.shape[dim])):

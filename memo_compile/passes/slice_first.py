@@ -1,8 +1,8 @@
-"""Slices the input of a wide product in place of its result, as a pass over a Dynamo graph.
+"""Slices the input of a wide product instead of its result, as a pass over a Dynamo graph.
 
 A shifted loss reads ``logits[:, :-1]``. Computed as written, the logits of all tokens exist, and so
-do their gradients; and tiles of tokens do not fit, since a row of the slice is another row of the
-logits. If the hidden states are sliced first, there are only the logits that the loss reads, and
+do their gradients; and they cannot run in tiles of tokens, since row r of the slice is not row r of
+the logits. If the hidden states are sliced first, only the logits that the loss reads exist, and
 they run in tiles.
 """
 
@@ -31,7 +31,7 @@ _PRODUCTS = (
     _aten.matmul.default,
     _aten.mm.default,
 )
-"""Products with a matrix, their second argument; each row of the result is made of that row of the
+"""Products with a matrix as second argument: each row of the result depends on the same row of the
 first argument."""
 
 _ELEMENTWISE = frozenset(
@@ -43,7 +43,7 @@ result from the numbers at its place in the operands. None of them writes into a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceFirst:
-    """A wide product of which the program reads one slice only is computed for that slice only.
+    """Computes only the slice of a wide product that the program reads.
 
     Rewrite, of 4096 tokens in ``x``:
         y = linear(x, w)                          s = x[:, :-1]
@@ -63,21 +63,21 @@ class SliceFirst:
 
 
 class _Slice(NamedTuple):
-    """What a slice or an index reads of a tensor: a range of each dimension."""
+    """The range of each dimension of a tensor that a slice or an index reads."""
 
     ranges: tuple[slice, ...]
-    rest: tuple[Any, ...]
-    """A second index, of an index that also drops or adds dimensions; else ()."""
+    second_index: tuple[Any, ...]
+    """Index of the ranges that drops or adds dimensions, as the original index does; else ()."""
 
 
 def _slice_operands(node: fx.Node) -> bool:
-    """Move the slice of ``node`` in front of it, if it is all that is read and leads to a product.
+    """Moves the slice that all readers take of ``node`` in front of it, if a product is behind it.
 
-    Returns False where it changes nothing. The readers of ``node`` are then gone: each was a slice,
-    and what read it reads ``node`` made of sliced operands.
+    Returns False if it changes nothing. Else the readers of ``node``, all equal slices, are erased,
+    and their readers read ``node`` of sliced operands.
     """
     slices = {reader: _slice_of(reader, node) for reader in node.users}
-    distinct = {None if each is None else str(each.ranges) for each in slices.values()}
+    distinct = {None if part is None else str(part.ranges) for part in slices.values()}
     first = next(iter(slices.values()), None)
     if first is None or len(distinct) != 1 or not _leads_to_product(node):
         return False
@@ -90,13 +90,13 @@ def _slice_operands(node: fx.Node) -> bool:
     operands: Sequence[Any] = [node.args[0]] if node.target in _PRODUCTS else node.all_input_nodes
     with graph.inserting_before(node):
         sliced = {operand: _sliced(operand, node, ranges) for operand in operands}
-        made = graph.node_copy(node, lambda source: sliced.get(source, source))
-    made.meta.pop("example_value", None)
-    for reader, read in slices.items():
-        result = made
-        if read is not None and read.rest:
+        copy = graph.node_copy(node, lambda source: sliced.get(source, source))
+    copy.meta.pop("example_value", None)
+    for reader, part in slices.items():
+        result = copy
+        if part is not None and part.second_index:
             with graph.inserting_before(reader):
-                result = graph.call_function(operator.getitem, (made, read.rest))
+                result = graph.call_function(operator.getitem, (copy, part.second_index))
         if "example_value" in reader.meta:
             result.meta["example_value"] = reader.meta["example_value"]
         reader.replace_all_uses_with(result)
@@ -106,7 +106,7 @@ def _slice_operands(node: fx.Node) -> bool:
 
 
 def _sliced(operand: Any, node: fx.Node, ranges: tuple[slice, ...]) -> Any:
-    """The part of ``operand`` that ``node`` needs to make the ``ranges`` of its result.
+    """Returns the part of ``operand`` that ``node`` needs to make the ``ranges`` of its result.
 
     Dimensions are counted from the last, and one of size 1 stays as it is, as in broadcasting.
     """
@@ -114,8 +114,8 @@ def _sliced(operand: Any, node: fx.Node, ranges: tuple[slice, ...]) -> Any:
     aligned = ranges[len(ranges) - len(shape) :] if shape else ()
     sizes = zip(aligned, shape, whole[len(whole) - len(shape) :], strict=True)
     index = tuple(
-        _ALL if isinstance(size, int) and size == 1 and made_size != 1 else part
-        for part, size, made_size in sizes
+        _ALL if isinstance(size, int) and size == 1 and result_size != 1 else part
+        for part, size, result_size in sizes
     )
     if all(part == _ALL for part in index):
         return operand
@@ -123,7 +123,7 @@ def _sliced(operand: Any, node: fx.Node, ranges: tuple[slice, ...]) -> Any:
 
 
 def _slice_of(reader: fx.Node, node: fx.Node) -> _Slice | None:
-    """What ``reader`` reads of ``node``; None where it is not a slice of it, or not by numbers."""
+    """Returns what ``reader`` reads of ``node``; None: it is no slice, or not by numbers."""
     rank = len(_shape(node))
     reads_once = reader.all_input_nodes.count(node) == 1
     if not reader.args or reader.args[0] is not node or not reads_once or not rank:
@@ -132,28 +132,30 @@ def _slice_of(reader: fx.Node, node: fx.Node) -> _Slice | None:
         index = reader.args[1] if isinstance(reader.args[1], tuple) else (reader.args[1],)
         return _indexed(index, rank)
     if reader.target in ("narrow", torch.narrow):
-        given = _arguments(reader, "dim", "start", "length")
-        start, length = given["start"], given["length"]
+        arguments = _arguments(reader, "dim", "start", "length")
+        start, length = arguments["start"], arguments["length"]
         if not (isinstance(start, int) and isinstance(length, int)):
             return None
         part = slice(start, start + length if start + length or start >= 0 else None)
     elif reader.target is _aten.slice.Tensor:
-        given = _arguments(reader, "dim", "start", "end", "step")
-        end = given.get("end")
-        part = slice(given.get("start"), None if end == sys.maxsize else end, given.get("step"))
+        arguments = _arguments(reader, "dim", "start", "end", "step")
+        end = arguments.get("end")
+        part = slice(
+            arguments.get("start"), None if end == sys.maxsize else end, arguments.get("step")
+        )
     else:
         return None
-    dim = given.get("dim", 0) % rank
+    dim = arguments.get("dim", 0) % rank
     return _Slice(tuple(part if at == dim else _ALL for at in range(rank)), ())
 
 
 def _arguments(reader: fx.Node, *names: str) -> dict[str, Any]:
-    """Arguments of ``reader`` behind the first; those without a keyword have these ``names``."""
+    """Returns the arguments of ``reader`` behind the first; positional ones get these ``names``."""
     return {**dict(zip(names, reader.args[1:], strict=False)), **reader.kwargs}
 
 
 def _indexed(index: tuple[Any, ...], rank: int) -> _Slice | None:
-    """What ``index`` reads of a tensor of ``rank`` dimensions; None if a tensor is in it."""
+    """Returns what ``index`` reads of a tensor of ``rank`` dimensions; None: it holds a tensor."""
     is_basic = all(
         item is None or item is Ellipsis or isinstance(item, slice) or type(item) is int
         for item in index
@@ -162,7 +164,7 @@ def _indexed(index: tuple[Any, ...], rank: int) -> _Slice | None:
         return None
     num_indexed = sum(isinstance(item, slice | int) for item in index)
     ranges: list[slice] = []
-    rest: list[Any] = []
+    second_index: list[Any] = []
     for item in index:
         if item is Ellipsis:
             ranges += [_ALL] * (rank - num_indexed)
@@ -170,31 +172,33 @@ def _indexed(index: tuple[Any, ...], rank: int) -> _Slice | None:
             ranges.append(slice(item, item + 1 or None))
         elif item is not None:
             ranges.append(item)
-        rest.append(_ALL if isinstance(item, slice) else 0 if isinstance(item, int) else item)
+        second_index.append(
+            _ALL if isinstance(item, slice) else 0 if isinstance(item, int) else item
+        )
     ranges += [_ALL] * (rank - len(ranges))
     is_plain = all(item is Ellipsis or isinstance(item, slice) for item in index)
-    return _Slice(tuple(ranges), () if is_plain else tuple(rest))
+    return _Slice(tuple(ranges), () if is_plain else tuple(second_index))
 
 
 def _leads_to_product(node: fx.Node) -> bool:
-    """True for a product wider than its input, and for what only elementwise operators make of it.
+    """True for a product wider than its input, or an elementwise operator behind one.
 
-    Nothing else may read the product or what lies between: it would exist as a whole then.
+    Nothing else may read the product or a node in between, because it would then exist as a whole.
     """
     if node.target in _PRODUCTS:
         first, second = node.args[:2]
-        shape, made_shape = _shape(first), _shape(node)
-        if len(shape) != len(made_shape) or len(_shape(second)) != 2:
+        shape, result_shape = _shape(first), _shape(node)
+        if len(shape) != len(result_shape) or len(_shape(second)) != 2:
             return False
-        width, made_width = shape[-1], made_shape[-1]
-        return isinstance(width, int) and isinstance(made_width, int) and width < made_width
+        width, result_width = shape[-1], result_shape[-1]
+        return isinstance(width, int) and isinstance(result_width, int) and width < result_width
     return _is_elementwise(node) and any(
         len(source.users) == 1 and _leads_to_product(source) for source in node.all_input_nodes
     )
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """True where each number of the result depends on those at its place in the operands only."""
+    """True if each number of the result depends on the numbers at its place in the operands."""
     target = node.target
     if "out" in node.kwargs or not _shape(node):
         return False
@@ -210,7 +214,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _may_move(reader: fx.Node, node: fx.Node) -> bool:
-    """True where the slice ``reader`` of ``node`` can be taken in front of ``node``.
+    """True if the slice ``reader`` of ``node`` can be taken in front of ``node``.
 
     Its bounds must be known there, and gradients must be switched on or off alike at both places.
     """
@@ -226,6 +230,6 @@ def _may_move(reader: fx.Node, node: fx.Node) -> bool:
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
-    """The shape of a tensor; empty for anything else."""
+    """Returns the shape of a tensor; empty for anything else."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()

@@ -1,4 +1,4 @@
-"""A graph for fewer rows (tokens, or sequences) than it was traced with.
+"""Makes a graph for fewer rows (tokens, or sequences) than it was traced with.
 
 Rewrite, 32 of 128 rows:
     a = mm(x, w)            # x [128, 64]             a = mm(x, w)           # x [32, 64]
@@ -23,17 +23,17 @@ _SHAPE_ARGUMENTS = {
     "reshape": "shape",
     **dict.fromkeys("view _unsafe_view expand full zeros ones empty".split(), "size"),
 }
-"""The argument that states the shape of the result."""
+"""Operator -> its argument that is the shape of the result."""
 
 
 def slice_rows(
     gm: fx.GraphModule, dims: Mapping[fx.Node, RowDim | None], rows: int, num_rows: int
 ) -> fx.GraphModule:
-    """The same graph for ``rows`` of ``num_rows`` rows.
+    """Returns the same graph for ``rows`` of ``num_rows`` rows.
 
-    Placeholders that carry rows have a narrower value with the strides of the whole. Shapes that
-    operators are given are rewritten, and every ``meta["val"]`` follows from running the node on
-    fakes. ``dims`` is what ``rows.row_dims`` found for ``gm``. Raises UnsupportedGraph: a node of
+    Placeholders that carry rows have a narrower value with the strides of the whole. Shapes among
+    the arguments are rewritten, and every ``meta["val"]`` follows from running the node on fakes.
+    ``dims`` is the result of ``rows.row_dims`` for ``gm``. Raises UnsupportedGraph: a node of
     ``gm`` is not separable.
     """
     if not 0 < rows <= num_rows:
@@ -48,34 +48,38 @@ def slice_rows(
 
 
 class FakeCopier:
-    """Copies a graph node by node, the values computed anew on fakes of other shapes."""
+    """Copies a graph node by node; values are computed on fakes of other shapes."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         self.graph = fx.Graph()
-        self._made: dict[fx.Node, fx.Node] = {}
+        self._copies: dict[fx.Node, fx.Node] = {}
         modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in gm.graph.nodes)
         self._mode: Any = next((mode for mode in modes if mode is not None), None)
         if self._mode is None:
             raise UnsupportedGraph("the graph to slice carries no fake tensors")
 
     def run(self) -> fx.GraphModule:
-        """The copy."""
+        """Returns the copy."""
         for node in self.gm.graph.nodes:
             if node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], lambda source: self._made[source]))
+                self.graph.output(
+                    fx.node.map_arg(node.args[0], lambda source: self._copies[source])
+                )
                 continue
-            copy = self._made[node] = self.graph.node_copy(node, lambda source: self._made[source])
+            copy = self._copies[node] = self.graph.node_copy(
+                node, lambda source: self._copies[source]
+            )
             with self._mode:
                 self.change(copy, node)
         return fx_graphs.graph_module(self.gm, self.graph)
 
     def change(self, copy: fx.Node, node: fx.Node) -> None:
-        """Give ``copy`` other arguments than ``node`` has, and its value."""
+        """Changes the arguments of ``copy``, which are those of ``node``, and sets its value."""
         raise NotImplementedError
 
     def value_of(self, copy: fx.Node) -> Any:
-        """What ``copy`` makes of the fakes of its inputs, tensors that the graph carries too."""
+        """Runs ``copy`` on the fakes of its inputs; returns its value."""
 
         def fake(source: fx.Node) -> Any:
             if "val" in source.meta:
@@ -112,7 +116,7 @@ class _Slicer(FakeCopier):
         self._require_rows(copy, node, row)
 
     def _require_rows(self, copy: fx.Node, node: fx.Node, row: RowDim) -> None:
-        """Raises UnsupportedGraph for another shape than the whole's: size 1 is treated apart."""
+        """Raises UnsupportedGraph: the result has another shape, as operators may drop size 1."""
         if row.dim >= len(shape_of(node)):
             return  # a tuple whose first element is no tensor
         expected = list(shape_of(node))
@@ -124,7 +128,7 @@ class _Slicer(FakeCopier):
             )
 
     def _reshape(self, copy: fx.Node, node: fx.Node, row: RowDim) -> None:
-        """Give ``copy`` the shape that its result has with fewer rows."""
+        """Gives ``copy`` the shape of its result with fewer rows, if the shape is an argument."""
         name = _SHAPE_ARGUMENTS.get(op_name(node))
         if name is None:
             return
@@ -133,11 +137,11 @@ class _Slicer(FakeCopier):
         if name in copy.kwargs:
             copy.update_kwarg(name, shape)
         else:
-            given = argument(node, name)
-            copy.update_arg(next(i for i, arg in enumerate(node.args) if arg is given), shape)
+            whole = argument(node, name)
+            copy.update_arg(next(i for i, arg in enumerate(node.args) if arg is whole), shape)
 
     def _make_dense(self, copy: fx.Node) -> None:
-        """A view that the whole tensor allows may need a copy of a part of it."""
+        """Lets a view read a dense copy of its source: part of a tensor may not allow it."""
         source = copy.all_input_nodes[0]
         with self.graph.inserting_before(copy):
             dense = self.graph.call_function(

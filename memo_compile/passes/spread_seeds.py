@@ -1,4 +1,4 @@
-"""Dropout's seeds, which each are a tensor of one number, made by one kernel."""
+"""Makes dropout's seeds, each a tensor of one number, by one kernel for all."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,14 +11,14 @@ from torch.fx.passes.infra.pass_base import PassResult
 from memo_compile.analysis.views import results_of
 
 FEWEST = 2
-"""A single seed is one kernel either way."""
+"""For a single seed nothing is gained: it is one kernel either way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadSeeds:
-    """Seeds that leave a region for others lie in buffers that one operator fills.
+    """Fills the buffers of all seeds that leave a region by one operator.
 
-    Each would be a kernel of its own: three for each layer of GPT-2, before the first layer.
+    Else each is a kernel of its own: three for each layer of GPT-2, before the first layer.
 
     Rewrite:
         a = lookup_seed(seeds, 1)           p = empty_strided([1]); q = empty_strided([1])
@@ -35,14 +35,16 @@ class SpreadSeeds:
         """Rewrite in place."""
         results = results_of(gm.graph)
         leaving = {node for at, node in enumerate(results) if at not in self.external_outputs}
-        found: dict[fx.Node, list[fx.Node]] = {}
+        lookups_of: dict[fx.Node, list[fx.Node]] = {}
         for node in gm.graph.nodes:
             if node.target is torch.ops.prims.inductor_lookup_seed.default and node in leaving:
-                found.setdefault(node.args[0], []).append(node)
-        together = {seeds: nodes for seeds, nodes in found.items() if len(nodes) >= FEWEST}
-        for seeds, nodes in together.items():
+                lookups_of.setdefault(node.args[0], []).append(node)
+        spread_lookups = {
+            seeds: nodes for seeds, nodes in lookups_of.items() if len(nodes) >= FEWEST
+        }
+        for seeds, nodes in spread_lookups.items():
             _spread(seeds, nodes)
-        return PassResult(gm, bool(together))
+        return PassResult(gm, bool(spread_lookups))
 
 
 def _spread(seeds: fx.Node, lookups: list[fx.Node]) -> None:
@@ -52,15 +54,17 @@ def _spread(seeds: fx.Node, lookups: list[fx.Node]) -> None:
         numbers = [node.args[1] for node in lookups]
         call = graph.call_function(spread(len(lookups)), (*buffers, seeds, numbers))
         call.meta["val"] = None
-        shown = [graph.call_function(torch.ops.aten.view.default, (each, [])) for each in buffers]
-    for node, view in zip(lookups, shown, strict=True):
+        views = [
+            graph.call_function(torch.ops.aten.view.default, (buffer, [])) for buffer in buffers
+        ]
+    for node, view in zip(lookups, views, strict=True):
         view.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(view)
         graph.erase_node(node)
 
 
 def _empty(graph: fx.Graph, value: Any) -> fx.Node:
-    """One number. Inductor launches a kernel for an empty tensor without dimensions."""
+    """Adds an empty tensor of shape [1]: for one of shape [] Inductor launches a kernel."""
     settings = {"dtype": value.dtype, "device": value.device}
     node = graph.call_function(torch.ops.aten.empty_strided.default, ([1], [1]), settings)
     node.meta["val"] = value.reshape(1)

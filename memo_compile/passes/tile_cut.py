@@ -22,25 +22,25 @@ from memo_compile.step.tilings import Operand, Ref, Source, TileRun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionTiling:
-    """A region in tiles as the step program would run it, for whoever checks it."""
+    """A region in tiles as the step program would run it, to be compared with the whole region."""
 
     region: RegionGraph
     tiled: TiledRegion
     parts: Mapping[str, RegionGraph]
     calls: tuple[CutCall, ...]
-    """Calls of the parts; the region's inputs are the values ``in0``, ``in1`` ..., its outputs
+    """Calls of the parts. The region's inputs are the values ``in0``, ``in1`` ..., its outputs
     ``out0`` and so on."""
 
     @classmethod
     def of(cls, region: RegionGraph, tiled: TiledRegion) -> "RegionTiling":
-        """One call of ``region`` by its parts."""
-        reads, made = region.input_layouts(), region.output_layouts()
+        """Returns the calls of the parts for one call of ``region``."""
+        reads, results = region.input_layouts(), region.output_layouts()
         call = CutCall(
             name=f"{region.name}@probe",
             region=region.name,
             position=0,
             inputs=tuple(f"in{at}" for at in range(len(reads))),
-            outputs=tuple(f"out{at}" for at in range(len(made))),
+            outputs=tuple(f"out{at}" for at in range(len(results))),
             reads=reads,
         )
         calls = _PartCalls(tiled, call).run()
@@ -48,10 +48,10 @@ class RegionTiling:
 
 
 Accepts = Callable[[RegionTiling], bool]
-"""False for tiles that must not run; the function itself says why."""
+"""Returns False for tiles that must not run, and reports the reason itself."""
 
 Dropped = Callable[[str, Exception], None]
-"""Called with what is left whole, and with the error that is the reason."""
+"""Called with a sentence on the region that stays whole, and the error that is the reason."""
 
 
 def tile_cut(
@@ -63,53 +63,54 @@ def tile_cut(
     *,
     above_bytes: int = 0,
 ) -> Cut:
-    """``cut`` with every region whose widest chain pays in ``tiles`` tiles, in parts.
+    """Returns ``cut`` with its wide regions in ``tiles`` tiles.
 
-    A region whose transients are not above ``above_bytes``, that saves too little, prints or
-    writes into its inputs, or returns one value twice stays; so does one none of whose tilings
-    ``accepts`` lets through, and one for which an operator is not what the analysis takes it for:
-    ``dropped`` is told of the error.
+    A region stays whole if its transients are not above ``above_bytes``, if tiles save too little,
+    if it prints, writes into its inputs or returns one value twice, if ``accepts`` refuses all of
+    its tilings, and if tiling raises: ``dropped`` gets the error.
     """
     if tiles < 2:
         return cut
-    split: dict[str, TiledRegion] = {}
+    tiled_of: dict[str, TiledRegion] = {}
     for name, region in cut.regions.items():
         if region.kind is not CallKind.RUN:
             continue
         if above_bytes and transient_bytes(region.gm) <= above_bytes:
             continue
         try:
-            found = _best(region, tiles, accepts, runner)
+            tiled = _best(region, tiles, accepts, runner)
         except Exception as error:  # tiles are a possibility: without them the region runs whole
             dropped(f"region {name} is not run in tiles", error)
             continue
-        if found is not None:
-            split[name] = found
+        if tiled is not None:
+            tiled_of[name] = tiled
     regions: dict[str, RegionGraph] = {}
     for name, region in cut.regions.items():
-        regions.update(split[name].parts if name in split else {name: region})
+        regions.update(tiled_of[name].parts if name in tiled_of else {name: region})
     calls: list[CutCall] = []
     for call in cut.calls:
-        tiled = split.get(call.region)
+        tiled = tiled_of.get(call.region)
         calls.extend([call] if tiled is None else _PartCalls(tiled, call).run())
     return replace(
         cut,
         regions=regions,
         calls=tuple(calls),
         whole_calls=cut.calls,
-        tilings={name: tiled.tiling for name, tiled in split.items()},
-        whole_regions={name: cut.regions[name] for name in split},
+        tilings={name: tiled.tiling for name, tiled in tiled_of.items()},
+        whole_regions={name: cut.regions[name] for name in tiled_of},
     )
 
 
 def _best(
     region: RegionGraph, tiles: int, accepts: Accepts, runner: PassRunner
 ) -> TiledRegion | None:
-    """The best tiling of ``region`` that is accepted."""
+    """Returns the first tiling of ``region`` that is accepted, which needs the fewest bytes."""
 
     def best() -> TiledRegion | None:
-        found = tilings(region, tiles)
-        return next((tiled for tiled in found if accepts(RegionTiling.of(region, tiled))), None)
+        candidates = tilings(region, tiles)
+        return next(
+            (tiled for tiled in candidates if accepts(RegionTiling.of(region, tiled))), None
+        )
 
     return runner.derive(
         "tile",
@@ -121,7 +122,7 @@ def _best(
 
 
 class _PartCalls:
-    """The calls that do what ``call`` did, with the same values where it had any."""
+    """Makes the calls of a region's parts that replace ``call``, with the names of its values."""
 
     def __init__(self, tiled: TiledRegion, call: CutCall) -> None:
         self.tiled = tiled
@@ -129,26 +130,26 @@ class _PartCalls:
         self.outputs = dict(zip(tiled.tiling.outputs, call.outputs, strict=True))
         self.values: dict[Ref, str] = {}
         self.layouts: dict[Ref, Layout | None] = {}
-        self._know(Source.REGION_INPUT, call.inputs, call.reads)
+        self._add_values(Source.REGION_INPUT, call.inputs, call.reads)
 
     def run(self) -> Iterator[CutCall]:
         tiling = self.tiled.tiling
         inputs = [Ref(source=Source.REGION_INPUT, index=at) for at in tiling.before_inputs]
-        yield self._call("before", tiling.before, self._whole(inputs), makes=Source.BEFORE)
+        yield self._call("before", tiling.before, self._whole_operands(inputs), makes=Source.BEFORE)
         tiles = [(run, number) for run in tiling.runs for number in range(run.num_tiles)]
         for at, (run, number) in enumerate(tiles):
             yield from self._tile(f"tile{at}", run, number)
         if tiling.after is not None:
-            operands = self._whole(tiling.after_inputs)
+            operands = self._whole_operands(tiling.after_inputs)
             yield self._call("after", tiling.after, operands, makes=Source.AFTER)
 
     def _tile(self, suffix: str, run: TileRun, number: int) -> Iterator[CutCall]:
-        """The calls of tile ``number`` of a run."""
+        """Yields the calls of tile ``number`` of a run."""
         into = tuple(self._rows_into(run, number))
         yield self._call(suffix, run.region, run.inputs, number, into, makes=Source.TILE)
         for at, running_sum in enumerate(run.sums):
             total = Ref(source=Source.BEFORE, index=running_sum.total)
-            operands = [*self._whole([total]), *running_sum.terms]
+            operands = [*self._whole_operands([total]), *running_sum.terms]
             into = (CutInto(output=0, value=self.values[total], offset_bytes=0),)
             yield self._call(f"{suffix}.sum{at}", running_sum.region, operands, number, into)
 
@@ -162,7 +163,7 @@ class _PartCalls:
         *,
         makes: Source | None = None,
     ) -> CutCall:
-        """A call of ``region``, of tile ``number`` of a run; the next may read what it makes."""
+        """Returns a call of ``region`` for tile ``number``; adds its outputs to ``makes``."""
         name = f"{self.call.name}.{suffix}"
         layouts = self.tiled.parts[region].output_layouts()
         outputs = tuple(f"{name}:{at}" for at in range(len(layouts)))
@@ -171,37 +172,39 @@ class _PartCalls:
                 self.outputs.get(Ref(source=makes, index=at), output)
                 for at, output in enumerate(outputs)
             )
-            self._know(makes, outputs, layouts)
+            self._add_values(makes, outputs, layouts)
         return CutCall(
             name=name,
             region=region,
             position=self.call.position,
             inputs=tuple(self.values[operand.value] for operand in operands),
             outputs=outputs,
-            reads=tuple(_seen(operand, number) for operand in operands),
+            reads=tuple(_tile_layout(operand, number) for operand in operands),
             into=into,
         )
 
-    def _know(self, source: Source, values: Sequence[str], layouts: Layouts) -> None:
+    def _add_values(self, source: Source, values: Sequence[str], layouts: Layouts) -> None:
         for at, (value, layout) in enumerate(zip(values, layouts, strict=True)):
             ref = Ref(source=source, index=at)
             self.values[ref], self.layouts[ref] = value, layout
 
-    def _whole(self, refs: Sequence[Ref]) -> list[Operand]:
+    def _whole_operands(self, refs: Sequence[Ref]) -> list[Operand]:
         return [Operand(value=ref, whole=self.layouts[ref]) for ref in refs]
 
     def _rows_into(self, run: TileRun, number: int) -> Iterator[CutInto]:
-        """Where the outputs of tile ``number`` of a run lie."""
+        """Yields where the outputs of tile ``number`` of a run lie."""
         for output, rows in enumerate(run.rows):
             whole = Ref(source=Source.BEFORE, index=rows.whole)
-            part = _seen(Operand(value=whole, whole=self.layouts[whole], slice=rows.slice), number)
+            part = _tile_layout(
+                Operand(value=whole, whole=self.layouts[whole], slice=rows.slice), number
+            )
             assert part is not None, f"{whole} is a tensor"
             offset_bytes = part.offset * part.item_bytes
             yield CutInto(output=output, value=self.values[whole], offset_bytes=offset_bytes)
 
 
-def _seen(operand: Operand, number: int) -> Layout | None:
-    """What tile ``number`` reads, or writes, of ``operand``."""
+def _tile_layout(operand: Operand, number: int) -> Layout | None:
+    """Returns the layout in which tile ``number`` reads, or writes, ``operand``."""
     if operand.whole is None or operand.slice is None:
         return operand.whole
     part = operand.slice

@@ -1,12 +1,12 @@
-"""Adds up sums over the rows of a chain that runs in tiles: each has a total, which tiles add to.
+"""Adds up sums over the rows of a chain that runs in tiles: every tile adds to a running total.
 
 The total of 16-bit numbers is float32, and is rounded once, behind the last tile. Rounded at each
 of 64 tiles, a weight's gradient would be four times as far from the exact one as eager's.
 
-What adds to a total is taken out of the tile, and is a region of one operator that writes its
-result over the total that it reads. A lowering that makes several kernels of ``acc + sum(x)`` may
-write the second term before it has read the first. So nothing else stands in the region, and its
-operators run one by one (``RegionGraph.op_by_op``).
+The addition is taken out of the tile: it is a region of one operator that writes its result over
+the total that it reads. A lowering that makes several kernels of ``acc + sum(x)`` may write the
+second term before it has read the first. So nothing else is in the region, and its operators run
+one by one (``RegionGraph.op_by_op``).
 
 Rewrite, tile(x, acc):                  ->    tile(x):            sum0(acc, picked):
     picked = gather(x)                            picked = ...        return add(acc, picked)
@@ -33,8 +33,8 @@ _ACCUMULATING = {
     _aten.mm.default: (_aten.addmm.default, _aten.addmm.dtype),
     _aten.bmm.default: (_aten.baddbmm.default, _aten.baddbmm.dtype),
 }
-"""A product that contracts the rows -> what adds it to a total of the operands' type, and what adds
-it, of 16-bit operands on CUDA, to a float32 total."""
+"""Product that contracts the rows -> the operator that adds it to a total of the operands' dtype,
+and the one that adds it, of 16-bit operands on CUDA, to a float32 total."""
 
 _SHORT = (torch.bfloat16, torch.float16)
 
@@ -50,9 +50,9 @@ class Totals:
 
     device: torch.device
     rounds_products: bool
-    """True: the total of 16-bit products has 16 bits, so that it can lie where its result does."""
+    """True: totals of 16-bit products have 16 bits, so that they can lie where their results do."""
     _widened: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """Operand -> the same in float32."""
+    """Operand -> its copy in float32."""
 
     def is_wide(self, node: fx.Node) -> bool:
         """True for a sum whose total is float32, to be rounded behind the last tile."""
@@ -61,12 +61,12 @@ class Totals:
         return node.meta["val"].dtype in _SHORT
 
     def like(self, node: fx.Node) -> torch.Tensor:
-        """A fake of the total of the sum ``node``."""
+        """Returns a fake of the total of the sum ``node``."""
         value: torch.Tensor = node.meta["val"]
         return value.new_empty(value.shape, dtype=torch.float32) if self.is_wide(node) else value
 
     def rounded(self, graph: fx.Graph, node: fx.Node, total: fx.Node) -> fx.Node:
-        """The value of the sum ``node``, from the ``total`` of all tiles."""
+        """Returns the value of the sum ``node``, from the ``total`` of all tiles."""
         if not self.is_wide(node):
             return total
         value = node.meta["val"]
@@ -77,14 +77,15 @@ class Totals:
         graph: fx.Graph,
         node: fx.Node,
         acc: fx.Node,
-        made: Mapping[fx.Node, fx.Node],
+        tile_value: Mapping[fx.Node, fx.Node],
         share: float,
     ) -> fx.Node:
-        """The total behind a tile, which has a ``share`` of all rows: ``acc`` plus the sum over it.
+        """Returns the total behind a tile: ``acc`` plus the sum ``node`` over the tile's rows.
 
-        ``made`` gives the tile's value of each node of the chain.
+        ``tile_value`` has the tile's node for each node of the chain; ``share`` is the tile's share
+        of all rows.
         """
-        operands = [made[source] for source in node.all_input_nodes]
+        operands = [tile_value[source] for source in node.all_input_nodes]
         like = self.like(node)
         if node.target in _ACCUMULATING:
             add, add_wide = _ACCUMULATING[node.target]
@@ -93,7 +94,7 @@ class Totals:
             if self.device.type == "cuda":
                 return call_like(graph, add_wide, (acc, *operands, torch.float32), like=like)
             return call_like(graph, add, (acc, *map(self._in_float32, operands)), like=like)
-        partial = graph.node_copy(node, lambda source: made[source])
+        partial = graph.node_copy(node, lambda source: tile_value[source])
         if self.is_wide(node):
             partial.update_kwarg("dtype", torch.float32)
             partial.meta["val"] = like
@@ -101,13 +102,13 @@ class Totals:
         return call_like(graph, _aten.add.Tensor, (acc, partial), alpha, like=like)
 
     def _in_float32(self, operand: fx.Node) -> fx.Node:
-        """``operand`` in float32, made once for all sums of the tile."""
+        """Returns ``operand`` in float32, converted once for all sums of the tile."""
         if operand not in self._widened:
-            behind = operand.next
-            while behind.op == "placeholder":
-                behind = behind.next
+            next_node = operand.next
+            while next_node.op == "placeholder":
+                next_node = next_node.next
             like = _to_dtype(operand.meta["val"], torch.float32)
-            with operand.graph.inserting_before(behind):
+            with operand.graph.inserting_before(next_node):
                 wide = call_like(operand.graph, _to_dtype, (operand, torch.float32), like=like)
             self._widened[operand] = wide
         return self._widened[operand]
@@ -119,66 +120,67 @@ def take_sums_out(
     num_rows: int,
     totals: Sequence[int],
 ) -> list[tuple[RegionGraph, RunningSum]]:
-    """Take what adds to the totals out of ``tile``, and return a region of each.
+    """Takes the additions to totals out of ``tile``; returns a region for each.
 
     ``tile`` reads ``tile_inputs`` and then the totals so far, which are the outputs ``totals`` of
     the part before the tiles. It returns ``num_rows`` values that have rows, and then the new
-    totals; in place of those it then returns what the regions read. If a region reads a value that
-    has rows, ``tile`` returns a copy besides: what it writes is a slice of the whole value, which
-    is complete behind the last tile only.
+    totals; afterwards, in place of these, the values that the additions read. If an addition reads
+    a value that has rows, ``tile`` returns a copy of it: the value itself is a slice of a whole,
+    which is complete only behind the last tile.
     """
     graph = tile.gm.graph
     end, results = graph.output_node(), results_of(graph)
     inputs = graph.find_nodes(op="placeholder")
-    so_far = inputs[len(inputs) - len(totals) :]
-    rows, read = results[:num_rows], dict[fx.Node, int]()
+    old_totals = inputs[len(inputs) - len(totals) :]
+    rows, result_of = results[:num_rows], dict[fx.Node, int]()
     sums: list[tuple[RegionGraph, RunningSum]] = []
     for total, node in zip(totals, results[num_rows:], strict=True):
-        alone, sources = _sum_graph(node)
+        sum_graph, sources = _sum_graph(node)
         terms = []
         for source in sources:
             if source.op == "placeholder":
                 terms.append(tile_inputs[inputs.index(source)])
                 continue
-            made = Ref(source=Source.TILE, index=read.setdefault(source, num_rows + len(read)))
-            terms.append(Operand(value=made, whole=layout_of(source.meta["val"])))
+            index = result_of.setdefault(source, num_rows + len(result_of))
+            term = Ref(source=Source.TILE, index=index)
+            terms.append(Operand(value=term, whole=layout_of(source.meta["val"])))
         region = replace(
             tile,
             name=f"{tile.name}.sum{len(sums)}",
-            gm=fx_graphs.graph_module(tile.gm, alone),
+            gm=fx_graphs.graph_module(tile.gm, sum_graph),
             static_inputs=(),
             op_by_op=True,
         )
         sums.append((region, RunningSum(region=region.name, total=total, terms=tuple(terms))))
-    end.args = ((*rows, *(_copy(end, node) if node in rows else node for node in read)),)
+    end.args = ((*rows, *(_copy(end, node) if node in rows else node for node in result_of)),)
     for node in reversed(graph.nodes):
-        if not node.users and (node.op == "call_function" or node in so_far):
+        if not node.users and (node.op == "call_function" or node in old_totals):
             graph.erase_node(node)
     tile.gm.recompile()
     return sums
 
 
 def _sum_graph(total: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
-    """A graph of ``total`` and of the views that it reads, and what else it reads than ``acc``."""
-    acc, *others = total.all_input_nodes
+    """Returns a graph of ``total`` and the views that it reads, and its inputs behind ``acc``."""
+    acc, *terms = total.all_input_nodes
     graph = fx.Graph()
-    made = {acc: placeholder_like(graph, acc.name, acc)}
+    copies = {acc: placeholder_like(graph, acc.name, acc)}
     sources: list[fx.Node] = []
     views: list[fx.Node] = []
-    for node in others:
+    for node in terms:
         while is_view(node):
             views.append(node)
             (node,) = node.all_input_nodes
-        if node not in made:
-            made[node] = placeholder_like(graph, node.name, node)
+        if node not in copies:
+            copies[node] = placeholder_like(graph, node.name, node)
             sources.append(node)
     for node in [*dict.fromkeys(reversed(views)), total]:
-        made[node] = graph.node_copy(node, lambda source: made[source])
-    graph.output((made[total],))
+        copies[node] = graph.node_copy(node, lambda source: copies[source])
+    graph.output((copies[total],))
     return graph, sources
 
 
 def _copy(end: fx.Node, node: fx.Node) -> fx.Node:
-    """A copy of ``node``, made in front of ``end``."""
+    """Adds a copy of ``node`` in front of ``end``."""
     with end.graph.inserting_before(end):
         return call_like(end.graph, _aten.clone.default, (node,), like=node.meta["val"])

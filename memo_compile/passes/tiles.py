@@ -48,53 +48,55 @@ MIN_SAVING = 1 / 8
 """Tiles must save this share of a region's transient bytes, since each reads the weights again."""
 
 FEW_SAVING = 1 / 4
-"""Where tiles with sums in float32 save less, two tiles that add products up in 16 bits are tried:
-the sums' bytes may be more than the rest. Two tiles round a sum once more than the whole does."""
+"""If tiles with sums in float32 save less, two tiles that add products up in 16 bits are tried, as
+the sums may be most of the bytes. Two tiles round a sum once more than the whole region does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledRegion:
-    """A region in parts: before, the tile, what adds to each running sum, after."""
+    """A region in parts: before, the tile, an addition to each running sum, after."""
 
     parts: Mapping[str, RegionGraph]
-    """Parts by name, in that order. The first also makes what tiles fill and zeros they add to."""
+    """Parts by name, in that order. The first also allocates values that tiles fill, and totals."""
     tiling: Tiling
-    """What the calls of the parts must do."""
+    """The calls of the parts that make up the region."""
     num_rows: int
     transient_bytes: int
-    """Peak of live bytes that are no outputs of the region; see :func:`transient_bytes`."""
+    """Peak of live bytes but for outputs of the region; see :func:`transient_bytes`."""
     chain: RegionGraph
-    """What ``tile`` does, for all rows and without the sums."""
+    """The part ``tile`` for all rows and without the sums."""
     chain_dims: Mapping[fx.Node, RowDim | None]
-    """Where the values of ``chain`` have their rows."""
+    """The dimensions of rows in ``chain``."""
 
     def chain_of(self, rows: int) -> RegionGraph:
-        """``chain`` for ``rows`` rows."""
+        """Returns ``chain`` for ``rows`` rows."""
         gm = slice_rows(self.chain.gm, self.chain_dims, rows, self.num_rows)
         return replace(self.chain, gm=gm)
 
 
 def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
-    """``region`` with one of its wide chains in tiles, what needs the fewest bytes first.
+    """Returns ``region`` with one of its wide chains in tiles, fewest transient bytes first.
 
-    Those that save too little are left out, and all of a region with an output that is no value of
-    its own, or with an effect (it prints, or writes into its inputs). Checks run once, before the
-    tiles or behind them. Where ``tiles`` does not divide the rows there may be fewer, or the last
-    is shorter. Cost: a few analyses and slicings of the graph.
+    Tilings that save too little are left out. There are none for a region with an effect (it
+    prints, or writes into its inputs), or with an output that is an input or comes twice. Checks
+    run once, before the tiles or behind them. If ``tiles`` does not divide the rows there may be
+    fewer tiles, or a shorter last one. Cost: a few analyses and slicings of the graph.
     """
-    graph, made = region.gm.graph, results_of(region.gm.graph)
-    is_plain = all(isinstance(node, fx.Node) and node.op != "placeholder" for node in made)
-    is_plain = is_plain and len(set(made)) == len(made)
-    talks = [node for node in graph.nodes if is_collective(node) and not is_wait(node)]
-    is_plain = is_plain and len(talks) < 2  # their order is that of ranks which have no tiles
-    is_plain = is_plain and all(is_check(n) or not has_effect(n) for n in graph.nodes)
+    graph, results = region.gm.graph, results_of(region.gm.graph)
+    collectives = [node for node in graph.nodes if is_collective(node) and not is_wait(node)]
+    is_plain = (
+        all(isinstance(node, fx.Node) and node.op != "placeholder" for node in results)
+        and len(set(results)) == len(results)
+        and len(collectives) < 2  # their order is that of ranks which have no tiles
+        and all(is_check(node) or not has_effect(node) for node in graph.nodes)
+    )
     if tiles < 2 or not is_plain:
         return []
     whole_bytes = transient_bytes(region.gm)
     forms = [_Splitter(region, chain).run() for chain in chains(region, tiles)]
     tiled = [form for form in forms if form is not None]
-    few = all(form.transient_bytes > whole_bytes * (1 - FEW_SAVING) for form in tiled)
-    if few and any(map(is_short_product, graph.nodes)):
+    saves_little = all(form.transient_bytes > whole_bytes * (1 - FEW_SAVING) for form in tiled)
+    if saves_little and any(map(is_short_product, graph.nodes)):
         forms = [_Splitter(region, chain, widens=False).run() for chain in chains(region, 2)]
         tiled += [form for form in forms if form is not None]
     saving = [form for form in tiled if form.transient_bytes < whole_bytes * (1 - MIN_SAVING)]
@@ -102,7 +104,7 @@ def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
 
 
 class _EqualTiles(NamedTuple):
-    """Tiles of as many rows each, one after the other from row ``start`` on."""
+    """A run of tiles with the same number of rows, from row ``start`` on."""
 
     name: str
     num_tiles: int
@@ -111,7 +113,7 @@ class _EqualTiles(NamedTuple):
 
 
 class _Splitter:
-    """Builds the parts of one chain; ``run`` is None where a result cannot be put in rows."""
+    """Builds the parts of one chain; ``run`` returns None if the chain cannot run in tiles."""
 
     def __init__(self, region: RegionGraph, chain: Chain, *, widens: bool = True) -> None:
         self.region = region
@@ -121,28 +123,28 @@ class _Splitter:
         self.nodes = list(region.gm.graph.nodes)
         self.placeholders = region.gm.graph.find_nodes(op="placeholder")
         self.static = {self.placeholders[at] for at in region.static_inputs}
-        self.made = list(results_of(region.gm.graph))
+        self.results = list(results_of(region.gm.graph))
         self.external = region.external_storages()
         self.inside = chain.nodes | chain.sums
         self.behind = self._behind()
-        num_equal, rest = divmod(chain.num_rows, chain.tile_rows)
+        num_equal, last_rows = divmod(chain.num_rows, chain.tile_rows)
         self.runs = [_EqualTiles("tile", num_equal, chain.tile_rows, 0)]
-        if rest:
-            self.runs.append(_EqualTiles("last", 1, rest, chain.num_rows - rest))
+        if last_rows:
+            self.runs.append(_EqualTiles("last", 1, last_rows, chain.num_rows - last_rows))
 
     def run(self) -> TiledRegion | None:
-        late = [node for node in self.made if node in self.behind or self._is_rounded(node)]
+        late = [node for node in self.results if node in self.behind or self._is_rounded(node)]
         checks = set(filter(is_check, self.nodes))
         late_ends = [*late, *(checks & self.behind)]
         after = extract(self.region.gm, late_ends, self._ends_after)
-        wanted = {*after.inputs, *self.made} & self.chain.nodes
+        wanted = {*after.inputs, *self.results} & self.chain.nodes
         rows = [node for node in self.nodes if node in wanted and not is_view(node)]
         sums = [node for node in self.nodes if node in self.chain.sums]
         if not all(map(is_tensor, [*after.inputs, *rows])):
             return None  # a tuple that the parts would have to share
-        whole = [node for node in rows if not self._fills_ranges(node)]
-        if whole:
-            return self._with_whole(whole)
+        not_in_tiles = [node for node in rows if not self._fills_ranges(node)]
+        if not_in_tiles:
+            return self._without(not_in_tiles)
         if not (rows or sums):
             return None
         ends = [*rows, *_inputs_of(sums)]
@@ -163,10 +165,10 @@ class _Splitter:
         if not all(map(_is_aligned, reads)):
             return None
         part.finish(ends)
-        if all(made.op != "call_function" for made in part.copies.values()):
-            return None  # nothing but sums of what is there before
+        if all(copy.op != "call_function" for copy in part.copies.values()):
+            return None  # nothing but sums of inputs
         self._finish_after(after, late)
-        dims = {made: self.dims.get(node) for node, made in part.copies.items()}
+        dims = {copy: self.dims.get(node) for node, copy in part.copies.items()}
         tiles = [self._tiles(equal, part, dims, rows, sums, places) for equal in self.runs]
         transient = max(transient_bytes(gm) for gm in (before.gm, after.gm))
         transient = max(transient, *(tile_bytes for _, _, tile_bytes in tiles))
@@ -179,11 +181,11 @@ class _Splitter:
             runs=tuple(run for run, _, _ in tiles),
             after=parts[-1].name if late_ends else None,
             after_inputs=tuple(places[node] for node in after.inputs),
-            outputs=tuple(results[result] for result in self.made),
+            outputs=tuple(results[result] for result in self.results),
             output_layouts=self.region.output_layouts(),
         )
         return TiledRegion(
-            parts={made.name: made for made in parts},
+            parts={region.name: region for region in parts},
             tiling=tiling,
             num_rows=self.chain.num_rows,
             transient_bytes=transient + self._shared_bytes([*early, *rows], sums),
@@ -200,13 +202,13 @@ class _Splitter:
         sums: list[fx.Node],
         places: Mapping[fx.Node, Ref],
     ) -> tuple[TileRun, list[RegionGraph], int]:
-        """A run of tiles, the region of a tile and of its sums, and the tile's transient bytes."""
+        """Returns a run of tiles, the regions of a tile and its sums, and a tile's transient bytes."""
         gm = self._tile_graph(part, dims, len(rows), sums, equal.length)
-        needed = transient_bytes(gm)
+        tile_bytes = transient_bytes(gm)
         tile = self._tile_region(equal.name, gm, part)
         inputs = [self._operand(node, part, places, equal) for node in part.inputs]
         totals = [places[node].index for node in sums]
-        added = take_sums_out(tile, inputs, len(rows), totals)
+        additions = take_sums_out(tile, inputs, len(rows), totals)
         run = TileRun(
             num_tiles=equal.num_tiles,
             region=tile.name,
@@ -214,27 +216,27 @@ class _Splitter:
             rows=tuple(
                 Rows(whole=places[node].index, slice=self._slice(node, equal)) for node in rows
             ),
-            sums=tuple(running_sum for _, running_sum in added),
+            sums=tuple(running_sum for _, running_sum in additions),
         )
-        return run, [tile, *(sum_region for sum_region, _ in added)], needed
+        return run, [tile, *(sum_region for sum_region, _ in additions)], tile_bytes
 
     def _is_rounded(self, node: fx.Node) -> bool:
-        """True for a sum that tiles add up in more digits than it has."""
+        """True for a sum whose total has more digits, so that ``after`` must round it."""
         return node in self.chain.sums and self.totals.is_wide(node)
 
-    def _with_whole(self, made_before: Sequence[fx.Node]) -> TiledRegion | None:
-        """Likewise, but with some results and what they are made of no longer in tiles."""
-        nodes = self.chain.nodes - makers_of(made_before)
+    def _without(self, values: Sequence[fx.Node]) -> TiledRegion | None:
+        """Returns the region with a smaller chain, without these values and their makers."""
+        nodes = self.chain.nodes - makers_of(values)
         if not nodes:
             return None
         chain, widens = replace(self.chain, nodes=nodes), not self.totals.rounds_products
         return _Splitter(self.region, chain, widens=widens).run()
 
     def _behind(self) -> set[fx.Node]:
-        """What comes after the chain: depends on it, or is not needed by it and stands behind it.
+        """Returns the nodes behind the chain: those that depend on it, and later ones it needs not.
 
-        A check of what is there before the chain is made before it: an index may rely on that.
-        Views of the chain's results are behind as well, so that only whole storages leave a tile.
+        A check of values before the chain stays before it, because an index may rely on it. Views
+        of the chain's results are behind as well, so that only whole storages leave a tile.
         """
         needed: set[fx.Node] = set()
         for node in reversed(self.nodes):
@@ -260,13 +262,13 @@ class _Splitter:
         return behind
 
     def _ends_after(self, node: fx.Node) -> bool:
-        """True for what ``after`` is given; views and constants it makes itself."""
+        """True for an input of ``after``, which makes views and constants itself."""
         if node.op == "get_attr" or is_constant(node) or node in self.behind:
             return False
         return not is_view(node) or node.op == "placeholder"
 
     def _ends_tile(self, node: fx.Node) -> bool:
-        """True for what the tile is given; constants and views without rows it makes itself."""
+        """True for an input of the tile, which makes constants and views without rows itself."""
         if node in self.inside or node.op == "get_attr":
             return False
         if is_constant(node):  # positions differ from row to row
@@ -274,16 +276,17 @@ class _Splitter:
         return not is_view(node) or node not in self.dims or self.dims[node] is not None
 
     def _value_of(self, node: fx.Node) -> fx.Node:
-        """The value that a tile's input is read from: its whole storage, where it shows all of it.
+        """Returns the value from which a tile's input is read.
 
-        A part of a storage is a value by itself: ``before`` makes a copy of it.
+        It is the input's base if the input shows all of it. A part of a storage is a value itself:
+        ``before`` makes a copy of it.
         """
         base = base_of(node)
         return node if is_view(base) else base
 
     def _early(self, values: Sequence[fx.Node]) -> list[fx.Node]:
-        """What ``before`` makes: inputs of the other parts, and results of the region."""
-        wanted = {*values, *(node for node in self.made if node not in self.behind)}
+        """Returns the outputs of ``before``: inputs of other parts, and results of the region."""
+        wanted = {*values, *(node for node in self.results if node not in self.behind)}
         return [
             node
             for node in self.nodes
@@ -291,7 +294,7 @@ class _Splitter:
         ]
 
     def _fills_ranges(self, node: fx.Node) -> bool:
-        """True for a value that tiles can fill one after the other, range of bytes by range."""
+        """True for a value of which every tile fills one aligned range of bytes."""
         row, value = self.dims[node], node.meta["val"]
         row_bytes = None if row is None else row_layout(value, row, self.chain.num_rows)
         if row_bytes is None or not value.is_contiguous():
@@ -299,7 +302,7 @@ class _Splitter:
         return row_bytes * self.chain.tile_rows % ALIGNMENT_BYTES == 0
 
     def _slice(self, node: fx.Node, equal: _EqualTiles) -> Slice:
-        """What the tiles of a run have of ``node``, which carries rows."""
+        """Returns the slices of ``node``, which carries rows, in the tiles of a run."""
         row = self.dims[node]
         assert row is not None, f"{node.name} is in the chain and carries no rows"
         length, start = equal.length * row.factor, equal.start * row.factor
@@ -308,7 +311,7 @@ class _Splitter:
     def _operand(
         self, node: fx.Node, part: Extract, places: Mapping[fx.Node, Ref], equal: _EqualTiles
     ) -> Operand:
-        """What is read of ``node``: a slice, or all of what has no rows, or mixed them."""
+        """Returns how a tile reads ``node``: a slice, or all of a value without separate rows."""
         return Operand(
             value=places[self._value_of(node)],
             whole=layout_of(part.copies[node].meta["val"]),
@@ -318,12 +321,12 @@ class _Splitter:
     def _finish_before(
         self, before: Extract, early: list[fx.Node], sums: list[fx.Node], rows: list[fx.Node]
     ) -> None:
-        """Give ``before`` its outputs, last zeros for every sum and for what tiles fill."""
+        """Gives ``before`` its outputs; the last ones are zeros for every sum and for ``rows``."""
         graph = before.graph
         outputs = []
         for node in early:
             out = before.copies[node]
-            if is_view(node) and node not in self.made:
+            if is_view(node) and node not in self.results:
                 out = _dense_copy(graph, out)
             outputs.append(out)
         likes = [self.totals.like(node) for node in sums]
@@ -335,13 +338,13 @@ class _Splitter:
         graph.output(tuple(outputs))
 
     def _finish_after(self, after: Extract, late: list[fx.Node]) -> None:
-        """Give ``after`` its outputs; of sums with more digits it reads and returns the rounded."""
-        given = [after.copies[node] for node in after.inputs]
+        """Gives ``after`` its outputs; totals with more digits are rounded first."""
+        last_input = after.copies[after.inputs[-1]] if after.inputs else None
         for node in filter(self._is_rounded, after.inputs):
             total = after.copies[node]
             readers = list(total.users)
             total.meta["val"] = self.totals.like(node)
-            with after.graph.inserting_after(given[-1]):
+            with after.graph.inserting_after(last_input):
                 after.copies[node] = self.totals.rounded(after.graph, node, total)
             for reader in readers:
                 reader.replace_input_with(total, after.copies[node])
@@ -355,24 +358,24 @@ class _Splitter:
         sums: list[fx.Node],
         tile_rows: int,
     ) -> fx.GraphModule:
-        """The chain for the rows of one tile, its sums added to what came before."""
+        """Returns the chain for the rows of one tile, with its sums added to the totals so far."""
         sources = _inputs_of(sums)
         gm = slice_rows(part.gm, dims, tile_rows, self.chain.num_rows)
         graph = gm.graph
         end, ends = graph.output_node(), results_of(graph)
         graph.erase_node(end)
-        found = dict(zip(sources, ends[num_outputs:], strict=True))
+        tile_value = dict(zip(sources, ends[num_outputs:], strict=True))
         first = next(node for node in graph.nodes if node.op != "placeholder")
         with graph.inserting_before(first):
-            so_far = [graph.placeholder(f"acc_{at}") for at in range(len(sums))]
+            old_totals = [graph.placeholder(f"acc_{at}") for at in range(len(sums))]
         totals = []
-        for node, acc in zip(sums, so_far, strict=True):
+        for node, acc in zip(sums, old_totals, strict=True):
             acc.meta["val"] = self.totals.like(node)
-            last = max(found[source] for source in node.all_input_nodes)
+            last = max(tile_value[source] for source in node.all_input_nodes)
             behind = first if last.op == "placeholder" else last.next
-            with graph.inserting_before(behind):  # so that what it sums dies as early as it can
+            with graph.inserting_before(behind):  # directly: its operands then die early
                 share = tile_rows / self.chain.num_rows
-                totals.append(self.totals.added(graph, node, acc, found, share))
+                totals.append(self.totals.added(graph, node, acc, tile_value, share))
         graph.output((*ends[:num_outputs], *totals))
         gm.recompile()
         return gm
@@ -407,11 +410,11 @@ class _Splitter:
         )
 
     def _shared_bytes(self, values: Sequence[fx.Node], sums: Sequence[fx.Node]) -> int:
-        """Bytes of what one part hands to another and the region does not return."""
-        kept = {storage_of(node) for node in self.made}
-        likes = {node: node.meta["val"] for node in values if storage_of(node) not in kept}
+        """Returns the bytes of values that parts hand on and the region does not return."""
+        returned = {storage_of(node) for node in self.results}
+        likes = {node: node.meta["val"] for node in values if storage_of(node) not in returned}
         for node in sums:
-            if self._is_rounded(node) or storage_of(node) not in kept:
+            if self._is_rounded(node) or storage_of(node) not in returned:
                 likes[node] = self.totals.like(node)
         return sum(int(like.nbytes) for like in likes.values())
 
@@ -421,7 +424,7 @@ def _refs(source: Source, nodes: Sequence[fx.Node]) -> dict[fx.Node, Ref]:
 
 
 def _is_aligned(operand: Operand) -> bool:
-    """True when every slice begins on a multiple of ALIGNMENT_BYTES where the first does."""
+    """True if every slice begins at a multiple of ALIGNMENT_BYTES, given that the first does."""
     whole, part = operand.whole, operand.slice
     if whole is None or part is None:
         return True
@@ -440,5 +443,5 @@ def _dense_copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
-    """A fake of the same shape, contiguous."""
+    """Returns a contiguous fake of the same shape and dtype."""
     return value.new_empty(value.shape)
