@@ -73,10 +73,7 @@ def _is_kept_copy(node: fx.Node) -> bool:
 
 
 def _has_no_effect(node: fx.Node) -> bool:
-    """True for an operator that declares no write, no random number and no collective.
-
-    A custom operator may still have an effect that it does not declare.
-    """
+    """True for an operator that declares no write, no random number and no collective."""
     if is_item(node):
         return _has_no_effect(node.all_input_nodes[0])
     if is_write(node) or is_random(node) or is_collective(node):

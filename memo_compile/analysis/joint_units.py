@@ -178,10 +178,7 @@ def _runs(node: fx.Node) -> bool:
 
 
 def _behind_inputs(graph: fx.Graph, wanted: dict[fx.Node, int | None]) -> dict[fx.Node, int]:
-    """Returns positions that are at least those ``wanted`` and those of every input.
-
-    A node without a wanted position gets the first possible one.
-    """
+    """Returns the wanted positions, else the first possible ones, none before an input's."""
     positions: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node not in wanted or not _runs(node):

@@ -14,13 +14,7 @@ import torch
 from torch import fx
 
 from memo_compile.analysis.purity import is_repeatable
-from memo_compile.analysis.row_rules import (
-    Carried,
-    RowDim,
-    contracted_partner,
-    is_counter,
-    rule_of,
-)
+from memo_compile.analysis.row_rules import Carried, RowDim, contracted_partner, is_counter, rule_of
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import is_tensor, shape_of
 from memo_compile.errors import UnsupportedGraph

@@ -13,14 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memo_compile.step.halves import HalfKey
-from memo_compile.step.problem import (
-    CallKind,
-    Layout,
-    Layouts,
-    Problem,
-    RegionProfile,
-    StepCall,
-)
+from memo_compile.step.problem import CallKind, Layout, Layouts, Problem, RegionProfile, StepCall
 
 COPIES = (CallKind.OFFLOAD, CallKind.RELOAD, CallKind.WAIT)
 

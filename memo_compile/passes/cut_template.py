@@ -164,10 +164,7 @@ _INCREASES = (1, 2, 8, 64)
 
 
 def _require_beginnings(regions: Mapping[str, RegionGraph]) -> None:
-    """Raises UnsupportedGraph: an input of a region begins inside of a value.
-
-    The layouts of a call's reads count from the beginning of the value.
-    """
+    """Raises UnsupportedGraph: an input of a region begins inside of a value."""
     for region in regions.values():
         for value in region.example_inputs():
             if isinstance(value, torch.Tensor) and value.storage_offset() != 0:

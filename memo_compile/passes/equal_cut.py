@@ -28,13 +28,7 @@ from memo_compile.analysis.joint_units import (
     tag_saved,
     tangent_dependents,
 )
-from memo_compile.analysis.purity import (
-    is_constant,
-    is_pure,
-    must_be_saved,
-    overwritten,
-    runs_once,
-)
+from memo_compile.analysis.purity import is_constant, is_pure, must_be_saved, overwritten, runs_once
 from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import (
     base_of,

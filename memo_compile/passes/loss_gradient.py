@@ -14,12 +14,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memo_compile.analysis.joint_units import (
-    UNIT,
-    is_tangent,
-    tag_units,
-    tangent_dependents,
-)
+from memo_compile.analysis.joint_units import UNIT, is_tangent, tag_units, tangent_dependents
 from memo_compile.analysis.purity import is_pure
 from memo_compile.analysis.structure import GRADIENT, op_name
 from memo_compile.analysis.views import base_of, bytes_of, is_tensor, is_view, viewed

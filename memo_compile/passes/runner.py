@@ -138,7 +138,7 @@ class PassRunner:
         stage: str,
         graphs: Callable[[T], Mapping[str, fx.GraphModule]],
     ) -> T:
-        """Returns the result of ``function``, which reads ``gm``; ``graphs`` names the graphs in it.
+        """Returns the result of ``function``, which reads ``gm``; ``graphs`` lists its graphs.
 
         Raises PassFailed: it raised another error than a MemoError, made a graph that does not
         lint, or changed ``gm``.

@@ -202,7 +202,7 @@ class _Splitter:
         sums: list[fx.Node],
         places: Mapping[fx.Node, Ref],
     ) -> tuple[TileRun, list[RegionGraph], int]:
-        """Returns a run of tiles, the regions of a tile and its sums, and a tile's transient bytes."""
+        """Returns a run, the regions of a tile and of its sums, and a tile's transient bytes."""
         gm = self._tile_graph(part, dims, len(rows), sums, equal.length)
         tile_bytes = transient_bytes(gm)
         tile = self._tile_region(equal.name, gm, part)

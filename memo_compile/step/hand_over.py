@@ -9,10 +9,7 @@ from memo_compile.step.problem import Phase, Problem, Storage
 
 
 def last_uses(problem: Problem) -> dict[str, int]:
-    """Returns for each storage the index of the last call that makes, reads or writes in it.
-
-    A storage is named by its root (see ``storage_roots``).
-    """
+    """Returns the last call that makes, reads or writes in a storage, by ``storage_roots``."""
     roots = storage_roots(problem)
     last_use: dict[str, int] = {}
     for index, call in enumerate(problem.calls):

@@ -270,10 +270,7 @@ def lives_of(problem: Problem, tables: CallTables) -> Lives:
 
 
 def _last_lines(tables: CallTables, rows: Any, regions: Any, begins: Any) -> Any:
-    """Returns by a value's number the line after its last read, 0 for none.
-
-    Reads of other values in the same storage are not counted yet.
-    """
+    """Returns by a value's number the line after its last read, 0: none; shared storage apart."""
     last = np.zeros(tables.num_values + 1, dtype=np.int64)
     call_begins = np.repeat(begins, tables.reads.counts(rows))
     ends = tables.read_ends.joined(regions)[0] + call_begins
@@ -288,12 +285,10 @@ def _with_shared(
     tables: CallTables,
     regions: Sequence[int],
 ) -> None:
-    """Lets a storage live as long as each value in it; writes that into ``last``.
-
-    The last calls come first, so that chains of such values are settled in one pass.
-    """
+    """Lets a storage live as long as each value in it; writes that into ``last``."""
     number = tables.number
     sharing = {region.number for region in tables.regions if region.shares}
+    # the last calls first, so that chains of such values are settled in one pass
     for at in reversed([at for at, region in enumerate(regions) if region in sharing]):
         call, profile = problem.calls[at], tables.regions[regions[at]].profile
         end = starts[at] + profile.num_lines

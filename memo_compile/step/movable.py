@@ -142,20 +142,13 @@ class StepCosts:
         return seconds
 
     def comm_s(self, region: str, num_bytes: int) -> float:
-        """Returns the seconds of the collective ``region``.
-
-        They are the measured ones, or follow from ``num_bytes`` and the declared speed of the link;
-        0 where neither is known.
-        """
+        """Returns a collective's seconds: measured, or by the link's declared speed; 0: unknown."""
         if self.collective_s is not None and region in self.collective_s:
             return self.collective_s[region]
         return 0.0 if self.comm_bytes_per_s is None else num_bytes / self.comm_bytes_per_s
 
     def beside_s(self, seconds: float, busy_s: float) -> float:
-        """Returns how long computation takes beside collectives that still run for ``busy_s``.
-
-        Alone it takes ``seconds``.
-        """
+        """Returns how long ``seconds`` of computation take if collectives still run ``busy_s``."""
         if busy_s <= 0 or self.comm_slowdown == 1:
             return seconds
         slowed_s = min(seconds, busy_s / self.comm_slowdown)

@@ -199,10 +199,7 @@ class RegionProfile:
         return any(o.same_as is not None or o.storage is Storage.INPUT for o in self.outputs)
 
     def most_bytes(self, *, own_outputs: bool = True) -> int:
-        """Returns the most bytes of buffers at one line.
-
-        Without ``own_outputs`` buffers of outputs are not counted, because they lie elsewhere.
-        """
+        """Returns the most bytes of buffers at one line; ``own_outputs``: those of outputs too."""
         outputs = self.outputs_of_buffers()
         events: list[tuple[int, int]] = []
         for index, buffer in enumerate(self.buffers):
@@ -491,10 +488,7 @@ def call_starts(problem: Problem) -> tuple[int, ...]:
 
 
 def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
-    """Returns every arena buffer with its lifetime on the step's time axis. Cost: linear.
-
-    A buffer with outputs lives to the last reader of these.
-    """
+    """Returns every arena buffer with its lifetime, which ends with its last reader."""
     starts = call_starts(problem)
     last_read = last_reads(problem, starts)
     outputs = {name: region.outputs_of_buffers() for name, region in problem.regions.items()}

@@ -210,10 +210,7 @@ def _inside_calls(problem: Problem, starts: Starts) -> Iterator[Any]:
 
 
 def level_of(lines: Sequence[int], changes: Sequence[int], num_lines: int) -> Any:
-    """Returns for each line the sum of the ``changes`` (bytes) at ``lines`` up to it.
-
-    Changes at ``num_lines`` or behind it are left out.
-    """
+    """Returns for each line the sum of ``changes`` (bytes) up to it, without those at the end."""
     level = np.zeros(num_lines + 1, dtype=np.int64)
     places = np.minimum(np.array(lines, dtype=np.int64), num_lines)
     np.add.at(level, places, np.array(changes, dtype=np.int64))

@@ -3,13 +3,14 @@
 import dataclasses
 import enum
 import functools
+import itertools
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Never, TypeVar
 
-from memo_compile.errors import InputError, MemoError
+from memo_compile.errors import InputError
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import SCHEMA_VERSION, Observed, Plan, ReportedPlan
 from memo_compile.step.problem import Problem
@@ -109,11 +110,19 @@ def _converter(kind: Any) -> Callable[[Any], Any]:
     return lambda value: value
 
 
-_SCALARS: dict[Any, tuple[Any, str]] = {
-    int: (int, "an integer"),
-    float: ((int, float), "a number"),
-    str: (str, "a text"),
+_SCALARS: dict[Any, tuple[frozenset[type], str]] = {
+    int: (frozenset((int,)), "an integer"),
+    float: (frozenset((int, float)), "a number"),
+    str: (frozenset((str,)), "a text"),
 }
+
+
+class _Misfit(Exception):
+    """A value is not of the kind that is restored; ``path`` leads to it, such as ``.calls[3]``."""
+
+    def __init__(self, text: str, path: str = "") -> None:
+        super().__init__(text)
+        self.text, self.path = text, path
 
 
 def restore(value: Any, kind: Any, where: str) -> Any:
@@ -124,132 +133,116 @@ def restore(value: Any, kind: Any, where: str) -> Any:
     """
     try:
         return _restorer(kind)(value)
-    except (ValueError, TypeError, AttributeError, MemoError):
-        return _slowly_restored(value, kind, where)  # which says what is wrong, and where
+    except _Misfit as misfit:
+        raise InputError(f"{where}{misfit.path}: {misfit.text}") from misfit
 
 
 @functools.cache
 def _restorer(kind: Any) -> Callable[[Any], Any]:
-    """Returns a function that restores values of ``kind``, several times as fast.
-
-    It raises one of the errors that ``restore`` catches, and does not say where the fault is.
-    """
+    """Returns the function that restores values of ``kind``, made once. It raises _Misfit."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         inner = _restorer(next(argument for argument in arguments if argument is not type(None)))
         return lambda value: None if value is None else inner(value)
-    if origin is tuple and arguments[-1] is ... and arguments[0] in _SCALARS:
-        kinds = _kinds_of(arguments[0])
-        return lambda value: tuple(
-            _exactly(list, value) if kinds.issuperset(map(type, value)) else _refuse(value)
-        )
-    if origin is tuple and arguments[-1] is ...:
-        item_of = _restorer(arguments[0])
-        return lambda value: tuple([item_of(item) for item in _exactly(list, value)])
     if origin is tuple:
-        items_of = [_restorer(argument) for argument in arguments]
-        return lambda value: tuple(
-            [make(item) for make, item in zip(items_of, _exactly(list, value), strict=True)]
-        )
+        return _tuple_restorer(arguments)
     if origin is not None and issubclass(origin, Mapping):
         value_of = _restorer(arguments[1])
-        return lambda value: {key: value_of(item) for key, item in _exactly(dict, value).items()}
+        return lambda value: _restored(
+            ".{}", _require(value, dict, "an object").items(), itertools.repeat(value_of)
+        )
     if dataclasses.is_dataclass(kind):
         return _dataclass_restorer(kind)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind
-    if kind in _SCALARS:
-        allowed = _kinds_of(kind)
-        return lambda value: value if type(value) in allowed else _refuse(value)
-    return lambda value: value
+        return _enum_restorer(kind)
+    return _scalar_restorer(kind) if kind in _SCALARS else lambda value: value
 
 
-def _kinds_of(scalar: Any) -> frozenset[type]:
-    """Returns the types of JSON values that a ``scalar`` may have."""
-    kinds = _SCALARS[scalar][0]
-    return frozenset(kinds if isinstance(kinds, tuple) else (kinds,))
+def _restored(
+    place: str, entries: Iterable[tuple[Any, Any]], restorers: Iterable[Callable[[Any], Any]]
+) -> dict[Any, Any]:
+    """Restores each entry's value; a misfit's path begins with the ``place`` of its key."""
+    restored: dict[Any, Any] = {}
+    key = None
+    try:
+        for (key, value), restorer in zip(entries, restorers, strict=False):
+            restored[key] = restorer(value)
+    except _Misfit as misfit:
+        raise _Misfit(misfit.text, f"{place.format(key)}{misfit.path}") from None
+    return restored
+
+
+def _tuple_restorer(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    restorers = [_restorer(kind) for kind in kinds if kind is not ...]
+    has_any_length = kinds[-1] is ...
+    scalars = (
+        _SCALARS[kinds[0]][0] if has_any_length and kinds[0] in _SCALARS else frozenset[type]()
+    )
+
+    def of_list(value: Any) -> Any:
+        items = _require(value, list, "a list")
+        if scalars and scalars.issuperset(
+            map(type, items)
+        ):  # many numbers: without a call for each
+            return tuple(items)
+        if not has_any_length and len(items) != len(restorers):
+            _refuse(f"expected {len(restorers)} entries, got {len(items)}")
+        item_of = itertools.repeat(restorers[0]) if has_any_length else restorers
+        return tuple(_restored("[{}]", enumerate(items), item_of).values())
+
+    return of_list
 
 
 def _dataclass_restorer(kind: Any) -> Callable[[Any], Any]:
-    fields = {name: _restorer(hint) for name, hint in _hints(kind).items()}
+    fields = {name: _restorer(hint) for name, hint in typing.get_type_hints(kind).items()}
     missing = dataclasses.MISSING
-    needed = {
+    needed = [
         field.name
         for field in dataclasses.fields(kind)
         if field.default is missing and field.default_factory is missing
-    }
+    ]
 
-    def of_dataclass(value: Any) -> Any:
-        names = _exactly(dict, value).keys()
-        if not needed <= names <= fields.keys():
-            _refuse(value)
-        return kind(**{name: fields[name](item) for name, item in value.items()})
+    def of_dict(value: Any) -> Any:
+        values = _require(value, dict, "an object")
+        if not values.keys() <= fields.keys():
+            unknown = min(values.keys() - fields.keys())
+            _refuse(f"unknown field; expected {', '.join(sorted(fields))}", f".{unknown}")
+        for name in needed:
+            if name not in values:
+                _refuse("is missing", f".{name}")
+        return kind(**_restored(".{}", values.items(), map(fields.__getitem__, values)))
 
-    return of_dataclass
-
-
-def _exactly(kind: type, value: Any) -> Any:
-    return value if type(value) is kind else _refuse(value)
-
-
-def _refuse(value: Any) -> Never:
-    raise ValueError(f"{value!r:.40} is not of the kind that is restored")
+    return of_dict
 
 
-def _slowly_restored(value: Any, kind: Any, where: str) -> Any:
-    """Returns or raises what ``restore`` does; ``where`` is the path of ``value`` in the file."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        inner = next(argument for argument in arguments if argument is not type(None))
-        return None if value is None else _slowly_restored(value, inner, where)
-    if origin is tuple:
-        items = _require(value, list, "a list", where)
-        kinds = arguments[:1] * len(items) if arguments[-1] is ... else arguments
-        if len(items) != len(kinds):
-            raise InputError(f"{where}: expected {len(kinds)} entries, got {len(items)}")
-        pairs = enumerate(zip(items, kinds, strict=True))
-        return tuple(_slowly_restored(item, inner, f"{where}[{at}]") for at, (item, inner) in pairs)
-    if origin is not None and issubclass(origin, Mapping):
-        items = _require(value, dict, "an object", where)
-        return {
-            key: _slowly_restored(item, arguments[1], f"{where}.{key}")
-            for key, item in items.items()
-        }
-    if dataclasses.is_dataclass(kind):
-        return _restore_fields(_require(value, dict, "an object", where), kind, where)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        values = [member.value for member in kind]
-        if value not in values:
-            raise InputError(f"{where}: expected one of {values}, got {value!r}")
-        return kind(value)
-    types_of, text = _SCALARS.get(kind, (object, ""))
-    if not isinstance(value, types_of) or (isinstance(value, bool) and kind in _SCALARS):
-        raise InputError(f"{where}: expected {text}, got {value!r}")
-    return value
+def _enum_restorer(kind: type[enum.Enum]) -> Callable[[Any], Any]:
+    def member(value: Any) -> Any:
+        try:
+            return kind(value)
+        except ValueError:
+            expected = [member.value for member in kind]
+            _refuse(f"expected one of {expected}, got {value!r}")
+
+    return member
 
 
-def _restore_fields(values: dict[str, Any], kind: Any, where: str) -> Any:
-    hints = _hints(kind)
-    if unknown := sorted(values.keys() - hints.keys()):
-        expected = ", ".join(sorted(hints))
-        raise InputError(f"{where}.{unknown[0]}: unknown field; expected {expected}")
-    missing = dataclasses.MISSING
-    for field in dataclasses.fields(kind):
-        optional = field.default is not missing or field.default_factory is not missing
-        if field.name not in values and not optional:
-            raise InputError(f"{where}.{field.name}: is missing")
-    return kind(
-        **{
-            key: _slowly_restored(item, hints[key], f"{where}.{key}")
-            for key, item in values.items()
-        }
-    )
+def _scalar_restorer(kind: Any) -> Callable[[Any], Any]:
+    allowed, text = _SCALARS[kind]
+
+    def scalar(value: Any) -> Any:
+        if type(value) in allowed:
+            return value
+        is_subclass = isinstance(value, tuple(allowed)) and not isinstance(value, bool)
+        return value if is_subclass else _refuse(f"expected {text}, got {value!r}")
+
+    return scalar
 
 
-_hints = functools.cache(typing.get_type_hints)
-
-
-def _require(value: Any, kind: type, text: str, where: str) -> Any:
+def _require(value: Any, kind: type, text: str) -> Any:
     if not isinstance(value, kind):
-        raise InputError(f"{where}: expected {text}, got {type(value).__name__}")
+        _refuse(f"expected {text}, got {type(value).__name__}")
     return value
+
+
+def _refuse(text: str, path: str = "") -> Never:
+    raise _Misfit(text, path)

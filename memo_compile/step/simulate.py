@@ -6,8 +6,8 @@ their issue. Collectives slow computation down by a factor. Only a wait stalls t
 until its copy or its collective has ended. Forward and backward are one sequence.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,16 +18,8 @@ from memo_compile.step.lives import CallTables, lives_of
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.ordinary import passing_bytes
 from memo_compile.step.plans import Span, Timeline
-from memo_compile.step.problem import (
-    COPY_REGION,
-    CallKind,
-    Problem,
-    RegionProfile,
-    StepCall,
-    call_starts,
-    last_reads,
-)
-from memo_compile.step.residency import level_of, ordinary_level, step_constant_bytes
+from memo_compile.step.problem import CallKind, Problem, StepCall
+from memo_compile.step.residency import ordinary_level, step_constant_bytes
 
 COMPUTE, STALL, D2H, H2D = "compute", "stall", "d2h", "h2d"
 COMMUNICATION = "communication"
@@ -132,80 +124,8 @@ def _memory_levels(
     Where the arena's pages cannot be given back, ordinary memory counts with its maximum on every
     line.
     """
-    last_read: Mapping[str, int]
-    if tables is not None:
-        starts, last_read, arena = lives_of(problem, tables)
-    else:  # to make tables for one program takes longer than to go through it
-        starts = call_starts(problem)
-        last_read = last_reads(problem, starts)
-        arena = _arena_level(problem, starts, last_read)
+    starts, last_read, arena = lives_of(problem, tables or CallTables())
     ordinary = ordinary_level(problem, starts, last_read)
     if not problem.releases_pages:
         ordinary = np.full_like(ordinary, ordinary.max(initial=0))
     return starts, (arena, ordinary)
-
-
-def _arena_level(problem: Problem, starts: Sequence[int], last_read: Mapping[str, int]) -> Any:
-    """Returns the bytes alive of ``arena_buffers`` at each line, without making its objects."""
-    calls_of: dict[tuple[str, frozenset[int]], tuple[list[int], list[tuple[str, ...]]]] = {}
-    for call, start in zip(problem.calls, starts, strict=False):
-        if call.region == COPY_REGION:  # makes nothing, and holds nothing of its own
-            continue
-        begins, outputs = calls_of.setdefault((call.region, call.into_buffers()), ([], []))
-        begins.append(start)
-        outputs.append(call.outputs)
-    changes = np.zeros(starts[-1] + 1, dtype=np.int64)
-    for (name, inside), (begins, outputs) in calls_of.items():
-        begin_lines = np.array(begins, dtype=np.int64)
-        for buffer in _crossing(problem.regions[name]):
-            if buffer.number in inside:
-                continue
-            ends = begin_lines + buffer.end
-            for position in buffer.outputs:
-                reads = [last_read.get(values[position], 0) for values in outputs]
-                ends = np.maximum(ends, np.array(reads, dtype=np.int64))
-            changes[begin_lines + buffer.start] += buffer.size_bytes  # no two calls share a line
-            np.subtract.at(changes, np.minimum(ends, starts[-1]), buffer.size_bytes)
-    level = np.cumsum(changes)[:-1]
-    for (name, inside), (begins, _) in calls_of.items():
-        inner_level = _inner_level(problem.regions[name], inside)
-        if inner_level is not None:
-            for begin in begins:
-                level[begin : begin + len(inner_level)] += inner_level
-    return level
-
-
-class _Crossing(NamedTuple):
-    """A buffer of a region that lives at least as long as the call; lines count from its first."""
-
-    number: int
-    """Index in the region's ``buffers``."""
-    start: int
-    end: int
-    size_bytes: int
-    outputs: list[int]
-    """Positions of the outputs in it."""
-
-
-def _crossing(region: RegionProfile) -> list[_Crossing]:
-    crossing = []
-    for index, outputs in region.outputs_of_buffers().items():
-        buffer = region.buffers[index]
-        end = max(buffer.end, region.num_lines)
-        crossing.append(_Crossing(index, buffer.start, end, buffer.size_bytes, outputs))
-    return crossing
-
-
-def _inner_level(region: RegionProfile, inside: frozenset[int]) -> Any:
-    """Returns for each line of a call the bytes of buffers that die in it; None if none do."""
-    crossing = region.outputs_of_buffers()
-    buffers = [
-        buffer
-        for index, buffer in enumerate(region.buffers)
-        if index not in crossing and index not in inside
-    ]
-    if not buffers:
-        return None
-    lines = [line for buffer in buffers for line in (buffer.start, buffer.end)]
-    changes = [change for buffer in buffers for change in (buffer.size_bytes, -buffer.size_bytes)]
-    return level_of(lines, changes, region.num_lines + 1)
