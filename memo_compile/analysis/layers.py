@@ -214,6 +214,7 @@ def _stray_instances(tape: Tape, ranges: Sequence[Range]) -> list[Range]:
 def _occurrences(
     tape: Tape, form: tuple[tuple[int, tuple[int, ...]], ...], length: int, low: int, high: int
 ) -> list[Range]:
+    """Returns ranges of ``[low, high)`` with this canonical form, from the left."""
     tokens = [token for token, _ in form]
     places = []
     position = low
@@ -246,6 +247,7 @@ def _is_worthwhile(tape: Tape, members: Sequence[Range]) -> bool:
 
 
 def _assemble(tape: Tape, by_class: dict[str, list[Range]], paths: LayerPaths) -> LayerStructure:
+    """Numbers the layers and the ranges between them, in order."""
     keys: dict[Range, str | None] = {
         where: key for key, members in by_class.items() for where in members
     }

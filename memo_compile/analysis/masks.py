@@ -49,6 +49,7 @@ def _masks(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _described(mask: fx.Node) -> LargeMask | None:
+    """Returns the mask if it is large, neither learned nor an input as it is; else None."""
     value = mask.meta["val"]
     if value.dim() < 2 or 0 in value.stride()[-2:]:
         return None

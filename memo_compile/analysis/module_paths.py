@@ -161,6 +161,7 @@ def _inside_layer(node: fx.Node) -> list[str]:
 
 
 def _owner(places: Sequence[set[Place]]) -> Owner:
+    """Returns the outermost list whose entries are the layers, given each layer's places."""
     lists = sorted({(place.depth, place.path) for owned in places for place in owned})
     shared = None
     for _, pattern in lists:
@@ -186,6 +187,7 @@ def _places(node: fx.Node, cache: dict[str, tuple[Place, ...]]) -> tuple[Place, 
 
 
 def _parse(path: str) -> tuple[Place, ...]:
+    """Returns the numbered modules of a path as Dynamo writes it, outermost first."""
     steps = _steps(path)
     places: list[Place] = []
     indices: tuple[int, ...] = ()

@@ -63,6 +63,7 @@ def allowed_by(graph: fx.Graph) -> Allowed | None:
 
 
 def _result(graph: fx.Graph) -> "_Value":
+    """Evaluates ``graph``; a value is dropped behind its last reader."""
     values: dict[fx.Node, _Value] = {}
     reads_left = {node: len(node.users) for node in graph.nodes}
     for node in graph.nodes:
@@ -78,6 +79,7 @@ def _result(graph: fx.Graph) -> "_Value":
 
 
 def _read(mask: _Value) -> Allowed | None:
+    """Returns what the mask allows; None: neither all nor all before."""
     if len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2:
         return None
     if isinstance(mask, torch.Tensor):
@@ -94,12 +96,13 @@ def _read(mask: _Value) -> Allowed | None:
 
 
 def _value_of(node: fx.Node, values: Mapping[fx.Node, _Value]) -> _Value:
+    """Returns the value of ``node``, given those of its inputs. Raises _Unknown."""
     target, shape = node.target, tuple(node.meta["val"].shape)
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         raise _Unknown  # the user's own may do something else each time
     if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         raise _Unknown
-    if node.meta["val"].dtype.is_floating_point and op_name(node).split(".")[0] not in _EXACT:
+    if node.meta["val"].dtype.is_floating_point and op_name(node) not in _EXACT:
         raise _Unknown  # devices round in their own way
     args, kwargs = tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
     inputs = [values[source] for source in node.all_input_nodes]
@@ -127,27 +130,13 @@ _EXACT = frozenset(
 )
 """Operators that make floating-point numbers without computing any, so that none is rounded."""
 _COPIES = frozenset(
-    {
-        _aten._to_copy.default,
-        _aten.clone.default,
-        _aten.full_like.default,
-        _aten.lift_fresh_copy.default,
-        _aten.ones_like.default,
-        _aten.zeros_like.default,
-    }
+    getattr(_aten, name).default
+    for name in "_to_copy clone full_like lift_fresh_copy ones_like zeros_like".split()
 )
-_VIEWS = frozenset(
-    {
-        _aten.alias.default,
-        _aten.detach.default,
-        _aten.expand.default,
-        _aten.unsqueeze.default,
-        _aten.view.default,
-        _aten._unsafe_view.default,
-        _aten.select.int,
-        _aten.slice.Tensor,
-    }
-)
+_VIEWS = {_aten.select.int, _aten.slice.Tensor} | {
+    getattr(_aten, name).default
+    for name in "alias detach expand unsqueeze view _unsafe_view".split()
+}
 _CUTS = frozenset({_aten.tril.default, _aten.triu.default})
 _COMPARED = {"le": (True, False), "lt": (False, False), "gt": (True, True), "ge": (False, True)}
 """``column OP row`` -> (equal numbers count as smaller, "the column is smaller" is negated)."""
@@ -209,7 +198,7 @@ def _one_entry(tensor: torch.Tensor) -> torch.Tensor:
 def _large(node: fx.Node, shape: tuple[int, ...], args: Any, kwargs: Any) -> _Triangle:
     """Returns a large tensor (..., T, T) that an operator makes of small ones."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    name = op_name(node).split(".")[0]
+    name = op_name(node)
     if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] < 2:
         raise _Unknown
     if name in ("full", "ones", "zeros"):

@@ -100,6 +100,7 @@ def attention_rows(
 
 
 def _rows_of_queries(node: fx.Node, dims: Mapping[fx.Node, RowDim | None]) -> RowDim | None:
+    """Returns the rows of an attention's, or a product's, left operand; None: none."""
     queries = node.args[0] if node.args else None
     if not isinstance(queries, fx.Node) or any(
         source not in dims for source in node.all_input_nodes
@@ -144,6 +145,7 @@ class _Walk:
                 self.dims[node] = None
 
     def _visit(self, node: fx.Node) -> None:
+        """Notes the rows of ``node``, all of whose inputs were visited."""
         rows = {
             source: row for source in node.all_input_nodes if (row := self.dims[source]) is not None
         }

@@ -255,6 +255,7 @@ def _spec_of_node(node: fx.Node) -> str:
 
 
 def _value_bytes(node: fx.Node) -> int:
+    """Returns the bytes of the node's value; UNCUTTABLE_BYTES for a tuple."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         return UNCUTTABLE_BYTES

@@ -272,6 +272,7 @@ class StepContents:
         return None if storage is None else storage.name
 
     def _check_order(self, call: StepCall) -> None:
+        """Checks that names differ, and that halves follow each other."""
         if call.name in self._calls:
             self.complain(f"two calls are named {call.name}")
         self._calls[call.name] = call.kind
@@ -293,6 +294,7 @@ class StepContents:
         self._half = max(self._half, number)
 
     def _wait(self, call: StepCall) -> None:
+        """Ends the copy that the call waits for."""
         name = call.waits_for
         assert name is not None, f"{call.name} waits for nothing"
         flight = self.flights.pop(name, None)
@@ -333,6 +335,7 @@ class StepContents:
             )
 
     def _wait_for_ranks(self, call: StepCall, region: RegionProfile) -> None:
+        """Ends the collective that the call waits for."""
         name = call.waits_for or ""
         issued = self.issued.pop(name, None)
         if issued is None:
@@ -353,6 +356,7 @@ class StepContents:
             self.complain(f"{call.name} makes something else than what {name} has written")
 
     def _read(self, call: StepCall, value: str) -> None:
+        """Checks that the bytes of ``value`` may be read now."""
         storage = self.storage_of.get(value)
         if storage is None:
             self.complain(f"{call.name} reads {value} before it is made")
@@ -380,6 +384,7 @@ class StepContents:
         storage.is_partial = bool(gaps)
 
     def _write(self, call: StepCall, region: RegionProfile, into: Into) -> None:
+        """Checks that the call may write a buffer into another value, and notes the bytes."""
         storage = self.storage_of.get(into.value)
         if storage is None:
             self.complain(f"{call.name} writes into {into.value} before it is made")
@@ -458,6 +463,7 @@ class StepContents:
                 storage.held.paint(first, min(last, end), tag)
 
     def _offload(self, call: StepCall) -> None:
+        """Begins a copy to the host, which must not overwrite bytes that are still needed."""
         flight = self._begin(call, call.inputs[0])
         if flight is None:
             return
@@ -504,6 +510,7 @@ class StepContents:
         return flight
 
     def _reload(self, call: StepCall) -> None:
+        """Begins a copy from the host: the value holds what was offloaded there."""
         flight = self._begin(call, call.outputs[0], is_written=True)
         if flight is None:
             return
@@ -524,6 +531,7 @@ class StepContents:
         storage.written = [(flight.start, flight.end, call.name)]
 
     def _check_stored(self, call: StepCall, flight: Flight, stored: Stored) -> None:
+        """Checks that a RELOAD brings unchanged bytes to their old place."""
         source = stored.flight
         if source.call.name in self.flights:
             self.complain(f"{call.name} begins before a wait for {source.call.name}")
@@ -545,6 +553,7 @@ class StepContents:
     def _make(
         self, call: StepCall, region: RegionProfile, output: RegionOutput, value: str
     ) -> None:
+        """Notes the storage in which an output lies, a new one or another value's."""
         if value in self.storage_of:
             self.complain(f"{call.name} makes {value}, which exists already")
         if output.storage is Storage.ARENA and value in self._inputs:

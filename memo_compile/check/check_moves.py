@@ -225,6 +225,7 @@ class _Comparison:
         return True
 
     def _step_added(self, call: StepCall) -> None:
+        """Replays a copy, a wait or a recomputation of the moved step alone."""
         recomputation = self.recomputations.get(call.name)
         if call.kind is CallKind.RECOMPUTE and recomputation is not None:
             counts = (len(recomputation.inputs), len(recomputation.outputs))

@@ -16,7 +16,7 @@ That a step with moves computes what the step without them does is ``check_moves
 import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memo_compile.check.check_contents import MAX_PROBLEMS, StepContents, misshapen_calls
 from memo_compile.errors import InvalidPlan
@@ -55,7 +55,7 @@ def require_valid(problem: Problem, plan: Plan) -> Plan:
     verdict = check(problem, plan)
     if not verdict.ok:
         raise InvalidPlan(f"plan {plan.name or 'of this step'}: {verdict}")
-    return plan.with_check(verdict)
+    return replace(plan, check=verdict)
 
 
 def require_within_budget(plan: Plan) -> Plan:
@@ -158,6 +158,7 @@ class _Replay:
         )
 
     def _replay(self, call: StepCall, region: RegionProfile) -> None:
+        """Replays one call: what it reads, allocates, returns and frees."""
         placed = [storage for storage in self.storages.values() if storage.in_arena]
         self.highest = max((storage.offset + storage.size_bytes for storage in placed), default=0)
         self.most_outside_bytes = self.outside_bytes
@@ -333,6 +334,7 @@ class _Replay:
             self._complain(f"{call.name} reads {value} after its bytes were given back")
 
     def _bear(self, owner: str, size_bytes: int) -> None:
+        """Allocates a buffer in the arena, at the plan's offset."""
         self.num_buffers += 1
         offset = self.plan.offsets.get(owner)
         if offset is None:
@@ -381,6 +383,7 @@ class _Replay:
             del self.live[bisect.bisect_left(self.live, (storage.offset, owner))]
 
     def _bind(self, call: StepCall, region: RegionProfile, position: int, value: str) -> None:
+        """Notes in which storage an output of the call lies."""
         output = region.outputs[position]
         self.leaving.bind(call, output, value)
         holder = value if output.same_as is None else call.outputs[output.same_as]

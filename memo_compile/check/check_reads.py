@@ -46,6 +46,7 @@ class _Reads:
                 yield from self._run(call, self.problem.regions[call.region])
 
     def _copy(self, call: StepCall) -> Iterator[str]:
+        """Checks that a copy brings all elements of its value, and notes the layout."""
         if call.reads:
             yield f"{call.name} copies bytes and reads nothing, got {reads_text(call.reads)}"
         if call.copy is None:
@@ -98,6 +99,7 @@ class _Reads:
     def _read(
         self, call: StepCall, value: str, read: Layout | None, expected: Layout | None
     ) -> Iterator[str]:
+        """Checks one read against the region's input and the value's layout."""
         if read is None or expected is None:
             if read is not expected:
                 yield f"{call.name} reads {value} as {read}, {call.region} takes {expected}"

@@ -161,6 +161,7 @@ class _Copier:
         """Node -> its copy, or the number that it is."""
 
     def copy(self, node: fx.Node) -> None:
+        """Adds a copy of ``node`` to the graph, or notes the number that it is."""
         if _is_number(node):
             self.copies[node] = self._computed(node)
             return

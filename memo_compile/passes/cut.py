@@ -147,6 +147,7 @@ class _Cutter:
             self.positions[wait] = self.positions[issue]
 
     def run(self) -> Cut:
+        """Cuts at positions first; if there are collectives, the places once more at these."""
         places = self._places()
         layers = _Calls(self, self.positions, places)
         layer_calls = layers.run()
@@ -279,6 +280,7 @@ class _Calls:
         return [call for call in calls if call is not None]
 
     def _call(self, place: _Place) -> CutCall | None:
+        """Returns the call of a place that computes; None: nobody reads its results."""
         border = self.borders[place]
         outputs = [node for node in border.nodes if node in self.wanted]
         effects = any(has_effect(node) for node in border.nodes)
@@ -300,6 +302,7 @@ class _Calls:
         )
 
     def _issue(self, place: _Place) -> CutCall:
+        """Returns the call that begins a collective."""
         (issue,) = place.nodes
         (source,) = issue.all_input_nodes
         part = copied(self.request.gm, [source], [issue])
@@ -322,6 +325,7 @@ class _Calls:
         return call
 
     def _wait(self, place: _Place) -> CutCall:
+        """Returns the call that waits for a collective: it holds its output and its input."""
         (wait,) = place.nodes
         (issue,) = wait.all_input_nodes
         (source,) = issue.all_input_nodes

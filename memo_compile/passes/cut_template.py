@@ -264,6 +264,7 @@ class _Template:
         return fx_graphs.graph_module(self._gm, graph)
 
     def _value(self, sized: _SizedNode, copy: fx.Node, number: Callable[[Any], int]) -> Any:
+        """Returns the value of ``copy``, which has its arguments already."""
         if sized.way is _Way.NOTED:
             return self._fakes.like(sized.layout, number)
         if sized.way is _Way.VIEW:
@@ -306,6 +307,7 @@ class _Template:
         return ()
 
     def _way(self, node: fx.Node, note: SymbolicNote | None) -> _Way:
+        """Returns how the node's value follows; ``note`` is its valid note."""
         if "val" not in node.meta:
             return _Way.STAYS
         if node.target is operator.getitem:

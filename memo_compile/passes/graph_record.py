@@ -140,6 +140,7 @@ def node_record(node: fx.Node) -> NodeRecord:
 
 
 def _target(node: fx.Node) -> str:
+    """Returns the name of what ``node`` calls, or of its placeholder."""
     if node.op in ("placeholder", "output"):
         return str(node.target)
     if node.op != "call_function":
@@ -284,6 +285,7 @@ def _derived(node: fx.Node, fakes: StaticFakes) -> Any:
 
 
 def _function(text: str) -> Any:
+    """Returns what a node calls, by the name that ``_target`` wrote."""
     if text in _FUNCTIONS:
         return _FUNCTIONS[text]
     namespace, _, qualified_name = text.partition(".")
@@ -332,6 +334,7 @@ def _named(kind: str, name: str) -> Any:
 
 
 def _value_read(value: Any, fakes: StaticFakes) -> Any:
+    """Returns a node's value from its JSON (``_value_written``)."""
     match value:
         case ["constant", None | bool() | int() | float() as constant]:
             return constant

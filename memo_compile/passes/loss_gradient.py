@@ -134,6 +134,7 @@ def _is_zero(value: object) -> bool:
 def _move(
     gm: fx.GraphModule, tangent: fx.Node, head: Mapping[fx.Node, None], ends: Sequence[fx.Node]
 ) -> None:
+    """Moves ``head`` to the forward, for a gradient of 1, and scales its ``ends`` later."""
     value = tangent.meta["val"]
     first = next(iter(head))
     with gm.graph.inserting_before(first):

@@ -133,6 +133,7 @@ class _Shortener(FakeCopier):
             copy.meta["val"] = value.new_empty_strided(size, _strides(value, size))
 
     def _call(self, copy: fx.Node, node: fx.Node) -> None:
+        """Scales sizes among the arguments; raises unless the result scales likewise."""
         copy.args = fx.node.map_aggregate(copy.args, self.scale.size)
         copy.kwargs = fx.node.map_aggregate(copy.kwargs, self.scale.size)
         try:

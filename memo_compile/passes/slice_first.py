@@ -21,15 +21,8 @@ _aten = torch.ops.aten
 _ALL = slice(None)
 
 _PRODUCTS = (
-    functional.linear,
-    torch.matmul,
-    torch.mm,
-    operator.matmul,
-    "matmul",
-    "mm",
-    _aten.linear.default,
-    _aten.matmul.default,
-    _aten.mm.default,
+    *(functional.linear, torch.matmul, torch.mm, operator.matmul, "matmul", "mm"),
+    *(_aten.linear.default, _aten.matmul.default, _aten.mm.default),
 )
 """Products with a matrix as second argument: each row of the result depends on the same row of the
 first argument."""

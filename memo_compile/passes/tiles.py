@@ -133,6 +133,7 @@ class _Splitter:
             self.runs.append(_EqualTiles("last", 1, last_rows, chain.num_rows - last_rows))
 
     def run(self) -> TiledRegion | None:
+        """Returns the parts; None: a value cannot cross between them, or tiles cannot fill it."""
         late = [node for node in self.results if node in self.behind or self._is_rounded(node)]
         checks = set(filter(is_check, self.nodes))
         late_ends = [*late, *(checks & self.behind)]

@@ -69,6 +69,7 @@ class _Rows:
         return self._values[:, np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1])]
 
     def _store_new(self) -> None:
+        """Moves added rows into the arrays, all at once."""
         if not self._new_counts:
             return
         entries = np.array(self._new, dtype=np.int64)
@@ -174,6 +175,7 @@ class CallTables:
         return rows, regions
 
     def _add_call(self, call: StepCall, profile: RegionProfile) -> _Call:
+        """Adds the rows of a call; a copy gets those of an equal one."""
         region = self._region(profile, call.into_buffers())
         if call.region == COPY_REGION or call.kind is CallKind.RELOAD:
             key = call.inputs, call.outputs, region.number
@@ -202,6 +204,7 @@ class CallTables:
         return self._region_of[key]
 
     def _add_region(self, profile: RegionProfile, inside: frozenset[int]) -> _Region:
+        """Adds the rows of a region, whose buffers ``inside`` lie in other values."""
         crossing = profile.outputs_of_buffers()
         in_arena = [index for index in crossing if index not in inside]
         buffers = [profile.buffers[index] for index in in_arena]

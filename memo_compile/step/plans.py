@@ -200,10 +200,6 @@ class Plan:
         """Memory that kernels allocate themselves, at its largest."""
         return sum(self.outside_bytes_by_kind.values())
 
-    def with_check(self, verdict: CheckVerdict) -> "Plan":
-        """Returns the same plan with the checker's verdict."""
-        return dataclasses.replace(self, check=verdict)
-
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that ReportedPlan can have two bases
 class Observed:

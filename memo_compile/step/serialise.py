@@ -173,6 +173,7 @@ def _restored(
 
 
 def _tuple_restorer(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Returns the restorer of a tuple of fixed or, ending in ``...``, any length."""
     restorers = [_restorer(kind) for kind in kinds if kind is not ...]
     has_any_length = kinds[-1] is ...
     scalars = (
