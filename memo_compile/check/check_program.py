@@ -145,13 +145,14 @@ class _Tiles:
     ) -> Iterator[str]:
         """Yields a fault unless ``slices``, one of each run, end to end are all of ``value``."""
         whole = whole or self.layouts[value]
-        dims = {None if part is None else part.dim for part in slices}
+        dims: set[int | None] = set()
         end = 0
         text: list[str] = []
         for tiles, part in zip(self.tiling.runs, slices, strict=True):
             if part is None or part.start != end:
-                dims.add(None)
+                dims.add(None)  # a gap, or no slice at all
                 continue
+            dims.add(part.dim)
             end += tiles.num_tiles * part.length
             text.append(f"{tiles.num_tiles} tiles of {part.length} rows")
         (dim, *others) = dims

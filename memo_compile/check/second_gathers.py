@@ -48,6 +48,7 @@ class _WithoutAdded:
         """Values that are gathered a second time, or converted for that."""
 
     def run(self) -> tuple[Problem, tuple[str, ...]]:
+        """Leaves the added calls out, whose readers then read values of the forward."""
         calls: list[StepCall] = []
         for call in self.problem.calls:
             inputs = tuple(self.stands_for.get(value, value) for value in call.inputs)

@@ -190,7 +190,7 @@ class SufficientCut:
         stack += [(node, node) for node in ends if isinstance(node, fx.Node)]
         while stack:
             reader, node = stack.pop()
-            if node in backward or cut.has(node, reader) or node in visited:
+            if node in backward or cut.need_not_compute(node, reader) or node in visited:
                 continue
             visited.add(node)
             stack.extend((node, source) for source in node.all_input_nodes)
@@ -253,7 +253,7 @@ def _near_attention(node: fx.Node) -> bool:
         visited.add(candidate)
         if "attention" in op_name(candidate):
             return True
-        if candidate is node or is_movable_view(candidate) or op_name(candidate) == "":
+        if candidate is node or is_movable_view(candidate) or op_name(candidate) == "":  # getitem
             stack.extend(candidate.users)
     return any("attention" in op_name(source) for source in node.all_input_nodes)
 
@@ -276,7 +276,7 @@ class _Cut:
     """Values that depend on frozen weights alone, which the backward computes again."""
     unit_of: Mapping[fx.Node, int]
 
-    def has(self, node: fx.Node, reader: fx.Node) -> bool:
+    def need_not_compute(self, node: fx.Node, reader: fx.Node) -> bool:
         """True if ``reader`` need not compute ``node``; saves it if the backward must not do so."""
         base = base_of(node)
         if base.op == "placeholder":
