@@ -20,11 +20,7 @@ _DEAR = frozenset("convolution cholesky cholesky_solve triangular_solve inverse 
 def frozen_inputs(
     graph: fx.Graph, static_inputs: Collection[int], num_results: int
 ) -> set[fx.Node]:
-    """Returns the parameters and buffers of a joint graph that get no gradient.
-
-    ``static_inputs`` are the positions of all parameters and buffers. The results of the graph are
-    ``num_results`` of the forward, then a gradient or None for each input.
-    """
+    """Returns parameters and buffers (``static_inputs``) of a joint graph without gradients."""
     gradients = results_of(graph)[num_results:]
     inputs = graph.find_nodes(op="placeholder")
     return {inputs[at] for at in static_inputs if at < len(gradients) and gradients[at] is None}

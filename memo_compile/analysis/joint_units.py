@@ -71,10 +71,7 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def tag_units(joint: fx.GraphModule, *, segments: bool = False) -> JointUnits:
-    """Writes the unit of every node into its meta, where it is known. Cost: that of find_layers.
-
-    With ``segments`` large ranges that are no layers are cut into several units.
-    """
+    """Writes each node's unit into its meta, if known; ``segments``: cuts large other ranges."""
     forward = forward_nodes(joint)
     structure = find_layers(forward)
     if segments:

@@ -52,10 +52,7 @@ class LayerPaths:
         self._places = [_places(node, cache) for node in nodes]
 
     def begins_layer(self, position: int) -> bool:
-        """True when a node with module names sits in another numbered module than the one before.
-
-        Nodes without names (code of the outermost forward) begin nothing.
-        """
+        """True where another numbered module begins; a node without module names begins none."""
         if not 0 < position < len(self._places):
             return False
         here = self._places[position]
@@ -115,10 +112,7 @@ _RESULTS = {
 
 
 def role_of(node: fx.Node) -> str:
-    """Returns a name for users: ``attention output``, ``mlp.up_proj``, ``norm_1 rsqrt``.
-
-    The names are those of the modules inside the layer that made it, as far as Dynamo says.
-    """
+    """Returns the node's name for users, by its modules: ``mlp.up_proj``, ``attention output``."""
     path = ".".join(_inside_layer(node))
     source, index = node, 0
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):

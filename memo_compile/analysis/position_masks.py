@@ -158,10 +158,7 @@ def _computed(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) 
 
 
 def _on_values(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments of a pointwise operator with triangles replaced by their two values.
-
-    Raises _Unknown: it reads a tensor that differs from token to token beside them.
-    """
+    """Returns a pointwise operator's arguments, two values for a triangle. Raises _Unknown."""
 
     def value(arg: Any) -> Any:
         if isinstance(arg, _Triangle):
@@ -185,10 +182,7 @@ def _two_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _one_entry(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the value of all entries, (1,); of no dimension if ``tensor`` has none.
-
-    torch promotes dtypes otherwise for tensors without a dimension.
-    """
+    """Returns the value of all entries, (1,), or () like ``tensor``: dtypes promote by that."""
     first = tensor.reshape(-1)[:1]
     if not first.numel() or not bool((tensor == first).all()):
         raise _Unknown

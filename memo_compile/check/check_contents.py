@@ -447,10 +447,7 @@ class StepContents:
             self.complain(f"{call.name} writes into {value} after {storage.reader} has read it")
 
     def _paint(self, call: StepCall, into: Into, storage: _Bytes, start: int, end: int) -> None:
-        """Tags the bytes that ``call`` writes into a buffer that lies in another value.
-
-        The bytes that only rounding up to the alignment added keep what other writes left there.
-        """
+        """Tags the bytes of a write into another value, but for padding that others wrote."""
         for other_start, _, _ in storage.written:
             if start < other_start < end and end - other_start < ALIGNMENT_BYTES:
                 end = other_start

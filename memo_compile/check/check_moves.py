@@ -169,10 +169,7 @@ class _Comparison:
         return None
 
     def _require_gathered(self, value: str) -> None:
-        """Replays the collective that gathers ``value`` in the original, if it did not run yet.
-
-        A recomputation of the moved step may read a gathered weight earlier than the original.
-        """
+        """Replays the gather of ``value`` in the original: a recomputation may read it earlier."""
         if value in self.original.storage_of:
             return
         for call in self._floating.brings.get(value, ()):

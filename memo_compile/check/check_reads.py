@@ -66,10 +66,7 @@ class _Reads:
             )
 
     def _gaps(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
-        """Complains of elements between the recomputed and the reloaded part of a value.
-
-        Bytes that only rounding up to the alignment covers hold no recomputed element.
-        """
+        """Complains of elements between the recomputed and the reloaded part of a value."""
         buffers = (output.index for output in region.outputs)
         layout_of = dict(zip(buffers, region.output_layouts, strict=False))
         for into in call.into:

@@ -14,10 +14,7 @@ _TALKING = (CallKind.ISSUE, CallKind.COMM_WAIT)
 
 
 def without_second_gathers(whole: WholeStep, problem: Problem) -> tuple[Problem, tuple[str, ...]]:
-    """Returns ``problem`` without the collectives that ``whole`` lacks, and the faults of these.
-
-    Calls that read their results read those of the forward instead.
-    """
+    """Returns ``problem`` without the collectives that ``whole`` lacks, and their faults."""
     names = {call.name for call in whole.calls}
     gathers = [call for call in problem.calls if call.kind in _TALKING and call.name not in names]
     if not gathers:

@@ -50,10 +50,7 @@ class CutTemplate:
     """Saved value -> its layout with symbols."""
 
     def __post_init__(self) -> None:
-        """Raises UnsupportedGraph: the half is not made of plain calls of regions.
-
-        Or a number in it is no known function of the sizes.
-        """
+        """Raises UnsupportedGraph: not only plain calls of regions, or a number is unknown."""
         cut = self.cut
         if cut.tilings or cut.whole_calls != cut.calls or cut.layer_calls != cut.calls:
             raise UnsupportedGraph("regions run in tiles, or are cut at collectives")
@@ -249,10 +246,7 @@ class _Template:
         self._nodes = [self._sized(node) for node in gm.graph.nodes]
 
     def at(self, number: Callable[[Any], int]) -> fx.GraphModule:
-        """Returns the graph at the sizes at which ``number`` evaluates symbols.
-
-        Raises Exception: torch's own, if an operator refuses the sizes.
-        """
+        """Returns the graph at the sizes at which ``number`` evaluates symbols. Torch may raise."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for sized in self._nodes:

@@ -222,10 +222,7 @@ def _droppable(units: JointUnits, saved: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _wide(units: JointUnits) -> set[fx.Node]:
-    """Returns tensors at least TILE_FACTOR times as large as their unit's input.
-
-    Inputs and outputs of attention kernels are left out, because these do not run in tiles.
-    """
+    """Returns tensors TILE_FACTOR times their unit's input or more, none next to attention."""
     wide = set()
     for index, unit in enumerate(units.structure.units):
         nodes = units.forward[unit.start : unit.end]

@@ -127,10 +127,7 @@ def _fits(mask: fx.Node, query: Any, key: Any) -> bool:
 
 
 def _allowed(gm: fx.GraphModule, mask: fx.Node) -> Allowed | None:
-    """Returns what ``mask`` allows; None: it depends on more than positions, or is something else.
-
-    The nodes that make it are traced alone, to operators of ATen.
-    """
+    """Returns what ``mask`` allows; None: unknown. Its makers are traced alone, to ATen."""
     makers = makers_of([mask])
     if any(node.op not in ("call_function", "call_method") for node in makers):
         return None

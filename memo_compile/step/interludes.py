@@ -64,10 +64,7 @@ class PlacedInterlude:
         return arena_bytes - sum(end - start for start, end in self.dead(arena_bytes))
 
     def dropped(self, arena_bytes: int, room_bytes: int) -> tuple[Range, ...]:
-        """Returns ranges to give back, so that ``room_bytes`` stay, or all that are dead.
-
-        Ranges at the highest addresses go first, and no more than needed.
-        """
+        """Returns ranges to give back, the highest first, until ``room_bytes`` stay, if any can."""
         ranges: list[Range] = []
         excess = arena_bytes - room_bytes
         for start, end in reversed(list(self.dead(arena_bytes))):

@@ -31,10 +31,7 @@ _NOTHING = 0
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows of different lengths, kept end to end in one array.
-
-    A row is a list of entries, an entry has an integer in each column. Row 0 is the first added.
-    """
+    """Rows of entries, kept end to end in one array; an entry has an integer in each column."""
 
     _values: Any = field(default_factory=lambda: np.zeros((1, 0), dtype=np.int64))
     """(columns, entries), with room for more."""

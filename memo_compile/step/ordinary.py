@@ -74,10 +74,7 @@ def ordinary_events(
 
 
 def _interlude_events(problem: Problem, half_lines: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields what user code between the halves leaves, on the last line of the half before it.
-
-    What that code frees is freed on the first line of the half behind it.
-    """
+    """Yields bytes that user code leaves (a line before the next half) or frees (on its line)."""
     for interlude in problem.interludes:
         line = half_lines[interlude.half] - (interlude.left_bytes > 0)
         yield line, interlude.left_bytes

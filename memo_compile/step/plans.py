@@ -39,10 +39,7 @@ class CheckVerdict:
 
 
 def _one_of_each_sort(problems: Sequence[str]) -> Iterator[str]:
-    """Yields one of the faults that differ in names and numbers only, with the number of the rest.
-
-    One defect of a plan mostly shows in many of its calls.
-    """
+    """Yields one of the faults that differ in names and numbers only, and counts the rest."""
     sorts: dict[tuple[str, ...], list[str]] = {}
     for problem in problems:
         words = (word.strip(",;") for word in problem.split())

@@ -51,10 +51,7 @@ def residency(
     arena_bytes: int,
     buffers: Sequence[ArenaBuffer] | None = None,
 ) -> Residency:
-    """Returns the residency of a placed step. Cost: buffers x log calls.
-
-    ``buffers`` are its ``arena_buffers``, if the caller has them.
-    """
+    """Returns a placed step's residency; ``buffers`` are its ``arena_buffers``, if at hand."""
     fixed = step_constant_bytes(problem)
     buffers = arena_buffers(problem) if buffers is None else buffers
     ordinary, releases = ordinary_bytes(problem), problem.releases_pages
@@ -141,10 +138,7 @@ def beside_arena_bytes(problem: Problem) -> int:
 
 
 def retained_peak_bytes(problem: Problem, plan: Plan) -> int:
-    """Returns the peak of a step whose backward keeps its graph (``retain_graph=True``).
-
-    Its frame of the arena exists twice while the backward runs.
-    """
+    """Returns the peak with ``retain_graph=True``: two frames exist while the backward runs."""
     ordinary = ordinary_bytes(problem)
     stays = zip(plan.resident_bytes, ordinary.most, strict=True)
     call_bytes = [resident + outside for resident, outside in stays]

@@ -87,10 +87,7 @@ def _end_of(call: StepCall, ends: Mapping[str, float]) -> float:
 def peak_live_bytes(
     problem: Problem, tables: CallTables | None = None, *, alive: Any = None
 ) -> int:
-    """Returns the peak of a perfect placement: no placed step of this program has a smaller one.
-
-    ``alive`` is the result of ``most_per_call``, if the caller has it.
-    """
+    """Returns the peak of a perfect placement; ``alive`` is its ``most_per_call``, if at hand."""
     if not problem.calls:
         return step_constant_bytes(problem)
     alive = most_per_call(problem, tables) if alive is None else alive
