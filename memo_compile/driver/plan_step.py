@@ -1,9 +1,9 @@
 """Plans a lowered step for a request: decides what moves under the budget, places it, proves it.
 
-Of ranks whose steps talk to each other and are equal the first to ask plans, and tells the others
-its plan, with the costs that it has measured. They prove that it is a plan of their own step, and
-run it. A rank whose step, options or memory are others plans by itself: the numbers are right all
-the same, since no plan changes the order of collectives (``driver.agreement``).
+Ranks that talk to each other and have equal steps run one plan. The first rank that asks makes it,
+and sends it to the others with the costs that it has measured; they prove that it is a plan of
+their step, and run it. A rank whose step, options or memory differ plans by itself: its numbers are
+right all the same, since no plan changes the order of collectives (``driver.agreement``).
 """
 
 import base64
@@ -32,24 +32,28 @@ STILL_RIGHT = "The numbers of both are right, but one may wait for the other"
 def plan_step(
     lowered: LoweredStep, config: MemoConfig, request: PlanRequest, known: StepKnowledge
 ) -> PlannedStep:
-    """The checked plan; ``known`` keeps what can be reused. Raises Infeasible: no plan fits."""
-    assert known.lowered is lowered, "what is known is known of this step"
+    """Returns a checked plan for ``request``: this rank's, or the one that an equal rank has made.
+
+    ``known`` caches what later plans of this step use again (measured seconds, recompute regions).
+    Raises Infeasible: no plan fits.
+    """
+    assert known.lowered is lowered, "``known`` is of another step"
     if not known.is_shared():
         return plan_known(known, config, request)
     rank, start_s = job_rank(), time.perf_counter()
-    place, planner = rank.ask(_question(known, config, request))
+    key, planner = rank.ask(_question(known, config, request))
     if planner == rank.rank:
-        return _plan_for_others(known, config, request, rank, place)
-    text = rank.answer_of(planner, place, config.ranks_timeout_s)
-    told = _unpacked(text) if text is not None else ToldPlan()
-    if told.costs is not None:
-        known.take_costs(told.costs, request.applied_to(config).host_store)
-    if told.refused is not None:
-        raise told.refused.error(planner)
-    if told.planned is None:
+        return _plan_for_all_ranks(known, config, request, rank, key)
+    text = rank.answer_of(planner, key, config.ranks_timeout_s)
+    answer = _unpacked(text) if text is not None else RankAnswer()
+    if answer.costs is not None:
+        known.take_costs(answer.costs, request.applied_to(config).host_store)
+    if answer.refusal is not None:
+        raise answer.refusal.error(planner)
+    if answer.plan is None:
         return plan_known(known, config, request)
     try:
-        planned = _as_told(known, config, request, told.planned)
+        planned = _adopted(known, config, request, answer.plan)
     except MemoError as error:
         name = lowered.cut.name
         state.warn_once(f"{name}: planned otherwise than on rank {planner}: {error}. {STILL_RIGHT}")
@@ -58,8 +62,8 @@ def plan_step(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """An Infeasible, or a TooSlow where ``step_s`` is given."""
+class SentRefusal:
+    """Why the planning rank has no plan: an Infeasible, or a TooSlow where ``step_s`` is given."""
 
     text: str
     floor_bytes: int | None = None
@@ -68,13 +72,13 @@ class Refused:
 
     @classmethod
     def of(cls, error: Infeasible | TooSlow) -> Self:
-        """What others are told of ``error``."""
+        """Returns ``error`` as data for the other ranks."""
         if isinstance(error, TooSlow):
             return cls(text=str(error), step_s=error.step_s, is_bound=error.is_bound)
         return cls(text=str(error), floor_bytes=error.floor_bytes)
 
     def error(self, rank: int) -> Infeasible | TooSlow:
-        """The error that ``rank`` has told of."""
+        """Returns the error that ``rank`` has sent."""
         text = f"{self.text} (as rank {rank} has found)"
         if self.step_s is not None:
             return TooSlow(text, step_s=self.step_s, is_bound=self.is_bound)
@@ -82,8 +86,8 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A plan, and what its report says of it."""
+class SentPlan:
+    """A plan for the other ranks, with the notes for their reports."""
 
     problem: Problem
     plan: Plan
@@ -92,74 +96,74 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldPlan:
-    """What a rank has planned, or why nothing fits; neither where it has failed otherwise."""
+class RankAnswer:
+    """What the planning rank sends: a plan, or a refusal; neither where planning itself failed."""
 
-    planned: Planned | None = None
-    refused: Refused | None = None
+    plan: SentPlan | None = None
+    refusal: SentRefusal | None = None
     costs: StepCosts | None = None
 
 
-def _packed(told: ToldPlan) -> str:
-    """``told`` as one short text: a plan as JSON has megabytes, and every rank asks for it."""
-    return base64.b64encode(zlib.compress(json.dumps(plain(told)).encode())).decode()
+def _packed(answer: RankAnswer) -> str:
+    """Compresses ``answer``: a plan as JSON has megabytes, and every rank reads it."""
+    return base64.b64encode(zlib.compress(json.dumps(plain(answer)).encode())).decode()
 
 
-def _unpacked(text: str) -> ToldPlan:
+def _unpacked(text: str) -> RankAnswer:
     content = json.loads(zlib.decompress(base64.b64decode(text)))
-    told: ToldPlan = restore(content, ToldPlan, "plan of another rank")
-    return told
+    answer: RankAnswer = restore(content, RankAnswer, "plan of another rank")
+    return answer
 
 
 def _question(known: StepKnowledge, config: MemoConfig, request: PlanRequest) -> str:
-    """Stands for all that a plan depends on, but for what is measured and what memory is left.
+    """Returns a digest of what a plan depends on: ranks with equal digests run one plan.
 
-    Where ranks offload to, and what each of them writes and says, changes no decision.
+    Left out are measured seconds and free memory, which differ on equal ranks, and the options that
+    change no decision: where ranks offload to, and what each of them writes.
     """
-    kind = request.applied_to(config).host_kind(known.device_type).partition(":")[0]
-    apart = replace(config, host_store="auto", dump=None, debug=(), strict=False, cache=True)
+    host_kind = request.applied_to(config).host_kind(known.device_type).partition(":")[0]
+    deciding = replace(config, host_store="auto", dump=None, debug=(), strict=False, cache=True)
     return digest_of(
         [
             plain(known.requested(request)),
             plain(replace(request, host_store=None)),
-            plain(apart),
-            kind,
+            plain(deciding),
+            host_kind,
             known.collectives.seconds(),
         ]
     )
 
 
-def _plan_for_others(
-    known: StepKnowledge, config: MemoConfig, request: PlanRequest, rank: JobRank, place: str
+def _plan_for_all_ranks(
+    known: StepKnowledge, config: MemoConfig, request: PlanRequest, rank: JobRank, key: str
 ) -> PlannedStep:
-    """The plan, which the others are told, or why there is none."""
-    told, host_store = ToldPlan(), request.applied_to(config).host_store
+    """Plans the step here, and sends the plan, or why there is none, to the ranks that wait."""
+    answer, host_store = RankAnswer(), request.applied_to(config).host_store
     try:
         with state.noting() as notes:
-            made = plan_known(known, config, request)
-        planned = Planned(
-            problem=made.problem, plan=made.plan, moves=made.moves, notes=tuple(notes)
-        )
-        told = ToldPlan(planned=planned, costs=known.known_costs(host_store))
-        return made
+            step = plan_known(known, config, request)
+        plan = SentPlan(problem=step.problem, plan=step.plan, moves=step.moves, notes=tuple(notes))
+        answer = RankAnswer(plan=plan, costs=known.known_costs(host_store))
+        return step
     except (Infeasible, TooSlow) as error:
-        told = ToldPlan(refused=Refused.of(error), costs=known.known_costs(host_store))
+        refusal = SentRefusal.of(error)
+        answer = RankAnswer(refusal=refusal, costs=known.known_costs(host_store))
         raise
     finally:
-        rank.answer(place, _packed(told))
+        rank.answer(key, _packed(answer))
 
 
-def _as_told(
-    known: StepKnowledge, config: MemoConfig, request: PlanRequest, told: Planned
+def _adopted(
+    known: StepKnowledge, config: MemoConfig, request: PlanRequest, sent: SentPlan
 ) -> PlannedStep:
-    """The plan of another rank, bound to this rank's step. Raises as ``StepPlanner.as_told``."""
+    """Returns the plan of another rank for this rank's step. Raises as ``StepPlanner.as_told``."""
     planner = StepPlanner(
         known=known,
         config=request.applied_to(config),
         request=request,
         problem=known.requested(request),
     )
-    planned = planner.as_told(told.problem, told.plan, told.moves)
-    for note in told.notes:
+    planned = planner.as_told(sent.problem, sent.plan, sent.moves)
+    for note in sent.notes:
         state.add_note(note)
     return planned

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from memo_compile.driver.agreement import Begun, GroupOrder, JobRank, RankStep
+from memo_compile.driver.agreement import StepCollective, GroupOrder, JobRank, RankStep
 from memo_compile.errors import RanksDisagree, RankSteppedAside, UnsupportedGraph
 from memo_compile.torch_private.distributed import JobStore
 
@@ -36,8 +36,8 @@ class Job:
 
 
 def order(*what, ranks=(0, 1), group="world"):
-    begun = tuple(Begun(call=f"call{at}", what=each) for at, each in enumerate(what))
-    return GroupOrder(group_name=group, ranks=ranks, begun=begun)
+    begun = tuple(StepCollective(call=f"call{at}", what=each) for at, each in enumerate(what))
+    return GroupOrder(group_name=group, ranks=ranks, collectives=begun)
 
 
 def step(*orders, key="graph"):
