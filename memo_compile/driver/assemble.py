@@ -1,4 +1,8 @@
-"""A planned step that runs: the plan bound to the runtime, replaced by another when it must be."""
+"""Runs a planned step, and replans it when steps show what no plan could know before.
+
+For example: gradients that the user keeps from the step before, logits that are still held when
+the next forward begins, memory that the device refuses, collectives that were measured meanwhile.
+"""
 
 import contextlib
 import functools
@@ -43,7 +47,7 @@ from memo_compile.driver.user_outputs import (
     ResultWatch,
     held_bytes,
     outside_loss_bytes,
-    own_gradients,
+    result_gradients,
     result_storages,
 )
 from memo_compile.errors import Infeasible, MemoError
@@ -61,7 +65,7 @@ from memo_compile.torch_private import autograd, dynamo, fx_graphs
 from memo_compile.units import format_bytes, format_enough
 
 MAX_REFUSALS = 6
-"""How often a step is planned again after refusals; each time the bound on its bytes is lower."""
+"""How often a step is replanned after refused allocations, each time for fewer bytes."""
 
 TOLERANCE = 0.005
 """An excess below this share of the budget is not reported: the C allocator causes as much."""
@@ -72,20 +76,20 @@ MIN_KEPT_BYTES = 2**20
 
 @dataclass(slots=True, kw_only=True)
 class Assembly:
-    """A planned step that runs, and what it takes to plan it for another request."""
+    """A planned step that runs, and what it takes to replan it."""
 
     lowered: LoweredStep
     config: MemoConfig
     known: StepKnowledge
     request: PlanRequest = field(default_factory=PlanRequest)
-    """The last request: what is known by now of the device and of what the user keeps."""
+    """The last request that got a plan, with all that steps have shown so far."""
     unplanned_request: PlanRequest | None = None
-    """What the last forward asked for and got no plan for; in other tiles there may be one."""
+    """The request of the last forward, where it got no plan; in other tiles there may be one."""
     retile: Callable[[Infeasible], None] | None = None
-    """Given why there was none, compiles the graph in tiles in which there is, for later steps."""
+    """Compiles the graph anew, in tiles in which the last request fits, for later steps."""
     planned: PlannedStep
     plan: Plan = field(init=False)
-    """The plan of ``planned``, which also counts what was found to exist beside it since."""
+    """The plan of ``planned``; its peak also counts what later steps found beside it."""
     observed: Observed = field(init=False)
     step: StepPlan
     """``planned``, as the runtime runs it."""
@@ -95,95 +99,99 @@ class Assembly:
     """The members of that group."""
     reported: ReportedPlan = field(init=False)
     """What the report shows of this step, where it shows it."""
+    gradients: GradientWatch = field(default_factory=GradientWatch)
+    """What steps have shown of how gradients leave."""
 
-    _watch: ResultWatch = field(default_factory=ResultWatch)
+    _results: ResultWatch = field(default_factory=ResultWatch)
     _losses: LossWatch = field(init=False)
-    _made: tuple[int, ...] = ()
+    _memory: OutOfMemory = field(init=False)
+    _followed_results: tuple[int, ...] = ()
     """Positions of the forward's results that keep alive ordinary memory which it allocated."""
-    _said_beyond: bool = False
+    _held_result_bytes: int = 0
+    """Bytes of results planned as dropped that were held when their backward had ended."""
+    _planned_without_earlier: PlannedStep | None = None
+    """The last plan that counts no results of earlier steps."""
+    _said_unplanned_memory: bool = False
     _is_watched: bool = False
     """The forward that runs is of the first step of a group."""
-    _kept_bytes: int = 0
-    """Bytes of results planned as dropped that were held when their backward had ended."""
-    _unburdened: PlannedStep | None = None
-    """The last plan that counts no results of earlier steps."""
-    _memory: OutOfMemory = field(init=False)
-    _products: frozenset[Product] = frozenset()
+    _warmup_products: frozenset[Product] = frozenset()
     """Products that run once before a step, so that the BLAS library has its buffers (CPU)."""
-    _runs_first: tuple[str, ...] = ()
+    _warmup_regions: tuple[str, ...] = ()
     """Regions that run once before a step, so that libraries have their kernels (CPU)."""
-    _could_not_run: Mapping[str, str] = field(default_factory=dict)
-    """Those of them that could not, and why."""
-    gradients: GradientWatch = field(default_factory=GradientWatch)
-    """What is known of how its gradients leave."""
-    _peaks: dict[Any, int] = field(default_factory=dict)
-    """By bytes of gradients that exist and those that leave: the peak of the step that runs."""
+    _failed_warmups: Mapping[str, str] = field(default_factory=dict)
+    """Those of ``_warmup_regions`` that could not run by themselves, and why."""
     _leaving: tuple[int, ...] = ()
-    """Gradients that the last forward took for gone once autograd has them."""
-    _existing: int = 0
+    """Gradients, by position, that the last forward expected to be gone once autograd has them."""
+    _existing_bytes: int = 0
     """Bytes of gradients that existed when the last forward began."""
+    _peaks: dict[Any, int] = field(default_factory=dict)
+    """Cache of ``_peak_with``."""
 
     def __post_init__(self) -> None:
         self._memory = OutOfMemory(dump=self.config.dump)
         self._losses = LossWatch.of(self.lowered.cut.backward.half_graph.graph)
-        self._take(self.planned, self.step)
+        self._use(self.planned, self.step)
         self.reported = ReportedPlan.of(self.plan, self.observed)
 
     def _report(self) -> None:
-        """The report shows what is known now."""
+        """Shows the plan and the counters of now in the report."""
         before, self.reported = self.reported, ReportedPlan.of(self.plan, self.observed)
         state.replace_plan(before, self.reported)
 
-    def _take(self, planned: PlannedStep, bound: StepPlan) -> None:
-        """From now on ``bound`` runs."""
+    def _use(self, planned: PlannedStep, bound: StepPlan) -> None:
+        """Makes ``planned`` the plan of later steps; ``bound`` is what the runtime runs of it."""
         if not planned.problem.fixed.earlier_outputs:
-            self._unburdened = planned
+            self._planned_without_earlier = planned
         self.planned, self.plan, self.step, self._peaks = planned, planned.plan, bound, {}
         self.observed = Observed(planning_s=planned.planning_s, lowering_s=self.lowered.lowering_s)
-        self._made = tuple(result_storages(planned.problem, self.lowered.cut.forward.results))
+        results = self.lowered.cut.forward.results
+        self._followed_results = tuple(result_storages(planned.problem, results))
         bound.on_step_end, bound.on_unplanned = self._count, self._say_unplanned
         bound.comm_times = self.known.collectives.times
         if bound.heap is not None and planned.plan.budget_bytes is not None:
             called = {call.region for call in planned.problem.calls}
             graphs = self.known.graphs().items()
-            used = {name: graph.gm for name, graph in graphs if name in called}
-            self._products = products_of(used.values())
-            self._runs_first = tuple(name for name, gm in used.items() if keeps_kernels(gm))
+            called_graphs = {name: graph.gm for name, graph in graphs if name in called}
+            self._warmup_products = products_of(called_graphs.values())
+            self._warmup_regions = tuple(
+                name for name, gm in called_graphs.items() if keeps_kernels(gm)
+            )
 
     @property
     def problem(self) -> Problem:
-        """The step program that runs."""
+        """The planned step: its calls and values."""
         return self.planned.problem
 
     def costs(self) -> StepCosts | None:
-        """The seconds of regions and copies, where a decision needed them."""
+        """Returns the seconds of regions and copies; None where no decision needed them."""
         return self.known.known_costs(self.request.applied_to(self.config).host_store)
 
     def _replan(
         self,
-        found: PlanRequest | None = None,
+        request: PlanRequest | None = None,
         *,
-        existing: int | None = None,
+        existing_bytes: int | None = None,
         leaving: tuple[int, ...] | None = None,
-        lasting: int = 0,
+        earlier_bytes: int = 0,
         none_exist: bool = False,
         policy: str | None = None,
     ) -> PlannedStep:
-        """The step planned for the last request, and for gradients and results that exist before.
+        """Plans the step for ``request`` (by default the last one) and for what exists beside it.
 
-        ``found`` is that request with what else was found. Gradients (by default those that exist
-        now) count in all later plans too, because they may be kept again; with ``none_exist`` none
-        do, whatever the options say. Where no plan fits (Infeasible), the last request stays.
+        That is ``existing_bytes`` of gradients (by default those that exist now), and
+        ``earlier_bytes`` of results of earlier steps. Gradients count in all later plans too,
+        because they may be kept again; with ``none_exist`` none do, whatever the options say.
+        Raises Infeasible: no plan fits; the last request stays.
         """
         config = self.config if policy is None else replace(self.config, policy=policy)
-        if existing is None:
-            existing = self.lowered.cut.facts.existing_gradient_bytes()
+        if existing_bytes is None:
+            existing_bytes = self.lowered.cut.facts.existing_gradient_bytes()
         request = replace(
-            found or self.request,
-            existing_gradient_bytes=max(self.request.existing_gradient_bytes, existing),
+            request or self.request,
+            existing_gradient_bytes=max(self.request.existing_gradient_bytes, existing_bytes),
             none_exist=none_exist,
             leaving=self.request.leaving if leaving is None else leaving,
-            earlier_output_bytes=lasting,
+            earlier_output_bytes=earlier_bytes,
         )
         try:
             with dynamo.nothing_else_compiles():
@@ -195,9 +203,10 @@ class Assembly:
         return planned
 
     def forward(self, args: list[Any], *, watched: bool = False) -> list[Any]:
-        """The forward's results; empties ``args``. Raises Infeasible before it breaks a budget.
+        """Runs the forward and returns its results; empties ``args``.
 
-        A step that is ``watched`` is the first of a group and runs beside others all the same.
+        Replans the step first where earlier steps call for it. A ``watched`` step, the first of a
+        group, may run beside others. Raises Infeasible before it would break the budget.
         """
         if not leases.any_live():
             state.step_begins()
@@ -208,41 +217,44 @@ class Assembly:
             self._require_room_beside_others()
         self._use_measured_collectives()
         self._count_outside_loss()
-        self._count_what_exists(leaves, is_early=gates is not None and gates.is_proved)
-        self._count_kept_outputs()
-        library_buffers.require(self._products)
-        self._could_not_run = self.known.require_ran(self._runs_first)
+        self._count_earlier_tensors(leaves, is_early=gates is not None and gates.is_proved)
+        self._count_held_results()
+        library_buffers.require(self._warmup_products)
+        self._failed_warmups = self.known.require_ran(self._warmup_regions)
         if gates is not None:
             gates.watch = self.gradients.follow(leaves)
         del leaves
         with self._memory.explained(self.problem, self.reported):
             results = run_forward(self.step, args)
-        self._watch.returned([results[position] for position in self._made])
+        self._results.returned([results[position] for position in self._followed_results])
         return results
 
     def backward(self, args: list[Any], *, leaves_early: bool = True) -> list[Any]:
-        """The backward's results; empties ``args``. Raises as ``forward``.
+        """Runs the backward and returns its results; empties ``args``. Raises as ``forward``.
 
-        Unless it ``leaves_early``, no gradient leaves before all are made: that is so while the
-        first step of a group is watched, and nothing is refused for it.
+        Without ``leaves_early`` all gradients leave at the end, and nothing is refused: so the
+        first step of a group runs, while it is watched.
         """
         keep_graph = autograd.keep_graph()
-        if self._may_hide_a_loss():
+        if self._may_have_outside_loss():
             self._losses.look(args)
         gates = gates_here() if leaves_early and not keep_graph else None
         self._require_room(
             args, keep_graph=keep_graph, stays=gates is None, is_part=not leaves_early
         )
         if gates is not None:
-            return self._first_part(gates, args)
+            return self._begin_in_parts(gates, args)
         with self._memory.explained(self.problem, self.reported):
             run = begin_backward(self.step, args, keep_graph=keep_graph)
             results = run.rest(range(len(run.plan.backward.results)))
         self._backward_ended()
         return results
 
-    def _first_part(self, gates: Gates, args: list[Any]) -> list[Any]:
-        """The backward's results that leave first; ``gates`` run the other parts."""
+    def _begin_in_parts(self, gates: Gates, args: list[Any]) -> list[Any]:
+        """Runs the first part of the backward, and returns its gradients; None for all others.
+
+        Later parts run when autograd reaches their gates (``driver.early_gradients``).
+        """
         with self._memory.explained(self.problem, self.reported):
             run = begin_backward(self.step, args, keep_graph=False)
 
@@ -250,26 +262,29 @@ class Assembly:
         assert watch is not None, "its forward ran"
         watch.begin(follows=adds_all())
 
-        def take(number: int) -> list[Any]:
-            part, last = gates.parts[number], number == len(gates.parts) - 1
-            self._see_gone(watch)
+        def run_part(number: int) -> list[Any]:
+            part, is_last = gates.parts[number], number == len(gates.parts) - 1
+            self._require_gone(watch)
             with self._memory.explained(self.problem, self.reported):
-                found = run.rest(part.inputs) if last else run.part(part.inputs, part.beside)
-            if last:
-                gates.take = None
+                gradients = run.rest(part.inputs) if is_last else run.part(part.inputs, part.beside)
+            if is_last:
+                gates.run_part = None
                 self._backward_ended()
             else:
-                watch.handed(part.inputs, found)
-            return found
+                watch.handed(part.inputs, gradients)
+            return gradients
 
         results: list[Any] = [None] * len(run.plan.backward.results)
-        for position, value in zip(gates.parts[0].inputs, take(0), strict=True):
+        for position, value in zip(gates.parts[0].inputs, run_part(0), strict=True):
             results[position] = value
-        gates.begin(run, take)
+        gates.begin(run, run_part)
         return results
 
-    def _see_gone(self, watch: HandedGradients) -> None:
-        """Learn which gradients are gone. Raises Infeasible: one is not, and does not fit."""
+    def _require_gone(self, watch: HandedGradients) -> None:
+        """Learns which handed gradients are gone. Raises Infeasible: one stays, and does not fit.
+
+        For example the gradient of a weight that other code uses too.
+        """
         waiting = dict(watch.still_there())
         self.gradients.learn(tuple(watch.used_up()), waiting)
         peak, budget = self.plan.peak_bytes + sum(waiting.values()), self.plan.budget_bytes
@@ -277,27 +292,27 @@ class Assembly:
             raise Infeasible(not_gone(peak, budget, sum(waiting.values())), floor_bytes=peak)
 
     def _backward_ended(self) -> None:
-        """See what is held in memory now."""
-        self._say_beyond()
+        """Notes what is still in memory when a backward has ended."""
+        self._say_unplanned_memory()
         self._memory.step_ended(self.step.device)
-        kept = self._watch.end()
+        held_bytes = self._results.end()
         if not self.problem.keeps_outputs:
-            self._kept_bytes = kept
+            self._held_result_bytes = held_bytes
 
-    def _say_beyond(self) -> None:
-        """Say once that memory which the graph does not know of broke the budget (CPU)."""
+    def _say_unplanned_memory(self) -> None:
+        """Says once that memory which the graph does not know of broke the budget (CPU)."""
         heap, budget = self.step.heap, self.plan.budget_bytes
-        if heap is None or budget is None or self._said_beyond:
+        if heap is None or budget is None or self._said_unplanned_memory:
             return
         fixed = self.plan.fixed  # what may exist before the step, and may be made beside it
         beyond = heap.beyond_bytes - (fixed.gradients - fixed.new_gradients) - fixed.earlier_outputs
         seen_bytes = self.plan.peak_bytes + max(0, beyond - COUNTED_LATE_BYTES)
         if seen_bytes > budget * (1 + TOLERANCE):
-            self._said_beyond = True
-            state.warn_once(taken_beyond(beyond, self._could_not_run))
+            self._said_unplanned_memory = True
+            state.warn_once(taken_beyond(beyond, self._failed_warmups))
 
     def _require_room_beside_others(self) -> None:
-        """Raise Infeasible if a forward beyond the planned frames does not fit beside them."""
+        """Raises Infeasible if a forward beyond the planned frames does not fit beside them."""
         step, budget = self.step, self.plan.budget_bytes
         if budget is None or step.live < step.max_inflight:
             return
@@ -306,8 +321,8 @@ class Assembly:
         gc.collect()  # which ends the steps that nobody holds any more
         if step.live < step.max_inflight:
             return
-        more = (step.beyond + 1) * waiting_step_bytes(self.problem, self.plan.arena_bytes)
-        peak = self.plan.peak_bytes + more
+        waiting_bytes = (step.beyond + 1) * waiting_step_bytes(self.problem, self.plan.arena_bytes)
+        peak = self.plan.peak_bytes + waiting_bytes
         if peak > budget:
             count = step.live + step.beyond + 1
             raise Infeasible(
@@ -321,26 +336,26 @@ class Assembly:
     def _require_room(
         self, args: list[Any], *, keep_graph: bool, stays: bool, is_part: bool
     ) -> None:
-        """Raise Infeasible if what stays, though it was planned as gone, does not fit as well.
+        """Raises Infeasible if a backward does not fit beside what exists though no plan counts it.
 
-        Results that are held; retain_graph's copy; gradients that do not leave early (``stays``),
-        or not into ``.grad``. A step that ``is_part`` of a group is not refused: others hold its
-        results.
+        That is: results that are held; retain_graph's copy; gradients that do not leave early
+        (``stays``), or not into ``.grad``. A step that ``is_part`` of a group is not refused: other
+        members hold its results.
         """
         plan, problem = self.plan, self.problem
-        planned, counted = plan.fixed.earlier_outputs, args
+        planned_results, counted_args = plan.fixed.earlier_outputs, args
         if problem.keeps_outputs:  # of this step, and of those that wait for their backward
-            planned += problem.live_steps * held_bytes(problem, self.lowered.cut.forward.results)
-            counted = []
-        held = max(0, self._watch.turn(counted) - planned)
+            step_results = held_bytes(problem, self.lowered.cut.forward.results)
+            planned_results += problem.live_steps * step_results
+            counted_args = []
+        held = max(0, self._results.turn(counted_args) - planned_results)
         if is_part:
             return
         second = plan.fixed.new_gradients if ran_before(self.step, args) else 0
+        staying = 0
         if self._leaving and (stays or is_captured()):
-            problem = self._problem_with(self._existing, ())
-            staying = max(0, self._peak_with(self._existing, ()) - plan.peak_bytes)
-        else:
-            staying = 0
+            problem = self._problem_with(self._existing_bytes, ())
+            staying = max(0, self._peak_with(self._existing_bytes, ()) - plan.peak_bytes)
         copied = retained_peak_bytes(problem, plan) - plan.peak_bytes if keep_graph else 0
         peak, budget = plan.peak_bytes + held + second + staying + copied, plan.budget_bytes
         if budget is not None and peak > budget:
@@ -359,11 +374,11 @@ class Assembly:
             self._report()
 
     def reserve(self) -> None:
-        """Ask for the step's frames, so that a refusal comes now and not in the first step.
+        """Allocates the step's frames now, so that a refusal does not come in the first step.
 
-        After a refusal the step is planned again, ``MAX_REFUSALS`` times at most: with pageable
-        memory where pinned was refused, else for less. The report says so. Raises ArenaError,
-        HostStoreError: the memory of every plan that was tried was refused.
+        After a refusal the step is replanned, ``MAX_REFUSALS`` times at most: with pageable host
+        memory where pinned was refused, else for fewer bytes. The report says so. Raises
+        ArenaError, HostStoreError: the memory of every plan that was tried was refused.
         """
         for attempt in range(MAX_REFUSALS + 1):
             try:
@@ -384,27 +399,27 @@ class Assembly:
                 self._plan_smaller(refused)
 
     def _plan_pageable(self, refused: HostStoreError) -> None:
-        """Replan with the speed of copies through pageable memory, instead of pinned."""
+        """Replans with the speed of copies through pageable memory, instead of pinned."""
         self.request = replace(self.request, host_store="shm")
-        planned = self._replan(lasting=self.request.earlier_output_bytes)
+        planned = self._replan(earlier_bytes=self.request.earlier_output_bytes)
         if planned.problem.host_bytes:
             state.warn_once(f"copies go through pageable memory and may block: {refused}")
         self._bind_replanned(planned)
 
     def _plan_smaller(self, refused: ArenaError | HostStoreError) -> None:
-        """Replan for less than what was refused, or for the least that a step needs.
+        """Replans for fewer bytes than what was refused. Raises ``refused``: no plan is smaller.
 
-        The bound on the step's own bytes falls by a quarter of the refused arena, at every refusal
-        anew; host memory falls by a quarter. Where no plan is smaller, ``refused`` is raised again.
+        Each refusal lowers the bound on what the step adds to its constants by a quarter of the
+        refused arena, or the bound on host memory by a quarter.
         """
         plan, host_bytes = self.plan, self.problem.host_bytes
-        self.request = self._request_less(refused)
+        self.request = self._smaller_request(refused)
         try:
-            planned = self._replan(lasting=self.request.earlier_output_bytes)
+            planned = self._replan(earlier_bytes=self.request.earlier_output_bytes)
         except Infeasible as error:
             raise type(refused)(f"{refused}; {NO_SMALLER}: {error}") from None
         if isinstance(refused, ArenaError) and planned.plan.arena_bytes >= plan.arena_bytes:
-            planned = self._in_less_arena(planned)
+            planned = self._with_smaller_arena(planned)
         sizes = (planned.plan.arena_bytes, planned.problem.host_bytes)
         shrinks = sizes[0] < plan.arena_bytes or sizes[1] < host_bytes
         if not shrinks and planned.plan.peak_bytes >= plan.peak_bytes:
@@ -413,17 +428,21 @@ class Assembly:
         state.warn_once(f"{refused}. Planned again: arena {arena}, host memory {host}")
         self._bind_replanned(planned)
 
-    def _in_less_arena(self, planned: PlannedStep) -> PlannedStep:
-        """``planned``, or full recomputation: unused pages of an arena are in no plan's peak."""
-        lasting = self.request.earlier_output_bytes
+    def _with_smaller_arena(self, planned: PlannedStep) -> PlannedStep:
+        """Returns ``planned`` or full recomputation, whichever has the smaller arena.
+
+        A plan with a lower peak may have an arena as large: its unused pages are in no peak.
+        """
         if self.config.policy in ("auto", "greedy"):
             with contextlib.suppress(Infeasible):
-                other = self._replan(lasting=lasting, policy="full-recompute")
-                return min(planned, other, key=lambda own: own.plan.arena_bytes)
+                recomputing = self._replan(
+                    earlier_bytes=self.request.earlier_output_bytes, policy="full-recompute"
+                )
+                return min(planned, recomputing, key=lambda step: step.plan.arena_bytes)
         return planned
 
-    def _request_less(self, refused: ArenaError | HostStoreError) -> PlanRequest:
-        """The last request, with less memory granted than what was refused."""
+    def _smaller_request(self, refused: ArenaError | HostStoreError) -> PlanRequest:
+        """Returns the last request, with less memory granted than what was refused."""
         if isinstance(refused, ArenaError):
             step_bytes = self.plan.peak_bytes - step_constant_bytes(self.problem)
             granted = self.request.granted_step_bytes
@@ -434,63 +453,65 @@ class Assembly:
         return replace(self.request, granted_host_bytes=granted)
 
     def retire(self) -> None:
-        """Let go of what is held for a model that is gone."""
+        """Frees the step's memory, and its place in the report, when its model is gone."""
         self.release()
         state.plan_is_gone(self.reported)
 
     def release(self) -> None:
-        """Give back the step's frames. A step that still runs makes them anew."""
+        """Frees the step's frames. A step that still runs allocates them again."""
         arena_of(self.step.device).forget(self.step.key)
 
     def follow(self, before: "Assembly") -> None:
-        """Run the steps after those of ``before``, whose results may still be held."""
-        self._watch, self.members = before._watch, before.members
+        """Takes over from ``before``, the same graph in other tiles: its results may be held."""
+        self._results, self.members = before._results, before.members
 
-    def _count_what_exists(self, leaves: Sequence[Any], *, is_early: bool) -> None:
-        """Count gradients and results of earlier steps that are kept: new ones come beside them.
+    def _count_earlier_tensors(self, leaves: Sequence[Any], *, is_early: bool) -> None:
+        """Counts gradients and results of earlier steps that exist beside those of this step.
 
-        At compile time there are none yet, and nobody knows whether the user will keep them. A step
-        that no longer fits its budget is planned again; Infeasible is raised if no plan fits.
+        At compile time there are none, and nobody knows whether the user will keep them. A step
+        that no longer fits its budget is replanned. Raises Infeasible: no plan fits.
         """
-        existing, alone = gradient_bytes(leaves), self.step.live == 0
+        existing, is_alone = gradient_bytes(leaves), self.step.live == 0
         leaving = self.gradients.leaving(leaves) if is_early else ()
-        if alone and not existing and set(leaving) - set(self.request.leaving):
-            self._use_what_leaves(leaving)
-        earlier = lasting = 0
-        if alone and self.plan.budget_bytes is not None:
-            earlier, lasting = self._watch.begin()
-            if not lasting and self.plan.fixed.earlier_outputs and self._unburdened is not None:
-                self._rebind(self._unburdened)
-        before, fixed = self.plan, self.plan.fixed
+        if is_alone and not existing and set(leaving) - set(self.request.leaving):
+            self._plan_with_leaving(leaving)
+        earlier = lasting = 0  # bytes of earlier results; those that this forward's do not replace
+        if is_alone and self.plan.budget_bytes is not None:
+            earlier, lasting = self._results.begin()
+            without = self._planned_without_earlier
+            if not lasting and self.plan.fixed.earlier_outputs and without is not None:
+                self._rebind(without)
+        plan = self.plan
         fixed = replace(
-            fixed,
-            gradients=max(fixed.gradients, gradients_at_once(self.problem, existing)),
-            earlier_outputs=max(fixed.earlier_outputs, lasting),
+            plan.fixed,
+            gradients=max(plan.fixed.gradients, gradients_at_once(self.problem, existing)),
+            earlier_outputs=max(plan.fixed.earlier_outputs, lasting),
         )
-        later = fixed.earlier_outputs - before.fixed.earlier_outputs
-        more = max(0, self._peak_with(existing, leaving) + later - before.peak_bytes)
-        budget = before.budget_bytes
-        if budget is None or before.peak_bytes + more <= budget or not alone:
-            if more or fixed != before.fixed:
-                self.plan = replace(before, fixed=fixed, peak_bytes=before.peak_bytes + more)
-                self._report()
-        else:
-            kept = earlier <= self.problem.rebound_bytes
-            self._plan_with(existing, leaving, lasting, replaced=kept)
-        self._existing, self._leaving = existing, leaving
-        if self.step.heap is not None and alone:
+        new_earlier = fixed.earlier_outputs - plan.fixed.earlier_outputs
+        peak = max(plan.peak_bytes, self._peak_with(existing, leaving) + new_earlier)
+        if is_alone and plan.budget_bytes is not None and peak > plan.budget_bytes:
+            may_be_replaced = earlier <= self.problem.rebound_bytes
+            self._plan_with(existing, leaving, lasting, may_be_replaced=may_be_replaced)
+        elif peak > plan.peak_bytes or fixed != plan.fixed:
+            self.plan = replace(plan, fixed=fixed, peak_bytes=peak)
+            self._report()
+        self._existing_bytes, self._leaving = existing, leaving
+        if self.step.heap is not None and is_alone:
             replaced = max(0, earlier - self.plan.fixed.earlier_outputs)
             self.step.heap.replaced_bytes = min(replaced, self.problem.rebound_bytes)
 
-    def _use_what_leaves(self, leaving: tuple[int, ...]) -> None:
-        """Replan a step that moves something, once hooks were seen to use gradients up."""
+    def _plan_with_leaving(self, leaving: tuple[int, ...]) -> None:
+        """Replans a step that moves something, once hooks were seen to use gradients up."""
         if self.plan.budget_bytes is None or self.plan.timeline is None:
             return
         with contextlib.suppress(Infeasible):  # where it was planned for kept gradients too
             self._rebind(self._replan(leaving=leaving))
 
     def _problem_with(self, existing: int, leaving: tuple[int, ...]) -> Problem:
-        """The step that runs, where gradients exist before it and others leave early."""
+        """Returns the planned step with ``existing`` bytes of gradients; ``leaving`` ones go early.
+
+        ``leaving`` are positions of the backward's results.
+        """
         fixed = replace(self.plan.fixed, gradients=0)  # those of a plan may be more than exist now
         gradients = gradients_at_once(replace(self.problem, fixed=fixed), existing)
         return replace(
@@ -500,63 +521,63 @@ class Assembly:
         )
 
     def _peak_with(self, existing: int, leaving: tuple[int, ...]) -> int:
-        """The peak of ``_problem_with``; computed once, and at once where no gradient leaves."""
+        """Returns the peak bytes of ``_problem_with``."""
         key = (existing, leaving, self.plan.fixed.earlier_outputs)
         if key not in self._peaks:
             self._peaks[key] = running_peak_bytes(self._problem_with(existing, leaving), self.plan)
         return self._peaks[key]
 
     def _plan_with(
-        self, existing: int, leaving: tuple[int, ...], lasting: int, *, replaced: bool
+        self, existing: int, leaving: tuple[int, ...], lasting: int, *, may_be_replaced: bool
     ) -> None:
-        """Replan with kept gradients and results.
+        """Replans with ``existing`` bytes of gradients and ``lasting`` bytes of earlier results.
 
-        If that does not fit, results that this forward's may still replace (``replaced``) are not
-        counted: the backward checks them before it begins.
+        If that does not fit, results that this forward's may still replace (``may_be_replaced``)
+        are not counted: the backward checks them before it begins.
         """
         replan = functools.partial(
-            self._replan, existing=existing, leaving=leaving, none_exist=not existing
+            self._replan, existing_bytes=existing, leaving=leaving, none_exist=not existing
         )
         try:
-            planned = replan(lasting=lasting)
+            planned = replan(earlier_bytes=lasting)
         except Infeasible:
-            if not lasting or not replaced:
+            if not lasting or not may_be_replaced:
                 raise
             planned = replan()
         self._rebind(planned)
 
     def keep_budget(self) -> None:
-        """From now on the step keeps the budget by itself. Raises Infeasible: no plan fits it.
+        """Replans a stage of a pipeline so that it keeps the budget by itself.
 
-        Until then a stage of a pipeline left that to the plan of all its microbatches.
+        Until now the plan of all its microbatches kept it. Raises Infeasible: no plan fits.
         """
         if self.plan.budget_bytes is None and self.config.memory_budget is not None:
             self._rebind(self._replan())
 
     def _rebind(self, planned: PlannedStep) -> None:
-        """From now on ``planned`` runs and is reported."""
+        """Binds ``planned`` for later steps, and allocates its frames."""
         self._bind_replanned(planned)
         self.reserve()
 
-    def _count_kept_outputs(self) -> None:
-        """Replan once it turns out that the user holds what the forward returned.
+    def _count_held_results(self) -> None:
+        """Replans once the user was seen to hold what the forward returned.
 
         Without a budget, or with ``outputs="dropped"``, the plan assumes that large results
-        (logits) are freed before the backward. A user who holds them may exceed the budget, in one
-        step only.
+        (logits) are freed before the backward. Only the step that shows otherwise may exceed the
+        budget.
         """
-        if self._kept_bytes < MIN_KEPT_BYTES or self.step.live:
+        if self._held_result_bytes < MIN_KEPT_BYTES or self.step.live:
             return
         self._rebind(self._replan(replace(self.request, keeps_outputs=True)))
-        self._kept_bytes = 0
+        self._held_result_bytes = 0
 
-    def _may_hide_a_loss(self) -> bool:
-        """True where a loss outside could break the budget, because no plan counts it yet."""
+    def _may_have_outside_loss(self) -> bool:
+        """True where a loss outside of the graph could break the budget: no plan counts it yet."""
         is_said = self.config.outside_loss or self.config.outputs == "dropped"
         return self.plan.budget_bytes is not None and not is_said and not self.request.outside_loss
 
     def _use_measured_collectives(self) -> None:
-        """Replan once the seconds of collectives were measured that were declared before.
+        """Replans once, when the first step has measured collectives.
 
         Each rank does it by itself: the order of collectives stays, and the seconds are the same.
         Where nothing fits any more beside what exists by now, the plan stays.
@@ -569,31 +590,31 @@ class Assembly:
         self.unplanned_request = None
 
     def _count_outside_loss(self) -> None:
-        """Replan once a backward has shown a loss outside that no option announced."""
-        if self.step.live or not self._may_hide_a_loss() or not self._losses.found():
+        """Replans once a backward has shown a loss outside that no option announced."""
+        if self.step.live or not self._may_have_outside_loss() or not self._losses.is_seen():
             return
-        more = outside_loss_bytes(own_gradients(self.lowered.cut.backward.half_graph.graph))
+        gradients = result_gradients(self.lowered.cut.backward.half_graph.graph)
         state.warn_once(
-            f"{LOSS_OUTSIDE}: {format_bytes(more)} count from this step on, and steps before may "
-            "have exceeded memory_budget"
+            f"{LOSS_OUTSIDE}: {format_bytes(outside_loss_bytes(gradients))} count from this step "
+            "on, and steps before may have exceeded memory_budget"
         )
         self._rebind(self._replan(replace(self.request, outside_loss=True)))
 
     def _bind_replanned(self, planned: PlannedStep) -> None:
         old = self.step
         config = self.request.applied_to(self.config)
-        self._take(planned, bind_step(planned, self.lowered.cut, config))
-        arena_of(old.device).forget(old.key)  # a backward that is still to come makes them anew
+        self._use(planned, bind_step(planned, self.lowered.cut, config))
+        arena_of(old.device).forget(old.key)  # a backward still to come allocates them again
         self._report()
 
     def _count(self, counted: StepCounters) -> None:
-        """Keep what the step that just ended moved, for the report."""
+        """Reports what the step that just ended has moved."""
         self.observed = replace(self.observed, **asdict(counted))
         self._report()
         state.step_ran(self.reported)
 
     def _say_unplanned(self) -> None:
-        """A forward runs in ordinary memory; steps of a group do so once, and say so themselves."""
+        """Reports a forward that runs in ordinary memory; a group's first step says so itself."""
         state.count_unplanned()
         if not self._is_watched:
             state.warn_once(

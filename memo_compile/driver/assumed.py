@@ -1,4 +1,4 @@
-"""What is assumed of blocks that are compiled alike before any of them has run."""
+"""Assumes how blocks that are compiled one by one will run together, before any of them has."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,10 +28,10 @@ IN_ALL = (
 
 
 class BlockInfeasible(Infeasible):
-    """A block that others are compiled like does not fit by itself.
+    """Raised for a block that does not fit by itself, where other blocks are compiled alike.
 
-    ``of_all`` plans all of them, which takes seconds: where other tiles of the block fit, nobody
-    asks.
+    ``of_all`` returns the refusal of all of them together. That takes seconds, so it is called only
+    where the block fits in no tiles.
     """
 
     def __init__(self, error: Infeasible, of_all: Callable[[], Infeasible]) -> None:
@@ -42,13 +42,13 @@ class BlockInfeasible(Infeasible):
 def fixed_of(
     lowered: LoweredStep,
     config: MemoConfig,
-    found: Sequence[torch.nn.Parameter],
+    parameters: Sequence[torch.nn.Parameter],
     num_members: int,
     gathered: int | None = None,
 ) -> FixedBytes:
-    """What all members of a group hold beside the frame, as ``fixed_beside``; without inputs."""
+    """Returns what all members of a group hold beside the frame, without the group's inputs."""
     single = lowered.cut.facts.fixed_bytes(0)
-    fixed = fixed_beside(found, config, gathered)
+    fixed = fixed_beside(parameters, config, gathered)
     libraries = lowered.problem.fixed.libraries
     return replace(fixed, buffers=num_members * single.buffers, libraries=libraries)
 
@@ -59,9 +59,9 @@ def assumed_of(
     parameters: Sequence[Sequence[torch.nn.Parameter]],
     args: Sequence[Any],
 ) -> Group:
-    """The group of blocks with ``parameters``, the first of which is called with ``args``."""
-    found = [own for member in parameters for own in member]
-    fixed = fixed_of(lowered, config, found, len(parameters))
+    """Returns the group of blocks with ``parameters``; the first one is called with ``args``."""
+    all_parameters = [parameter for member in parameters for parameter in member]
+    fixed = fixed_of(lowered, config, all_parameters, len(parameters))
     fixed = replace(fixed, inputs=lowered.cut.facts.fixed_bytes(0).inputs)
     forward, backward = lowered.problem.halves
     num_tangents = len(lowered.problem.tangents)
@@ -71,9 +71,9 @@ def assumed_of(
 def of_block(
     error: Infeasible, lowered: LoweredStep, config: MemoConfig, known: StepKnowledge
 ) -> Infeasible:
-    """``error`` of a step that nothing is known of yet; of a block, it can name the floor of all.
+    """Returns ``error``, or a BlockInfeasible if it refuses one of several blocks compiled alike.
 
-    What FSDP2 gathers at once shows in a step: with it the floor is that of the one block.
+    Not for a block that FSDP2 shards: only a step shows how much it gathers at once.
     """
     args = lowered.cut.facts.inputs()
     given = _parameters(args)
@@ -86,7 +86,7 @@ def of_block(
 
 
 def is_part_of_sharded(lowered: LoweredStep) -> bool:
-    """True for a part of a model that ``fully_shard()`` shards: only a step shows what it needs."""
+    """True for a part of a model that ``fully_shard()`` shards."""
     given = _parameters(lowered.cut.facts.inputs())
     return bool(given) and sharded_around(given) is not None and bool(parameters_around(given))
 
@@ -121,10 +121,10 @@ def assumed_group(
     num_members: int,
     num_tangents: int,
 ) -> Group:
-    """What is assumed of a chain of blocks before it has run: each reads what the last one made.
+    """Returns the group of a chain of blocks: each reads what the block before has made.
 
-    A result is gone when the block behind has run, so is the gradient of an input. The first step
-    is watched, and where it was otherwise the group is planned again.
+    A result is freed when the next block has run, and so is the gradient of an input. The first
+    step is watched; where it runs otherwise the group is planned again.
     """
     last = 2 * num_members - 1
     gone = [
@@ -142,7 +142,7 @@ def assumed_group(
 
 
 def _gradients_of_inputs(args: Sequence[Any], backward: Half) -> Iterator[int]:
-    """Positions of the backward's results that are gradients of no parameter."""
+    """Yields the positions of the backward's results that are gradients of no parameter."""
     for position, (value, result) in enumerate(zip(args, backward.results, strict=False)):
         if result is not None and not isinstance(value, torch.nn.Parameter):
             yield position

@@ -1,7 +1,7 @@
 """Binds a planned step to the runtime: values become registers, buffers become views of the frame.
 
-What runs follows from the Problem and the Plan, which the checker has seen. Nothing else is used
-but the regions' code, the layouts of their buffers, and the graph's constants.
+What runs follows from the Problem and the Plan, which the checker has seen. Beside them only the
+regions' code, the layouts of their buffers, and the graph's constants are used.
 """
 
 import itertools
@@ -53,16 +53,13 @@ _keys = itertools.count(1)
 
 
 def bind_step(planned: PlannedStep, step: CutStep, config: MemoConfig) -> StepPlan:
-    """What the runtime runs."""
+    """Returns ``planned`` as the runtime runs it."""
     (plan,) = _bound(planned, (step,), config)
     return plan
 
 
 def bind_group(planned: PlannedStep, steps: Sequence[CutStep], config: MemoConfig) -> GroupPlan:
-    """What the runtime runs of a group: a plan for each member, all in one frame.
-
-    ``steps`` are the members' own.
-    """
+    """Returns a group as the runtime runs it: a plan for each of ``steps``, all in one frame."""
     order = tuple((half.member, half.phase is Phase.BACKWARD) for half in planned.problem.halves)
     return GroupPlan(members=_bound(planned, steps, config), order=order)
 
@@ -70,7 +67,7 @@ def bind_group(planned: PlannedStep, steps: Sequence[CutStep], config: MemoConfi
 def _bound(
     planned: PlannedStep, steps: Sequence[CutStep], config: MemoConfig
 ) -> tuple[StepPlan, ...]:
-    """A plan for each member, which share views and memory."""
+    """Returns a plan for each of ``steps``; they share views and memory."""
     device = steps[0].facts.device
     poison = "poison" in config.debug
     constants = {
@@ -82,7 +79,7 @@ def _bound(
         for phase in Phase
     }
     binder = Binder(planned, constants, poison, device)
-    shared = StepPlan(
+    first = StepPlan(
         key=next(_keys),
         device=device,
         arena_bytes=planned.plan.arena_bytes,
@@ -100,25 +97,25 @@ def _bound(
         throttle_bytes_per_s=config.copy_speeds(),
         heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
     )
-    others = (
+    later_members = (
         replace(
-            shared,
+            first,
             forward=binder.half(Phase.FORWARD, member),
             backward=binder.half(Phase.BACKWARD, member),
         )
         for member in range(1, len(steps))
     )
-    return (shared, *others)
+    return (first, *later_members)
 
 
 def _heap_watch(planned: PlannedStep) -> HeapWatch:
-    """Half of what the plan leaves for the heap may be free heap."""
+    """Returns a watch that allows half of the plan's slack to be free heap."""
     step_bytes = planned.plan.peak_bytes - step_constant_bytes(planned.problem)
     return HeapWatch(allowed_bytes=heap_slack(step_bytes) // 2)
 
 
 class Binder:
-    """One planned step, and what both of its halves need to know of it."""
+    """A planned step, with what binding any of its halves needs."""
 
     def __init__(
         self,
@@ -127,7 +124,7 @@ class Binder:
         poison: bool,
         device: torch.device,
     ) -> None:
-        """``constants`` are the tensors that each half carries itself."""
+        """``constants`` are the tensors that the graph of each half carries itself."""
         self.device = device
         problem = planned.problem
         self.planned, self.problem, self.plan = planned, problem, planned.plan
@@ -141,9 +138,9 @@ class Binder:
         self.collectives = {name: number for number, name in enumerate(issues)}
         """Name of a call that begins a collective -> its number."""
         self.sources = aliases(problem)
-        """A result that is a view of its region's input -> the value whose memory that is."""
+        """A result that is a view of its region's input -> the value in whose memory it lies."""
         self.places = _places(planned, self.sources)
-        """Value in the arena -> offset of its buffer, and how it is read."""
+        """Value in the arena -> offset of its buffer, and its layout there."""
         self.offload_of = dict(_offloads_of(problem))
         """Name of a reload -> name of the offload that wrote its bytes."""
         self.reloaded_in = {
@@ -157,64 +154,67 @@ class Binder:
             for number, half in enumerate(problem.halves)
             if half.phase is Phase.BACKWARD
         }
-        """Per member what its forward leaves for its backward beside what autograd hands over."""
+        """Member -> the values that its lease keeps from its forward for its backward."""
         self.views = dict(_views(problem, self.offload_of))
-        """Call -> the inputs that it reads as something else than what their maker left."""
+        """Call -> the inputs that it reads in another layout than that in which they were made."""
         self.ordinary = ordinary_bytes(problem)
         self.ready = ready_after(problem)
-        """Per result of the backward the call after which it may leave."""
+        """Per result of the backward, the call after which it may leave."""
         self.last_uses = last_uses(problem)
         """First value in a storage -> the last call that uses what lies there."""
         self.dying = _dying_inputs(self) if poison else {}
 
     def table(self) -> list[list[FrameView]]:
-        """Per call of the step the views of its buffers."""
-        return [self._row(call) for call in self.problem.calls]
+        """Returns, per call of the step, the views of its buffers."""
+        return [self._buffer_views(call) for call in self.problem.calls]
 
-    def _row(self, call: StepCall) -> list[FrameView]:
+    def _buffer_views(self, call: StepCall) -> list[FrameView]:
         if call.kind is CallKind.RELOAD:
             return [_view(*self.places[call.outputs[0]])]
         if call.kind in (CallKind.OFFLOAD, CallKind.WAIT):
             return []
         lowered = self.planned.lowered[call.region]
-        inside = {target.buffer: target for target in call.into}
-        row = []
+        targets = {target.buffer: target for target in call.into}
+        views = []
         for index, (buffer, spec) in enumerate(
             zip(lowered.profile.buffers, lowered.views, strict=True)
         ):
-            target = inside.get(index)
+            target = targets.get(index)
             if target is None:
-                row.append(_view(self.plan.offsets[f"{call.name}/{buffer.name}"], spec))
+                views.append(_view(self.plan.offsets[f"{call.name}/{buffer.name}"], spec))
             elif target.value in self.places:
-                row.append(_view(self.places[target.value][0] + target.offset_bytes, spec))
+                views.append(_view(self.places[target.value][0] + target.offset_bytes, spec))
             else:
-                row.append(replace(_view(0, spec), in_frame=False))
-        return row
+                views.append(replace(_view(0, spec), in_frame=False))
+        return views
 
     def half(self, phase: Phase, member: int = 0) -> RunHalf:
-        """The half with values replaced by registers of its environment."""
+        """Returns a half with its values replaced by registers."""
         return _Half(self, half_keys(self.problem).index((phase, member))).bound()
 
     def calls_of(self, number: int) -> list[tuple[int, StepCall]]:
-        """The calls that half ``number`` runs, with their indices."""
+        """Returns the calls of half ``number``, with their indices in the step."""
         first, end = self.half_starts[number : number + 2]
         return list(enumerate(self.problem.calls[first:end], start=first))
 
     def _leased(self, number: int) -> tuple[str, ...]:
-        """Values that a backward reads and that neither it, nor autograd, nor a copy provides."""
+        """Returns the values that a backward reads and gets from its forward by the lease.
+
+        Those that it makes, that autograd hands over, and that are reloaded come another way.
+        """
         half = self.problem.halves[number]
-        known = {*half.constants, *half.arguments, *self.reloaded_in}
-        wanted: list[str] = []
+        provided = {*half.constants, *half.arguments, *self.reloaded_in}
+        read: list[str] = []
         for _, call in self.calls_of(number):
             if call.kind not in (CallKind.RELOAD, CallKind.WAIT):
-                wanted += [*call.inputs, *(target.value for target in call.into)]
-            known.update(call.outputs)
-        wanted += [value for value in half.results if value is not None]
-        return tuple(value for value in dict.fromkeys(wanted) if value not in known)
+                read += [*call.inputs, *(target.value for target in call.into)]
+            provided.update(call.outputs)
+        read += [value for value in half.results if value is not None]
+        return tuple(value for value in dict.fromkeys(read) if value not in provided)
 
 
 class _Half:
-    """One half while its calls are bound."""
+    """A half of the step while its calls are bound."""
 
     def __init__(self, binder: Binder, number: int) -> None:
         self.binder, self.problem, self.plan = binder, binder.problem, binder.plan
@@ -235,13 +235,13 @@ class _Half:
         self.registers = {value: number for number, value in enumerate(dict.fromkeys(names))}
 
     def bound(self) -> RunHalf:
-        """What the runtime executes."""
+        """Returns the half as the runtime runs it."""
         half, resident, before = self.half, self.plan.resident_bytes, self.binder.ordinary.before
         is_forward, constants = half.phase is Phase.FORWARD, self.binder.constants[half.phase]
         begin, next_half = self.calls[0][0] if self.calls else None, self.number + 1
         end = self.binder.half_starts[next_half]
         is_last = next_half == len(self.problem.halves)
-        after = None if is_last or end == len(self.problem.calls) else resident[end]
+        resident_after = None if is_last or end == len(self.problem.calls) else resident[end]
         shown = self._shown()
         return RunHalf(
             num_registers=len(self.registers),
@@ -255,25 +255,28 @@ class _Half:
             read_later=self._read_later() if is_forward else (),
             visible=self._visible() if is_forward else (),
             planned_bytes=0 if begin is None else resident[begin] + before[begin],
-            resident_bytes=after,
+            resident_bytes=resident_after,
             dropped=self._dropped(),
-            is_paused=any(own.half == next_half for own in self.problem.interludes),
+            is_paused=any(each.half == next_half for each in self.problem.interludes),
             handle=self.registers[half.handle],
-            **({} if is_forward else self._between()),
+            **({} if is_forward else self._stops()),
         )
 
     def _dropped(self) -> tuple[tuple[int, int], ...]:
-        """What goes of the frame while the user's code runs behind the half."""
+        """Returns the ranges of the frame that are freed while the user's code runs behind it."""
         pairs = zip(self.problem.interludes, self.plan.dropped, strict=True)
         return tuple(
-            gone
+            dropped
             for interlude, ranges in pairs
             if interlude.half == self.number + 1
-            for gone in ranges
+            for dropped in ranges
         )
 
-    def _between(self) -> dict[str, Any]:
-        """What a backward must know that stops between its calls."""
+    def _stops(self) -> dict[str, Any]:
+        """Returns the fields of a RunHalf that a backward needs to stop between its calls.
+
+        It stops so that gradients reach autograd early; "until" counts calls of the half.
+        """
         binder, half = self.binder, self.half
         ready = binder.ready
         if ready is None:
@@ -293,15 +296,16 @@ class _Half:
         }
 
     def _until(self, values: Iterable[str]) -> tuple[int, ...]:
+        """Returns, per value, how many calls of this half have run when it is used no more."""
         last = self.binder.last_uses
         return tuple(self._num_calls_to(last.get(value, -1)) for value in values)
 
     def _num_calls_to(self, index: int) -> int:
-        """How many calls of this half have run when call ``index`` of the step has."""
+        """Returns how many calls of this half have run when call ``index`` of the step has."""
         return sum(at <= index for at, _ in self.calls)
 
     def _shown(self) -> tuple[ShowReloaded, ...]:
-        """What appears in this half and was reloaded by an earlier one."""
+        """Returns an instruction for each value that this half reads and an earlier one reloads."""
         read = dict.fromkeys(
             value
             for _, call in self.calls
@@ -325,13 +329,13 @@ class _Half:
         return tuple(self.registers[value] for value in values)
 
     def _checked(self) -> tuple[int, ...]:
-        """Registers of the step's own inputs that the lease keeps, whole or as a view."""
+        """Returns the registers of the step's inputs that the lease keeps, whole or as a view."""
         sources = self.binder.sources
         kept = dict.fromkeys(sources.get(value, value) for value in self.leased)
         return self._at(value for value in kept if value in self.half.arguments)
 
     def _read_later(self) -> tuple[int, ...]:
-        """Registers of the step's own inputs that its backward is given as well."""
+        """Returns the registers of the step's inputs that its backward is given as well."""
         given = {
             value
             for half in self.problem.halves
@@ -341,29 +345,29 @@ class _Half:
         return self._at(value for value in self.half.arguments if value in given)
 
     def _visible(self) -> tuple[int, ...]:
-        """Registers of what the lease keeps in the memory of the user's results."""
-        made = {
+        """Returns the registers of leased values that lie in the memory of the user's results."""
+        external = {
             value
             for _, call in self.calls
             for output, value in self.problem.made_by(call)
             if output.storage is Storage.EXTERNAL
         }
         sources = self.binder.sources
-        return self._at(v for v in self.leased if sources.get(v, v) in made)
+        return self._at(v for v in self.leased if sources.get(v, v) in external)
 
     def _instruction(self, index: int, call: StepCall) -> Instruction:
-        """What the runtime executes for ``call``."""
+        """Returns ``call`` as an instruction of the runtime."""
         numbers, dying = self.binder.numbers, self.binder.dying.get(index, [])
         if call.kind is CallKind.OFFLOAD:
             value = call.inputs[0]
             return StartOffload(copy=self._range(call, value), input=self.registers[value])
         if call.kind is CallKind.RELOAD:
             value = call.outputs[0]
-            is_own = call.member == self.half.member
+            is_for_member = call.member == self.half.member
             return StartReload(
                 copy=self._range(call, value),
                 table=index,
-                output=self.registers[value] if is_own else None,
+                output=self.registers[value] if is_for_member else None,
                 of=numbers[self.binder.offload_of[call.name]],
             )
         if call.kind is CallKind.WAIT:
@@ -377,9 +381,9 @@ class _Half:
         return self._run(index, call, dying)
 
     def _reused_bytes(self, index: int) -> int:
-        """Work space that kernels of call ``index`` freed and that the next call reuses.
+        """Returns the bytes of work space that call ``index`` leaves allocated for the next one.
 
-        It stays where the next call is of the same region and no budget needs the last megabyte:
+        That is so where the next call is of the same region, and no budget needs the last megabyte:
         pages that are given back would only be faulted in again.
         """
         if self.plan.budget_bytes is not None:
@@ -440,7 +444,7 @@ class _Half:
         )
 
     def _is_dead(self, value: str, index: int) -> bool:
-        """True when nobody needs ``value`` after call ``index``."""
+        """True when nothing reads ``value`` after call ``index``."""
         return self.last.get(value, -1) <= index and value not in self.kept
 
     def _run(self, index: int, call: StepCall, dying: list[tuple[int, int, int]]) -> RunCall:
@@ -479,75 +483,76 @@ def _view(offset: int, spec: ViewSpec) -> FrameView:
 
 
 def _output_bytes(views: tuple[ViewSpec, ...], call: StepCall, problem: Problem) -> int:
-    """Bytes that a recompute call makes for the backward."""
+    """Returns the bytes that a recompute call makes for the backward."""
     outputs = problem.regions[call.region].outputs
-    made = [views[output.index] for output in outputs if output.index is not None]
-    return sum(math.prod(spec.size) * spec.dtype.itemsize for spec in made)
+    specs = [views[output.index] for output in outputs if output.index is not None]
+    return sum(math.prod(spec.size) * spec.dtype.itemsize for spec in specs)
 
 
 def _offloads_of(problem: Problem) -> Iterator[tuple[str, str]]:
-    """(reload, the offload that wrote its bytes) of every reload."""
-    wrote: dict[int, str] = {}
+    """Yields, for every reload, its name and that of the offload that wrote its bytes."""
+    offload_at: dict[int, str] = {}
     for call in problem.calls:
         if call.copy is not None and call.kind is CallKind.OFFLOAD:
-            wrote[call.copy.host_offset] = call.name
+            offload_at[call.copy.host_offset] = call.name
         if call.copy is not None and call.kind is CallKind.RELOAD:
-            yield call.name, wrote[call.copy.host_offset]
+            yield call.name, offload_at[call.copy.host_offset]
 
 
 def _places(planned: PlannedStep, sources: Mapping[str, str]) -> dict[str, tuple[int, ViewSpec]]:
-    """Value -> offset and view, of every value whose storage lies in the arena, aliases included.
+    """Returns offset and layout of every value that lies in the arena, aliases included.
 
     A reloaded value is viewed as its buffer's bytes; the runtime takes the layout from the value
     that was offloaded.
     """
-    found: dict[str, tuple[int, ViewSpec]] = {}
-    for made in arena_values(planned.problem):
-        call = planned.problem.calls[made.call]
+    places: dict[str, tuple[int, ViewSpec]] = {}
+    for value in arena_values(planned.problem):
+        call = planned.problem.calls[value.call]
         if call.kind is CallKind.RELOAD:
-            spec = ViewSpec(dtype=torch.uint8, size=(made.size_bytes,), stride=(1,))
+            spec = ViewSpec(dtype=torch.uint8, size=(value.size_bytes,), stride=(1,))
         else:
-            spec = planned.lowered[call.region].views[made.buffer]
-        found[made.value] = (planned.plan.offsets[made.id], spec)
-    return found | {value: found[source] for value, source in sources.items() if source in found}
+            spec = planned.lowered[call.region].views[value.buffer]
+        places[value.value] = (planned.plan.offsets[value.id], spec)
+    aliases_of = {alias: places[source] for alias, source in sources.items() if source in places}
+    return places | aliases_of
 
 
 def _views(
     problem: Problem, offload_of: Mapping[str, str]
 ) -> Iterator[tuple[int, tuple[InputView, ...]]]:
-    """(call, its inputs that are read as something else than what their maker left)."""
+    """Yields (call, its inputs that are read in another layout than that in which they exist)."""
     halves = {(half.phase, half.member): half for half in problem.halves}
     calls = {call.name: call for call in problem.calls}
-    held: dict[str, Layout | None] = {}
+    layouts: dict[str, Layout | None] = {}
     entered = None
     for index, call in enumerate(problem.calls):
         key = (call.phase, call.member)
         if call.kind in RUNS and key != entered:
             entered = key
-            held.update(halves[key].given())
+            layouts.update(halves[key].given())
         if call.kind is CallKind.RELOAD:  # in the layout of what was offloaded
-            held[call.outputs[0]] = held.get(calls[offload_of[call.name]].inputs[0])
+            layouts[call.outputs[0]] = layouts.get(calls[offload_of[call.name]].inputs[0])
             continue
-        found = tuple(
+        views = tuple(
             (at, read.size, read.stride, read.offset)
             for at, (value, read) in enumerate(zip(call.inputs, call.reads, strict=False))
-            if read is not None and read != held.get(value)
+            if read is not None and read != layouts.get(value)
         )
-        if found:
-            yield index, found
-        held.update(zip(call.outputs, problem.regions[call.region].output_layouts, strict=False))
+        if views:
+            yield index, views
+        layouts.update(zip(call.outputs, problem.regions[call.region].output_layouts, strict=False))
 
 
 def _dying_inputs(binder: Binder) -> dict[int, list[tuple[int, int, int]]]:
-    """Call -> (input, offset, bytes) of the crossing buffers whose life ends inside that call."""
+    """Call -> (input, offset, bytes) of its inputs' buffers whose life ends inside that call."""
     problem, plan = binder.planned.problem, binder.planned.plan
     starts = call_starts(problem)
     ends = {buffer.id: (buffer.end, buffer.size_bytes) for buffer in arena_buffers(problem)}
-    owner = {made.value: made.id for made in arena_values(problem)}
+    buffer_of = {value.value: value.id for value in arena_values(problem)}
     dying: dict[int, list[tuple[int, int, int]]] = {}
     for index, call in enumerate(problem.calls):
         for position, value in enumerate(call.inputs):
-            buffer = owner.get(binder.sources.get(value, value), "")
+            buffer = buffer_of.get(binder.sources.get(value, value), "")
             end, size = ends.get(buffer, (-1, 0))
             if end == starts[index] + problem.regions[call.region].input_ends[position]:
                 dying.setdefault(index, []).append((position, plan.offsets[buffer], size))

@@ -1,9 +1,8 @@
-"""A captured step, cut into regions, as plain data: what a second process need not trace.
+"""Writes a captured step, cut into regions, as plain data, so that later processes need not trace.
 
-What AOTAutograd makes around the two halves is in torch's own cache, with the digest of this record
-(``cache.autograd_cache``): the one is used with exactly the other. The record holds the
-halves' regions and calls, no code. Where a step holds what is not written (``passes.graph_record``)
-it is traced in each process.
+The record holds the regions and calls of both halves, no code. What AOTAutograd makes around the
+halves lies in torch's own cache under the digest of this record, so that both always match. A step
+with something that cannot be written (``passes.graph_record``) is traced in each process.
 """
 
 import json
@@ -54,7 +53,7 @@ class HalfRecord:
     handle: str
     half_graph: tuple[NodeRecord, ...]
     saved: Mapping[str, tuple[NodeRecord, ...]]
-    """Of each value in the frame what made it, last, and what that is an element of."""
+    """Saved value -> the node that makes it; for an element of a tuple also the tuple, first."""
     layer_calls: tuple[CutCall, ...]
     layer_regions: Regions
     whole_calls: tuple[CutCall, ...]
@@ -64,7 +63,7 @@ class HalfRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureRecord:
-    """A ``CutStep``, and what a capture knows beside it."""
+    """A ``CutStep``, and what else a capture holds."""
 
     forward: HalfRecord
     backward: HalfRecord
@@ -78,7 +77,7 @@ class CaptureRecord:
     flags: Mapping[str, bool]
     """The forward's results that are truth values, by position."""
     sizes: Mapping[str, int]
-    """Those that are whole numbers."""
+    """The forward's results that are whole numbers, by position."""
     notes: tuple[str, ...]
     """What the report said while the step was captured and cut."""
 
@@ -86,12 +85,12 @@ class CaptureRecord:
 def capture_record(
     step: CutStep, num_results: int, numbers: Mapping[int, Any], notes: tuple[str, ...]
 ) -> CaptureRecord:
-    """``step`` as data, which is read once to see that it says the same.
+    """Returns ``step`` as data. Reads it back once, to prove that it is the same step.
 
-    Raises UnsupportedGraph: it does not, or the step holds what is not written.
+    Raises UnsupportedGraph: it is not, or the step holds something that cannot be written.
     """
-    whole = {str(at): value for at, value in numbers.items() if type(value) in (bool, int)}
-    if len(whole) < len(numbers):
+    integers = {str(at): value for at, value in numbers.items() if type(value) in (bool, int)}
+    if len(integers) < len(numbers):
         raise UnsupportedGraph("a result is a number, and no whole one")
     record = CaptureRecord(
         forward=_half_record(step.forward),
@@ -100,23 +99,23 @@ def capture_record(
         static_names=tuple(sorted(step.facts.static_names)),
         ties_inputs=step.facts.ties_inputs,
         num_results=num_results,
-        flags={at: value for at, value in whole.items() if type(value) is bool},
-        sizes={at: value for at, value in whole.items() if type(value) is int},
+        flags={at: value for at, value in integers.items() if type(value) is bool},
+        sizes={at: value for at, value in integers.items() if type(value) is int},
         notes=notes,
     )
     try:
         read = from_plain(json.loads(json.dumps(plain(record))))
-        again = cut_again(read, step.facts, step.runner, step.name, StaticFakes())
+        restored = cut_again(read, step.facts, step.runner, step.name, StaticFakes())
     except InputError as error:
         raise UnsupportedGraph(f"it would read otherwise: {error}") from error
-    halves = ((step.forward, again.forward), (step.backward, again.backward))
+    halves = ((step.forward, restored.forward), (step.backward, restored.backward))
     if not all(is_same(before, after) for before, after in halves):
         raise UnsupportedGraph("it would read otherwise")
     return record
 
 
 def from_plain(body: Any) -> CaptureRecord:
-    """What ``plain`` made JSON of. Raises InputError: it is something else."""
+    """Returns the record that ``body``, read from JSON, holds. Raises InputError: it holds none."""
     record: CaptureRecord = restore(body, CaptureRecord, "capture")
     return record
 
@@ -124,7 +123,7 @@ def from_plain(body: Any) -> CaptureRecord:
 def cut_again(
     record: CaptureRecord, facts: GraphFacts, runner: PassRunner, name: str, fakes: StaticFakes
 ) -> CutStep:
-    """The step of ``record`` for inputs of ``facts``. Raises InputError: it is of no step."""
+    """Returns the step that ``record`` holds, for the inputs of ``facts``. Raises InputError."""
     try:
         forward, backward = (_half_again(half, fakes) for half in (record.forward, record.backward))
         step = CutStep(
@@ -155,12 +154,13 @@ def _half_record(cut: Cut) -> HalfRecord:
 
 
 def _saved(cut: Cut, value: str) -> tuple[NodeRecord, ...]:
+    """Returns the record of the node that makes ``value``; before it that of the tuple it is of."""
     node = cut.nodes[value]
-    own = node_record(node)
-    if own.target != "getitem":
-        return (own.alone(),)
+    record = node_record(node)
+    if record.target != "getitem":
+        return (record.alone(),)
     (source,) = node.all_input_nodes
-    return node_record(source).alone(), own
+    return node_record(source).alone(), record
 
 
 def _half_again(record: HalfRecord, fakes: StaticFakes) -> Cut:
@@ -180,7 +180,7 @@ def _saved_again(records: Sequence[NodeRecord], fakes: StaticFakes) -> fx.Node:
 
 
 def _require_whole(step: CutStep, record: CaptureRecord) -> None:
-    """Raises InputError: a call is of no region, or not of its values."""
+    """Raises InputError: a half is missing, or a call does not match its region."""
     phases = (record.forward.phase, record.backward.phase)
     if phases != (Phase.FORWARD, Phase.BACKWARD) or not record.forward.leased == tuple(
         record.forward.saved

@@ -1,15 +1,14 @@
-"""How long a step's collectives take: remembered, or measured as its first step runs.
+"""Finds out how long a step's collectives take: from a file, or measured while the first step runs.
 
-Nothing is run for it. In the first step each collective ends inside its issue, which changes the
-order among ranks no more than to wait at once does, and its seconds are noted. All ranks of a group
-run that step together, and begin the same collectives in it (``driver.agreement``). Nobody has
-compared the order among different groups, and ranks of which each waits in another one would wait
-for ever. So in a step that talks in several groups nobody waits for longer than ``PATIENCE_S``:
-then the step goes on as if it were not measured.
+Nothing extra is run. In the first step each collective is waited for as soon as it is issued, which
+keeps the order among ranks, and its seconds are noted. All ranks of a group run that step together,
+and begin the same collectives in it (``driver.agreement``). The order among different groups was
+never compared: ranks that each wait in another group would wait for ever. So in a step with several
+groups no wait is longer than ``PATIENCE_S``; then the step goes on as if it were not measured.
 
-Ranks plan alike, before and after: what the first of them to plan a step knows of a collective
-counts for all, that nobody knows it included; so do the seconds that the first has measured. They
-are kept for the next process, which plans with them from its first step on.
+All ranks must plan with equal seconds. So the first rank that plans the step decides for all: what
+its file says of a collective counts, or that it says nothing; later the seconds that the first rank
+publishes count. They are kept for the next process, which uses them from its first step on.
 """
 
 import math
@@ -29,32 +28,32 @@ from memo_compile.step.problem import CallKind, Problem
 from memo_compile.torch_private import distributed
 
 NOTABLE = 0.25
-"""A step is planned again where measured seconds change its communication by this share."""
+"""A step is replanned where measured seconds change its communication by this share."""
 
 PATIENCE_S = 5.0
-"""Longer than a rank of a measured step comes later than another, its compilation left out."""
+"""No rank of a measured step is later than another by more seconds, compilation left out."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CommCosts:
-    """What is known of the seconds of one step's collectives. Empty: all of them are declared."""
+    """The seconds of one step's collectives. Empty: only the declared speed of the link counts."""
 
     calls: Sequence[tuple[str, TimedCollective]] = ()
-    """Of each collective of the step, in order, its region and what it begins."""
+    """Each collective of the step, in order: its region, and what identifies it."""
     declared_bytes_per_s: float = math.inf
     links: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Process group -> its fingerprint."""
     store: FileStore | None = None
-    """Where seconds are remembered; None: nowhere."""
+    """The files that keep measured seconds; None: they are not kept."""
     times: CollectiveTimes | None = None
-    """Measures those that nobody knew, while steps run; None: nothing is to be measured."""
-    _known_s: dict[TimedCollective, float] = field(default_factory=dict)
+    """Measures collectives while a step runs; None: there is nothing to measure."""
+    _measured_s: dict[TimedCollective, float] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, lowered: LoweredStep, config: MemoConfig, declared_bytes_per_s: float
     ) -> "CommCosts":
-        """What the ranks know when the first of them asks; the rest is to be measured."""
+        """Reads kept seconds of the step's collectives, and prepares to measure the others."""
         calls = _collectives(lowered.problem, lowered.regions)
         groups = dict.fromkeys(timed.collective.group_name for _, timed in calls)
         costs = cls(
@@ -63,82 +62,83 @@ class CommCosts:
             links={group: _fingerprint(group, lowered, config) for group in groups},
             store=config.store(),
         )
-        costs._ask()
-        wanted = frozenset(timed for _, timed in calls) - costs._known_s.keys()
-        if wanted and config.collective_schedule() == "normal":
+        costs._read()
+        missing = frozenset(timed for _, timed in calls) - costs._measured_s.keys()
+        if missing and config.collective_schedule() == "normal":
             patience_s = PATIENCE_S if len(groups) > 1 else None
-            costs.times = CollectiveTimes(wanted=wanted, patience_s=patience_s)
+            costs.times = CollectiveTimes(wanted=missing, patience_s=patience_s)
         return costs
 
     def seconds(self) -> dict[str, float]:
-        """Region -> seconds of its collective, where they are known."""
-        known = self._known_s
-        return {region: known[timed] for region, timed in self.calls if timed in known}
+        """Region -> seconds of its collective, where they are measured."""
+        measured = self._measured_s
+        return {region: measured[timed] for region, timed in self.calls if timed in measured}
 
     @property
     def are_measured(self) -> bool:
-        """True where all that is to be measured was, and ``take`` has not taken it."""
+        """True once a step has measured all that is missing, until ``take``."""
         return self.times is not None and self.times.is_over
 
     def take(self) -> bool:
-        """What was measured counts from now on. To be called while no step of the graph is live.
+        """Uses what a step has measured; call it while no step of the graph is live.
 
-        True where it changes the step's communication so much that another plan may be better.
+        Returns True where the step's communication changes so much that another plan may be better.
         """
         times, before_s = self.times, self._step_s()
         if times is None:
             return False
         if times.is_over:
             self.times = None
-        own = {timed: s for timed, s in times.least_s.items() if timed not in self._known_s}
-        if not own:
+        new_s = {timed: s for timed, s in times.least_s.items() if timed not in self._measured_s}
+        if not new_s:
             return False
-        self._known_s |= self._told(own, "measured")
-        self._remember(own)
+        self._measured_s |= self._of_first_rank(new_s, "measured")
+        self._keep(new_s)
         changes = zip(before_s, self._step_s(), strict=True)
         return sum(abs(after - before) for before, after in changes) > NOTABLE * sum(before_s)
 
     def _step_s(self) -> list[float]:
-        """Seconds of each collective of the step, by what is known now."""
+        """Returns the seconds of each collective of the step, measured or by the declared speed."""
         declared = self.declared_bytes_per_s
-        return [self._known_s.get(timed, timed.num_bytes / declared) for _, timed in self.calls]
+        return [self._measured_s.get(timed, timed.num_bytes / declared) for _, timed in self.calls]
 
-    def _ask(self) -> None:
-        """Learn with what all ranks plan this step: what the first of them remembers, or nothing.
+    def _read(self) -> None:
+        """Reads the kept seconds, and takes over those of the first rank that plans the step.
 
-        Not a number stands for what it does not know, on all ranks.
+        NaN stands for a collective of which it has none: then no rank uses any.
         """
-        own = {}
+        kept = {}
         for group, link in self.links.items():
             seconds = {} if self.store is None else read_seconds(self.store, link)
             for timed in self._of_group(group):
-                own[timed] = seconds.get(label(timed), math.nan)
-        told = self._told(own, "before")
-        self._known_s = {timed: seconds for timed, seconds in told.items() if seconds >= 0}
+                kept[timed] = seconds.get(label(timed), math.nan)
+        agreed = self._of_first_rank(kept, "before")
+        self._measured_s = {timed: seconds for timed, seconds in agreed.items() if seconds >= 0}
 
-    def _told(
-        self, own: Mapping[TimedCollective, float], when: str
+    def _of_first_rank(
+        self, seconds_here: Mapping[TimedCollective, float], when: str
     ) -> dict[TimedCollective, float]:
-        """The seconds that count on all ranks: ``own``, unless another rank was first.
+        """Publishes ``seconds_here`` unless another rank was first; returns those of the first.
 
-        They are of one program: what another one knows by now may not be known on all ranks.
+        They hold for this step only: of another step other ranks may have been first.
         """
         program = digest_of([label(timed) for _, timed in self.calls])
         places = {group: link["places"] for group, link in self.links.items()}
         first = distributed.job_store().setdefault
-        told = {}
-        for timed, seconds in own.items():
+        agreed = {}
+        for timed, seconds in seconds_here.items():
             name = f"{label(timed)} {places[timed.collective.group_name]}"
-            told[timed] = float(first(f"memo/seconds/{when}/{program}/{name}", repr(seconds)))
-        return told
+            agreed[timed] = float(first(f"memo/seconds/{when}/{program}/{name}", repr(seconds)))
+        return agreed
 
-    def _remember(self, measured: Iterable[TimedCollective]) -> None:
+    def _keep(self, measured: Iterable[TimedCollective]) -> None:
+        """Writes the seconds of ``measured`` to the files."""
         if self.store is None:
             return
         by_group: dict[str, dict[str, float]] = {}
         for timed in measured:
-            own = by_group.setdefault(timed.collective.group_name, {})
-            own[label(timed)] = self._known_s[timed]
+            of_group = by_group.setdefault(timed.collective.group_name, {})
+            of_group[label(timed)] = self._measured_s[timed]
         for group, by_label in by_group.items():
             add_seconds(self.store, self.links[group], by_label)
 
@@ -149,20 +149,20 @@ class CommCosts:
 def _collectives(
     problem: Problem, regions: Mapping[str, LoweredRegion]
 ) -> list[tuple[str, TimedCollective]]:
-    """Of each collective of ``problem``, in order, its region and what the runtime times of it."""
-    found = []
+    """Returns, per collective of ``problem``, in order, its region and what identifies it."""
+    collectives = []
     for call in problem.calls:
         collective = regions[call.region].collective if call.kind is CallKind.ISSUE else None
         if collective is not None:
             layout = call.reads[0]
             assert layout is not None, f"{call.name} sends no tensor"
             timed = TimedCollective(collective, layout.dtype, comm_bytes(problem, call))
-            found.append((call.region, timed))
-    return found
+            collectives.append((call.region, timed))
+    return collectives
 
 
 def _fingerprint(group: str, lowered: LoweredStep, config: MemoConfig) -> dict[str, Any]:
-    """What the seconds of a group's collectives hold for: also for groups that lie as it does."""
+    """Returns what the seconds of a group depend on; equal for groups that are placed alike."""
     ranks, per_host = distributed.ranks_of_group(group), local_world_size()
     first = ranks[0]
     return group_fingerprint(

@@ -1,4 +1,4 @@
-"""Groups that the user named: which modules, in which order, before any of them has run."""
+"""Records the groups and pipeline stages that the user has declared, before any module has run."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredGroup:
-    """Modules that one step calls one after the other. It keeps none of them alive."""
+    """Modules that one step calls one after the other; keeps none of them alive."""
 
     modules: tuple[weakref.ref[Any], ...]
 
@@ -22,22 +22,22 @@ class DeclaredGroup:
 
 
 class Stages(NamedTuple):
-    """What is known of a pipeline's rank before any of it has run."""
+    """The stages that a rank of a pipeline runs, as the user has declared them."""
 
     num_stages: int
     """0 where a call is of no stage."""
     num_forwards: int
-    """Of one step: one for each stage and microbatch. Torch's runs before the first step, which
-    find out shapes, have fewer."""
+    """Forwards in one step: one for each stage and microbatch. When torch infers shapes before the
+    first step it runs fewer."""
     share: float | None = None
     """The part of what a microbatch of this stage saves that goes to the host; None: not said."""
     kept: Callable[[], Sequence[torch.UntypedStorage]] = tuple
-    """Memory of the stages that stays from step to step: where inputs and gradients come in."""
+    """Returns memory that stays from step to step: the buffers for received inputs, gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredStages:
-    """The stages of a pipeline that this rank runs. It keeps none of them alive."""
+    """The stages of a pipeline that this rank runs; keeps none of them alive."""
 
     modules: tuple[weakref.ref[Any], ...]
     num_microbatches: int
@@ -47,14 +47,14 @@ class DeclaredStages:
     """As ``Stages.kept``."""
 
     def is_gone(self) -> bool:
-        """True where no module is there any more."""
-        return all(known() is None for known in self.modules)
+        """True where all modules are freed."""
+        return all(module() is None for module in self.modules)
 
     def index_of(self, parameter: torch.nn.Parameter) -> int | None:
-        """Which of the stages has ``parameter``."""
-        for at, known in enumerate(self.modules):
-            module = known()
-            if module is not None and any(parameter is own for own in module.parameters()):
+        """Returns which of the stages has ``parameter``."""
+        for at, reference in enumerate(self.modules):
+            module = reference()
+            if module is not None and any(parameter is each for each in module.parameters()):
                 return at
         return None
 
@@ -69,8 +69,8 @@ _declared = _Declared()
 
 
 def declare(modules: Sequence[torch.nn.Module]) -> None:
-    """From now on the modules are a group."""
-    alive = [known for known in _declared.groups if known.parameters()]
+    """Declares ``modules`` as a group."""
+    alive = [group for group in _declared.groups if group.parameters()]
     group = DeclaredGroup(modules=tuple(weakref.ref(module) for module in modules))
     _declared.groups = [*alive, group]
 
@@ -81,39 +81,42 @@ def declare_stages(
     shares: tuple[float, ...] = (),
     kept: Callable[[], Sequence[torch.UntypedStorage]] = tuple,
 ) -> None:
-    """From now on the live steps of ``modules`` are microbatches of one rank of a pipeline."""
-    alive = [known for known in _declared.stages if not known.is_gone()]
+    """Declares ``modules`` as the stages of one rank: their live steps are its microbatches."""
+    alive = [stages for stages in _declared.stages if not stages.is_gone()]
     refs = tuple(weakref.ref(module) for module in modules)
-    made = DeclaredStages(modules=refs, num_microbatches=num_microbatches, shares=shares, kept=kept)
-    _declared.stages = [*alive, made]
+    stages = DeclaredStages(
+        modules=refs, num_microbatches=num_microbatches, shares=shares, kept=kept
+    )
+    _declared.stages = [*alive, stages]
 
 
 def stages_around(args: Sequence[Any]) -> Stages:
-    """The stages of the rank one of which is called with ``args``."""
-    given = next((value for value in args if isinstance(value, torch.nn.Parameter)), None)
-    for known in _declared.stages if given is not None else ():
-        at = None if given is None else known.index_of(given)
-        if at is not None:
-            num_forwards = len(known.modules) * known.num_microbatches
-            share = known.shares[at] if known.shares else None
-            return Stages(len(known.modules), num_forwards, share, known.kept)
+    """Returns the stages of the rank, one of which is called with ``args``."""
+    first = next((value for value in args if isinstance(value, torch.nn.Parameter)), None)
+    if first is not None:
+        for stages in _declared.stages:
+            at = stages.index_of(first)
+            if at is not None:
+                num_stages = len(stages.modules)
+                share = stages.shares[at] if stages.shares else None
+                return Stages(num_stages, num_stages * stages.num_microbatches, share, stages.kept)
     return Stages(0, 0)
 
 
 def declared_around(args: Sequence[Any]) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each module of the group whose first module is called with ``args``.
+    """Returns the parameters of each module of the group whose first module has ``args``.
 
-    They are in the order of the graph's arguments, and start with the same one. Empty: the call is
-    of no such group, or of a module that has other parameters than the rest.
+    Each list is in the order of ``args``. Empty: the call is of no declared group's first module,
+    or the modules have different numbers of parameters.
     """
     given = [value for value in args if isinstance(value, torch.nn.Parameter)]
     for group in _declared.groups:
-        found = group.parameters()
-        if not given or not found:
+        by_module = group.parameters()
+        if not given or not by_module:
             continue
-        places = {id(parameter): at for at, parameter in enumerate(found[0])}
-        counts = {len(own) for own in found}
+        places = {id(parameter): at for at, parameter in enumerate(by_module[0])}
+        counts = {len(parameters) for parameters in by_module}
         if all(id(parameter) in places for parameter in given) and len(counts) == 1:
             order = [places[id(parameter)] for parameter in given]
-            return [[own[at] for at in order] for own in found]
+            return [[parameters[at] for at in order] for parameters in by_module]
     return []

@@ -1,4 +1,4 @@
-"""Which inputs a region of the backward may write over, because nothing reads them afterwards.
+"""Decides which inputs a region of the backward may write over: nothing reads them afterwards.
 
 A kernel that reads a saved activation for the last time may write its result in its place, where
 it reads and writes each number at the same index; that is for the compiler to see. Rewrite:
@@ -6,9 +6,10 @@ it reads and writes each number at the same index; that is for the compiler to s
     buf3 = empty(..)                         buf3 = mm_32     # the saved activation's memory
     kernel(mm_32, grad, buf3); del mm_32  -> kernel(buf3, grad)
 
-What is known before lowering is asked of the graphs (``donated``), the rest of the lowered step
-(``wrongly_taken``). The checker knows the rule too (``check_contents.py``). A backward that runs
-twice (retain_graph) works on a copy of the arena, and nothing outside of the arena is taken.
+Graphs say before lowering what may be written over (``with_donations``). After lowering regions
+that wrote over something else show (``wrongly_taken``), and are lowered again without donations.
+The checker proves the rule too (``check_contents.py``). A backward that runs twice (retain_graph)
+works on a copy of the arena, and nothing outside of the arena is written over.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,10 +28,10 @@ from memo_compile.step.problem import CallKind, Phase, Problem, Storage
 
 
 def with_donations(step: CutStep) -> dict[str, RegionGraph]:
-    """The step's regions, which know what they may write over."""
-    found = _donated(step)
+    """Returns the step's regions with the inputs that they may write over (``donated``)."""
+    donated = _donated(step)
     return {
-        name: replace(graph, donated=found.get(name, ())) for name, graph in step.regions.items()
+        name: replace(graph, donated=donated.get(name, ())) for name, graph in step.regions.items()
     }
 
 
@@ -44,15 +45,15 @@ class _Use(NamedTuple):
 
 
 def _donated(step: CutStep) -> Mapping[str, tuple[int, ...]]:
-    """Region of the backward -> inputs, by position, that each of its calls is the last to use."""
+    """Returns, per region of the backward, the inputs that each of its calls is the last to use."""
     uses = _uses(step)
     shared = {*_shared(step.forward), *_shared(step.backward)}
     last_of_unit = {call.position: call.name for call in step.backward.calls}
     examples = {name: region.example_inputs() for name, region in step.backward.regions.items()}
-    found: dict[str, set[int]] = {}
+    donated: dict[str, set[int]] = {}
     for call in step.backward.calls:
         is_last = last_of_unit[call.position] == call.name and call.kind is CallKind.RUN
-        mine = {
+        of_call = {
             position
             for position, value in enumerate(call.inputs)
             if is_last
@@ -61,33 +62,33 @@ def _donated(step: CutStep) -> Mapping[str, tuple[int, ...]]:
             and call.inputs.count(value) == 1
             and _ends_here(call, uses[value])
         }
-        found[call.region] = found.get(call.region, mine) & mine
-    return {region: tuple(sorted(positions)) for region, positions in found.items()}
+        donated[call.region] = donated.get(call.region, of_call) & of_call
+    return {region: tuple(sorted(positions)) for region, positions in donated.items()}
 
 
 def _is_floating(example: object) -> bool:
-    """True for what may hold any number: a region is timed again on what it has written."""
+    """True for a tensor that may hold any number: a timed region reads what it has written."""
     return isinstance(example, torch.Tensor) and example.is_floating_point()
 
 
 def _uses(step: CutStep) -> dict[str, list[_Use]]:
-    """Value -> its uses in the order of the step."""
-    found: dict[str, list[_Use]] = {}
+    """Returns the uses of each value, in the order of the step."""
+    uses: dict[str, list[_Use]] = {}
     for half in (step.forward, step.backward):
         last = step.units.num_units - 1
         for call in half.calls:
             unit = call.position if half.phase is Phase.FORWARD else last - call.position
             for values, makes in ((call.inputs, False), (call.outputs, True)):
                 for value in values:
-                    found.setdefault(value, []).append(_Use(call, half.phase, unit, makes))
-    return found
+                    uses.setdefault(value, []).append(_Use(call, half.phase, unit, makes))
+    return uses
 
 
 def _ends_here(call: CutCall, uses: Iterable[_Use]) -> bool:
-    """True where the step makes the value, and ``call`` is the last to use it.
+    """True where the step makes the value, and ``call`` is the last to use it, recomputed or not.
 
-    What a recomputation of another layer may read as well is not meant: in the forward only the
-    layer reads it whose backward ``call`` is. Such a recomputation runs before it.
+    A recomputation may read what its layer's forward reads. So in the forward only that layer may
+    read the value whose backward ``call`` is: its recomputation runs before ``call``.
     """
     *before, last = uses
     readers = {use.unit for use in before if use.phase is Phase.FORWARD and not use.makes}
@@ -97,37 +98,37 @@ def _ends_here(call: CutCall, uses: Iterable[_Use]) -> bool:
 
 
 def _shared(half: Cut) -> Iterator[str]:
-    """Values that are not the step's own, or do not lie alone in their memory."""
+    """Yields values that the step does not make, or that share their memory with others."""
     yield from half.arguments
     yield from half.constants
     yield from (value for value in half.results if value is not None)
-    together = {name: _lying_together(region) for name, region in half.regions.items()}
+    aliases = {name: _aliases(region) for name, region in half.regions.items()}
     for call in half.calls:
         if call.kind is not CallKind.RUN:
             yield from (*call.inputs, *call.outputs)
         for into in call.into:
             yield from (into.value, call.outputs[into.output])
         values = (*call.inputs, *call.outputs)
-        yield from (values[at] for at in together[call.region])
+        yield from (values[at] for at in aliases[call.region])
 
 
-def _lying_together(region: RegionGraph) -> list[int]:
-    """Positions, among inputs and behind them outputs, of what lies in one memory with another."""
+def _aliases(region: RegionGraph) -> list[int]:
+    """Returns the positions, in inputs followed by outputs, of values that share memory."""
     inputs = region.gm.graph.find_nodes(op="placeholder")
     first = {node: at for at, node in enumerate(inputs)}
-    found: list[int] = []
+    positions: list[int] = []
     for at, result in enumerate(results_of(region.gm.graph), start=len(inputs)):
         if isinstance(result, fx.Node):
             other = first.setdefault(storage_of(result), at)
-            found += () if other == at else (other, at)
-    return found
+            positions += () if other == at else (other, at)
+    return positions
 
 
 def wrongly_taken(problem: Problem) -> frozenset[str]:
-    """Regions that write over what is not in the arena, or is still needed.
+    """Returns the regions that write over a value outside the arena, or one that is still needed.
 
-    That shows only in lowered regions: a kernel may allocate its own results, and a compiler may
-    return what it was given where the graph makes a copy of it.
+    Only lowered regions show that: a kernel may allocate its own results, and a compiler may return
+    an input where the graph makes a copy of it.
     """
     in_arena = {
         value
@@ -136,16 +137,16 @@ def wrongly_taken(problem: Problem) -> frozenset[str]:
         if output.storage is Storage.ARENA and call.value_around(output.index) is None
     }
     roots, last = storage_roots(problem), dict[str, int]()
-    together: dict[str, set[str]] = {}
+    values_at_root: dict[str, set[str]] = {}
     for at, call in enumerate(problem.calls):
         for value in (*call.inputs, *call.outputs, *(into.value for into in call.into)):
             last[value] = at
-            together.setdefault(roots.get(value, value), set()).add(value)
-    found = set()
+            values_at_root.setdefault(roots.get(value, value), set()).add(value)
+    wrong = set()
     for at, call in enumerate(problem.calls):
         for position in problem.regions[call.region].overwrites:
             value = call.inputs[position]
-            shown = together[roots.get(value, value)].difference(call.outputs)
-            if value not in in_arena or any(last[other] > at for other in shown):
-                found.add(call.region)
-    return frozenset(found)
+            same_memory = values_at_root[roots.get(value, value)].difference(call.outputs)
+            if value not in in_arena or any(last[other] > at for other in same_memory):
+                wrong.add(call.region)
+    return frozenset(wrong)

@@ -43,8 +43,8 @@ class BackwardPart:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """AOTAutograd takes others (DTensor) apart, so that inputs and gradients are no pairs."""
 
-Take = Callable[[int], Sequence[Any]]
-"""Runs part N of a backward; its gradients."""
+RunPart = Callable[[int], Sequence[Any]]
+"""Runs part N of a backward, and returns its gradients."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,22 +54,22 @@ class Gates:
     parts: tuple[BackwardPart, ...]
     """The first is run by the graph's own node, the others by gates."""
     is_proved: bool = False
-    """The graph was given what the gates returned, each at the position of its input."""
-    take: Take | None = None
-    """While a backward runs in parts."""
+    """True once the graph was given what the gates returned, each at its input's position."""
+    run_part: RunPart | None = None
+    """Set while a backward runs in parts."""
     watch: HandedGradients | None = None
-    """Follows its gradients."""
+    """Follows the gradients of that backward."""
 
-    def begin(self, run: BackwardRun, take: Take) -> None:
-        """A backward runs in parts; if the engine gives it up between two, ``run`` is ended."""
-        self.take = take
+    def begin(self, run: BackwardRun, run_part: RunPart) -> None:
+        """Lets gates run the later parts; ends ``run`` if autograd gives the backward up."""
+        self.run_part = run_part
 
         def end() -> None:
-            self.take = None
+            self.run_part = None
             run.abandon()
 
         def at_end() -> None:
-            """The engine keeps this until the backward has ended, also by an exception."""
+            """Autograd's engine keeps this alive until the backward has ended or failed."""
 
         weakref.finalize(at_end, end).atexit = False
         autograd.keep_while_backward_runs(at_end)
@@ -80,26 +80,26 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gates: Gates, number: int, token: Any, *inputs: Any) -> Any:
-        """``inputs``, and in front of them a token for the next gate."""
+        """Returns a token for the next gate, and ``inputs``."""
         ctx.gates, ctx.number = gates, number
         ctx.set_materialize_grads(False)
         return (inputs[0].new_empty(0), *(value.detach() for value in inputs))
 
     @staticmethod
     def backward(ctx: Any, token: Any, *given: Any) -> Any:
-        """The gradients of the part, and what was returned to this gate already."""
-        take = ctx.gates.take
-        if take is None:
+        """Runs this gate's part; returns its gradients, added to those that came in (``given``)."""
+        run_part = ctx.gates.run_part
+        if run_part is None:
             return (None, None, None, *given)
         with hidden_from_modes():
-            own = take(ctx.number)
-        return (None, None, None, *map(_sum, own, given))
+            gradients = run_part(ctx.number)
+        return (None, None, None, *map(_sum, gradients, given))
 
 
-def _sum(own: Any, given: Any) -> Any:
-    if own is None or given is None:
-        return given if own is None else own
-    return own + given
+def _sum(gradient: Any, given: Any) -> Any:
+    if gradient is None or given is None:
+        return given if gradient is None else gradient
+    return gradient + given
 
 
 @dataclass(slots=True)
@@ -107,23 +107,23 @@ class Gating:
     """Puts the inputs of one graph behind gates."""
 
     _half: RunHalf | None = None
-    _known: dict[Any, tuple[BackwardPart, ...]] = field(default_factory=dict)
-    """By which inputs need a gradient, and which share memory."""
+    _parts: dict[Any, tuple[BackwardPart, ...]] = field(default_factory=dict)
+    """By which inputs need a gradient, and which share memory: the parts of ``_half``."""
 
     def gated(self, half: RunHalf, args: Sequence[Any]) -> Sequence[Any]:
-        """What the graph is given in place of ``args``, whose backward is ``half``."""
+        """Returns ``args`` behind gates, for the graph whose backward is ``half``."""
         if not torch.is_grad_enabled() or len(half.ready) != len(args):
             return args
         if half is not self._half:
-            self._half, self._known = half, {}
+            self._half, self._parts = half, {}
         needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in args)
         if any(need and type(value) not in _PLAIN for need, value in zip(needs, args, strict=True)):
             return args
         sharing = autograd.sharing_storage(args)
         key = (needs, tuple(sharing))
-        parts = self._known.get(key)
+        parts = self._parts.get(key)
         if parts is None:
-            parts = self._known[key] = _parts(half, needs, sharing)
+            parts = self._parts[key] = _parts(half, needs, sharing)
         if len(parts) < 2:
             return args
         gates, token, passed = Gates(parts), None, list(args)
@@ -138,42 +138,45 @@ class Gating:
 def _parts(
     half: RunHalf, needs: Sequence[bool], sharing: Sequence[tuple[int, ...]]
 ) -> tuple[BackwardPart, ...]:
-    """The inputs that need a gradient, by how many calls have run when it may leave."""
-    beside = {at: same for same in sharing for at in same}
-    found: dict[int, list[int]] = {}
+    """Groups the inputs that need a gradient by how many calls have run when it may leave."""
+    sharing_with = {at: positions for positions in sharing for at in positions}
+    inputs_by_end: dict[int, list[int]] = {}
     for at, needed in enumerate(needs):
         if needed and half.results[at] is not None:
-            read = max(half.read_until[other] for other in beside.get(at, (at,)))
-            found.setdefault(max(half.ready[at], read), []).append(at)
+            read = max(half.read_until[other] for other in sharing_with.get(at, (at,)))
+            inputs_by_end.setdefault(max(half.ready[at], read), []).append(at)
     return tuple(
         BackwardPart(
             inputs=tuple(inputs),
-            beside=tuple(other for at in inputs for other in beside.get(at, ()) if other != at),
+            beside=tuple(
+                other for at in inputs for other in sharing_with.get(at, ()) if other != at
+            ),
         )
-        for _, inputs in sorted(found.items())
+        for _, inputs in sorted(inputs_by_end.items())
     )
 
 
 def prove(args: Sequence[Any]) -> Gates | None:
-    """The gates in front of the forward that is given ``args``; they may be used if all is there.
+    """Returns the gates that ``args`` have passed, and sets ``is_proved``; None: they passed none.
 
-    The positions of a graph's inputs are those that AOTAutograd gives them, unless it drops or
-    joins some.
+    They are proved if each gated input arrives at its own position. AOTAutograd may drop or merge
+    inputs, and then positions move.
     """
-    gates, right = None, 0
+    gates, num_in_place = None, 0
     for at, value in enumerate(args):
         node = value.grad_fn if isinstance(value, torch.Tensor) else None
-        of = getattr(node, "gates", None)
-        if isinstance(of, Gates):
-            gates = of
-            right += of.parts[node.number].inputs[value.output_nr - 1] == at  # type: ignore[union-attr]
+        gates_of_value = getattr(node, "gates", None)
+        if isinstance(gates_of_value, Gates):
+            gates = gates_of_value
+            position = gates.parts[node.number].inputs[value.output_nr - 1]  # type: ignore[union-attr]
+            num_in_place += position == at
     if gates is not None:
-        gates.is_proved = right == sum(len(part.inputs) for part in gates.parts[1:])
+        gates.is_proved = num_in_place == sum(len(part.inputs) for part in gates.parts[1:])
     return gates
 
 
 def gates_here() -> Gates | None:
-    """The gates behind the node that autograd executes now, where each of them will run after it.
+    """Returns the gates behind the autograd node that runs now, if all of them will run after it.
 
     None where a gate will not, or where the graph of the gradients is recorded too.
     """
@@ -182,7 +185,7 @@ def gates_here() -> Gates | None:
         return None
     behind = [gate for gate, _ in node.next_functions if hasattr(gate, "gates")]
     gates = behind[0].gates if behind else None
-    if not isinstance(gates, Gates) or not gates.is_proved or gates.take is not None:
+    if not isinstance(gates, Gates) or not gates.is_proved or gates.run_part is not None:
         return None
     numbers = {gate.number for gate in behind if gate.gates is gates}
     if len(numbers) != len(gates.parts) - 1 or any(gate.gates is not gates for gate in behind):
@@ -203,7 +206,7 @@ def adds_all() -> bool:
 
 
 def _leaves_behind() -> list[Any]:
-    """Where gradients of the graph are added, whose backward autograd executes now."""
+    """Returns the AccumulateGrad nodes behind the graph whose backward autograd runs now."""
     node = autograd.current_node()
     edges = [edge for edge, _ in node.next_functions if edge is not None]
     for gate in [edge for edge in edges if hasattr(edge, "gates")]:
@@ -212,7 +215,7 @@ def _leaves_behind() -> list[Any]:
 
 
 def own_leaves(args: Sequence[Any]) -> list[Any]:
-    """``args`` without gates: what each of them is, where that is a leaf."""
+    """Returns ``args``; one that has passed a gate is replaced by the leaf in front of it."""
     return [_leaf(value) for value in args]
 
 

@@ -1,4 +1,4 @@
-"""What the plan must know of a graph's inputs: device, parameters, buffers, bytes."""
+"""Facts about a graph's inputs that a plan needs: device, parameters, buffers, bytes."""
 
 import collections
 import weakref
@@ -60,7 +60,7 @@ class GraphFacts:
         self._input_bytes = 0
 
     def _allocated_bytes(self, tensor: torch.Tensor) -> int:
-        """As ``allocated_bytes``, on the device that is planned for."""
+        """As ``allocated_bytes``, on the device that the step is planned for."""
         size_bytes = allocated_bytes(tensor)
         return size_bytes if self.gpu is None else align(size_bytes)
 
@@ -87,7 +87,7 @@ class GraphFacts:
     def read_forward(
         self, placeholders: Sequence[fx.Node], static: frozenset[str], *, ties_inputs: bool
     ) -> None:
-        """Take the bytes of the AOT forward's inputs; ``static`` are parameters and buffers.
+        """Reads the bytes of the AOT forward's inputs; ``static`` are parameters and buffers.
 
         ``ties_inputs`` as of ``purity.ties_inputs``.
         """
@@ -99,11 +99,11 @@ class GraphFacts:
         self._input_bytes = sum(sizes.values()) - static_bytes
 
     def existing_gradient_bytes(self) -> int:
-        """Bytes of the gradients that exist now; a backward makes new ones while these stay."""
+        """Bytes of the gradients that exist now; a backward makes new ones beside them."""
         return gradient_bytes([ref() for ref in self._trainable])
 
     def inputs(self) -> list[torch.Tensor | None]:
-        """The graph's own inputs that are tensors and still there, by position."""
+        """Returns the graph's inputs by position; None where it is no tensor, or is freed."""
         return [None if ref is None else ref() for ref in self._inputs]
 
     def constant_bytes(self, state_bytes_per_parameter: float | None = None) -> int:
@@ -119,12 +119,12 @@ class GraphFacts:
         *,
         tunes: bool = False,
     ) -> FixedBytes:
-        """Device memory of the step outside the arena.
+        """Returns the device memory of the step outside the arena.
 
-        A gradient counts twice where a ``.grad`` exists already (it is accumulated into), or is
-        said to (the option ``gradients``).
-        Optimizer state is ``state_bytes_per_parameter`` for each trainable number, by default
-        OPTIMIZER_TENSORS tensors of its dtype. ``tunes`` where Inductor makes the kernels.
+        A gradient counts twice where a ``.grad`` exists already (it is accumulated into), or will
+        by the option ``gradients``. Optimizer state is ``state_bytes_per_parameter`` for each
+        trainable number, by default OPTIMIZER_TENSORS tensors of its dtype. ``tunes``: Inductor
+        tunes kernels.
         """
         state = OPTIMIZER_TENSORS * self._trained_bytes
         if state_bytes_per_parameter is not None:
@@ -153,13 +153,13 @@ class GraphFacts:
 
 
 def gradient_bytes(inputs: Sequence[Any]) -> int:
-    """Bytes of the gradients that the parameters among a step's own inputs hold now."""
+    """Bytes of the gradients that exist now of the parameters among ``inputs``."""
     leaves = (value for value in inputs if isinstance(value, torch.Tensor) and value.is_leaf)
     return sum(allocated_bytes(leaf.grad) for leaf in leaves if leaf.grad is not None)
 
 
 def tangents(placeholders: Sequence[fx.Node]) -> dict[str, int]:
-    """Bytes of a backward's incoming gradients; autograd makes zeros for unused outputs."""
+    """Returns the bytes of each gradient that a backward is given; zeros for unused results."""
     return {
         node.name: allocated_bytes(node.meta["val"])
         for node in placeholders
@@ -168,14 +168,14 @@ def tangents(placeholders: Sequence[fx.Node]) -> dict[str, int]:
 
 
 def profile_name(device: torch.device) -> str:
-    """What the device calls itself: ``NVIDIA H200``, ``cpu``."""
+    """Returns the name of the device: ``NVIDIA H200``, ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def flushed_bytes(device: torch.device) -> int:
-    """What Inductor allocates while it tunes a kernel, which it does where the kernel first runs.
+    """Bytes that Inductor allocates while it tunes a kernel, in the kernel's first run.
 
-    It writes a buffer of the size of the device's L2 cache between two timings, to empty that.
+    Between two timings it writes a buffer of the size of the device's L2 cache, to empty the cache.
     """
     if device.type != "cuda":
         return 0
@@ -183,13 +183,13 @@ def flushed_bytes(device: torch.device) -> int:
 
 
 def allocated_bytes(tensor: torch.Tensor) -> int:
-    """What a tensor takes of its device. CUDA's allocator rounds up, as the arena does."""
+    """Bytes that a tensor takes of its device. CUDA's allocator rounds up, as the arena does."""
     size_bytes = tensor.numel() * tensor.element_size()
     return align(size_bytes) if tensor.device.type == "cuda" else size_bytes
 
 
 def _main_device(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The device that holds most of the inputs' bytes; the CPU only where no other holds any."""
+    """Returns the device with most of the inputs' bytes; the CPU only if no other has any."""
     held: collections.Counter[torch.device] = collections.Counter()
     for tensor in tensors:
         held[tensor.device] += allocated_bytes(tensor)

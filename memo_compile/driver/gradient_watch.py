@@ -1,8 +1,8 @@
-"""Which gradients of a graph are gone once autograd has them, so that a plan need not hold them.
+"""Watches which gradients are freed once autograd has them: a plan need not count those to the end.
 
-One that is added to an existing ``.grad`` is, unless autograd waits for other parts of it (a weight
-that other code uses too). One that a hook uses up is, which only a step shows. Positions are those
-of the graph's inputs.
+A gradient that is added to an existing ``.grad`` is freed, unless autograd waits for other parts of
+it (a weight that other code uses too). A gradient that a hook uses up (an optimizer in the
+backward) is freed too; only a step shows that. Positions are those of the graph's inputs.
 """
 
 import weakref
@@ -24,76 +24,81 @@ class GradientWatch:
     trained: frozenset[int] = frozenset()
     """Inputs for which the backward makes a gradient that may leave early; empty: none does."""
     used_up: frozenset[int] = frozenset()
-    """Those that were gone after their hooks, though there was no gradient to add them to."""
-    _waited: frozenset[int] = frozenset()
-    """Those that were not gone when they should have been: no plan counts on them again."""
+    """Gradients that were freed after their hooks, though no ``.grad`` existed to add them to."""
+    _stayed: frozenset[int] = frozenset()
+    """Gradients that stayed when they should have been freed: no plan counts on them again."""
 
     def leaving(self, leaves: Sequence[Any], expected: str = "auto") -> Positions:
-        """Those that will be gone in a step whose inputs are ``leaves`` now.
+        """Returns the gradients that will be freed early in a step whose inputs are ``leaves``.
 
         ``expected`` is the option ``gradients``, where no step runs yet.
         """
         counts = {"auto": _is_added, "fresh": lambda leaf: False, "accumulated": _is_leaf}[expected]
         return tuple(
             at
-            for at in sorted(self.trained - self._waited)
+            for at in sorted(self.trained - self._stayed)
             if at in self.used_up or counts(leaves[at])
         )
 
     def may_be_used_up(self, leaves: Sequence[Any]) -> Positions:
-        """All that leave, if each has a hook that may use it up; else none."""
-        own = [at for at in sorted(self.trained - self._waited) if _is_leaf(leaves[at])]
-        return tuple(own) if all(autograd.has_gradient_hook(leaves[at]) for at in own) else ()
+        """Returns all that may leave early, if each has a hook that may use it up; else none."""
+        leaving = [at for at in sorted(self.trained - self._stayed) if _is_leaf(leaves[at])]
+        have_hooks = all(autograd.has_gradient_hook(leaves[at]) for at in leaving)
+        return tuple(leaving) if have_hooks else ()
 
     def follow(self, leaves: Sequence[Any]) -> "HandedGradients":
         """Watches a step whose inputs are ``leaves``. Keeps none of them alive."""
-        own = {at: weakref.ref(leaves[at]) for at in self.trained if _is_leaf(leaves[at])}
-        return HandedGradients(own, self.used_up - self._waited)
+        refs = {at: weakref.ref(leaves[at]) for at in self.trained if _is_leaf(leaves[at])}
+        return HandedGradients(refs, self.used_up - self._stayed)
 
-    def learn(self, used_up: Collection[int], waited: Collection[int]) -> None:
-        """A step has shown this. Where one hook uses nothing up, none is counted on."""
-        broken = not self.used_up.isdisjoint(waited)
-        self._waited |= frozenset(waited)
-        self.used_up = frozenset() if broken else (self.used_up | frozenset(used_up)) - self._waited
+    def learn(self, used_up: Collection[int], stayed: Collection[int]) -> None:
+        """Takes over what a step has shown. If a used-up gradient stayed, none counts any more."""
+        is_broken = not self.used_up.isdisjoint(stayed)
+        self._stayed |= frozenset(stayed)
+        self.used_up = (
+            frozenset() if is_broken else (self.used_up | frozenset(used_up)) - self._stayed
+        )
 
 
 @dataclass(slots=True)
 class HandedGradients:
-    """One backward's gradients between the call that made them and the end of their memory."""
+    """Follows one backward's gradients from the call that made them until they are freed."""
 
     leaves: dict[int, weakref.ref[Any]]
     used_before: frozenset[int]
-    """Those that hooks used up in steps before."""
+    """Gradients that hooks used up in earlier steps."""
     _added: frozenset[int] = frozenset()
+    """Gradients that will be added to an existing ``.grad``."""
     _follows: bool = True
     _handed: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """Position -> weak reference to a gradient's storage, and its bytes."""
 
     def begin(self, *, follows: bool = True) -> None:
-        """The backward begins: see to what gradients will be added.
+        """Notes, when a backward begins, which gradients have a ``.grad`` to be added to.
 
-        One that keeps gradients (``torch.autograd.grad``), or drops some, shows nothing.
+        A backward that keeps gradients (``torch.autograd.grad``), or drops some, is not followed.
         """
         self._follows = follows
         self._added = frozenset(at for at, leaf in self.leaves.items() if _is_added(leaf()))
 
     def handed(self, positions: Sequence[int], gradients: Sequence[Any]) -> None:
-        """Autograd gets these."""
+        """Follows ``gradients``, which autograd gets now."""
         for at, gradient in zip(positions, gradients, strict=True):
             if self._follows and at in self.leaves and gradient is not None:
                 (self._handed[at],) = autograd.storages_of([gradient])
 
     def still_there(self) -> Iterator[tuple[int, int]]:
-        """(position, bytes) of what should be gone and is not.
+        """Yields (position, bytes) of gradients that should be freed and are not.
 
-        What became ``.grad`` because the user freed the one that existed in the forward should not:
-        the plan counts that one to the end of the step.
+        Not counted: a gradient that became ``.grad`` itself, because the user freed the one that
+        existed in the forward. The plan counts that one to the end of the step.
         """
         for at, (storage, size_bytes) in self._handed.items():
             if at in self._added | self.used_before and not storage.expired():
                 yield at, size_bytes
 
     def used_up(self) -> Iterator[int]:
-        """Those that are gone without a gradient to which they could be added."""
+        """Yields the gradients that are freed though there was no ``.grad`` to add them to."""
         for at, (storage, _) in self._handed.items():
             if at not in self._added and storage.expired() and not _is_added(self.leaves[at]()):
                 yield at

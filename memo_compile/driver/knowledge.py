@@ -1,6 +1,6 @@
-"""What plans of one lowered step share: seconds, layers, recompute regions. Each is found once.
+"""Computes and caches what all plans of one lowered step need: seconds, layers, recompute regions.
 
-Only the speed of copies depends on a request, so it is kept for each host store.
+Only the speed of copies depends on a request, so it is cached per host store.
 """
 
 import functools
@@ -27,7 +27,7 @@ from memo_compile.driver.movable_step import Movable, movable_step
 from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.driver.recompute_regions import RecomputeGraphs
 from memo_compile.driver.stages import LoweredStep, PlanRequest
-from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, own_gradients
+from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, result_gradients
 from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.file_store import digest_of
 from memo_compile.planners.comm_windows import has_collectives, least_wait_s, whole_compute_s
@@ -44,22 +44,22 @@ log = logging.getLogger("memo")
 
 
 def gradients_at_once(problem: Problem, existing: int) -> int:
-    """Bytes of gradients where ``existing`` ones are kept beside those that backwards make.
+    """Returns the most bytes of gradients that exist at one time, ``existing`` ones kept.
 
-    Of several live steps one makes its gradients while those of another wait in autograd.
+    With several live steps, one makes its gradients while those of another wait in autograd.
     """
     waiting = problem.fixed.new_gradients if problem.live_steps > 1 else 0
     return max(problem.fixed.gradients, existing + waiting + problem.fixed.new_gradients)
 
 
 def leaving_values(lowered: LoweredStep, positions: Iterable[int]) -> tuple[str, ...]:
-    """The results of the backward at ``positions``, by name."""
+    """Returns the names of the backward's results at ``positions``."""
     results = lowered.cut.backward.results
     return tuple(value for at in positions if (value := results[at]) is not None)
 
 
 def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
-    """The step that keeps everything, with what exists beside it according to ``request``."""
+    """Returns the step that keeps everything, with what ``request`` says exists beside it."""
     problem = lowered.problem
     if request.group is not None:
         problem = grouped(problem, request.group)
@@ -73,8 +73,8 @@ def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
         return problem
     problem = replace(problem, leaving=leaving_values(lowered, request.leaving))
     if request.outside_loss:
-        more = outside_loss_bytes(own_gradients(lowered.cut.backward.half_graph.graph))
-        problem = replace(problem, loss_bytes=more)
+        gradients_of_results = result_gradients(lowered.cut.backward.half_graph.graph)
+        problem = replace(problem, loss_bytes=outside_loss_bytes(gradients_of_results))
     if not request.keeps_outputs:
         return problem
     held = held_bytes(problem, lowered.cut.forward.results)
@@ -83,31 +83,32 @@ def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
 
 @dataclass(slots=True, kw_only=True)
 class StepKnowledge:
-    """What is known of one lowered step; found when it is first asked for."""
+    """Seconds, layers and recompute regions of one lowered step, each computed on first use."""
 
     lowered: LoweredStep
     config: MemoConfig
-    """Its ``host_store`` is ignored: each question names its own."""
+    """Its ``host_store`` is ignored: each method is told one."""
     hardware: HardwareProfile | None = None
-    """The device whose declared figures count; where it is None, costs may be measured."""
+    """The device that is planned for by its declared figures; None: the tensors' own device, on
+    which costs may be measured."""
     may_run: bool = True
     """False where nothing may be computed while planning: slices of rows are believed then."""
     figures: dict[str, float] | None = None
-    """Seconds by what a region computes: of several steps that share what was measured. None: each
-    region of this one is measured."""
+    """Measured seconds by what a region computes, shared by several steps; None: each region of
+    this one is measured."""
     told_s: dict[str, float] = field(default_factory=dict)
-    """Region -> seconds, of those that the rank has measured that has planned this step."""
+    """Region -> seconds that another rank has measured, the one that has planned this step."""
     _movable: Movable | None = None
     """The layers of the step as it was lowered; ``movable`` adds what a request counts."""
     _library: RecomputeLibrary | None = None
     _maker: RecomputeGraphs | None = None
     _region_s: Mapping[str, float] | None = None
     _ran: dict[tuple[int, str], str] = field(default_factory=dict)
-    """Number of intra-op threads and region that ran by itself -> why it could not, else empty."""
+    """(number of intra-op threads, region that ran by itself) -> why it failed, or ""."""
     _timed_in_part: set[str] = field(default_factory=set)
-    """Regions that were timed on some of their tokens."""
+    """Regions that were timed on a part of their tokens only."""
     _copy_speeds: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    """Host store -> the fields of ``StepCosts`` that tell how fast copies are."""
+    """Host store -> the fields of ``StepCosts`` that say how fast copies are."""
     _collectives: CommCosts | None = None
 
     @property
@@ -134,7 +135,7 @@ class StepKnowledge:
     def labels(self) -> Mapping[str, str | None]:
         """Layer class -> the path of its modules, where it has one."""
         classes = self.lowered.cut.units.structure.classes
-        return {found.class_key: found.module_path for found in classes}
+        return {layer_class.class_key: layer_class.module_path for layer_class in classes}
 
     def leased_bytes(self) -> Mapping[str, int]:
         """Saved activation -> its own bytes."""
@@ -142,10 +143,10 @@ class StepKnowledge:
         return {value: forward.nodes[value].meta["val"].nbytes for value in forward.leased}
 
     def trained(self) -> frozenset[int]:
-        """Inputs of the graph, by position, whose gradients leave while the backward runs.
+        """Returns the graph's inputs, by position, whose gradients leave while the backward runs.
 
-        None where several steps are live: gradients of one may wait for those of another. None
-        where an input of the user's goes on as a result.
+        Empty where several steps are live (gradients of one may wait for those of another), and
+        where a result is one of the user's inputs.
         """
         ready = ready_after(self.lowered.problem)
         if ready is None or not self.config.early_gradients or self.config.max_inflight > 1:
@@ -154,11 +155,12 @@ class StepKnowledge:
             return frozenset()
         last = max(ready, default=0)
         results = self.lowered.cut.backward.results
-        made = (at for at, value in enumerate(results) if value is not None)
-        return frozenset(at for at in made if ready[at] < last)
+        return frozenset(
+            at for at, value in enumerate(results) if value is not None and ready[at] < last
+        )
 
     def movable(self, problem: Problem, host_store: str, num_members: int = 1) -> MovableStep:
-        """``problem`` as layers with slots: the lowered step, with what a request adds to it."""
+        """Returns ``problem`` as layers with slots (saved tensors that may move)."""
         step = self._layers_of_step(host_store).step
         layers = grouped_layers(step, num_members)
         return replace(
@@ -171,7 +173,7 @@ class StepKnowledge:
 
     def _layers_of_step(self, host_store: str) -> Movable:
         if self._movable is None:
-            layers = functools.partial(
+            make_layers = functools.partial(
                 movable_step,
                 self.lowered,
                 self.costs(host_store),
@@ -179,13 +181,12 @@ class StepKnowledge:
                 token_granule=self.config.token_granule,
             )
             try:
-                self._movable = layers(slices_rows=True)
+                self._movable = make_layers(slices_rows=True)
             except MemoError:
                 raise
             except UNEXPECTED as error:
-                name = self.lowered.cut.name
-                say_dropped(f"{name}: layers are moved whole, not by rows", error)
-                self._movable = layers(slices_rows=False)
+                say_dropped(f"{self.name}: layers are moved whole, not by rows", error)
+                self._movable = make_layers(slices_rows=False)
         return self._movable
 
     def library(self, host_store: str) -> RecomputeLibrary:
@@ -203,20 +204,20 @@ class StepKnowledge:
         return self._library
 
     def searches(self, host_budget_bytes: int | None, *, exact: bool) -> None:
-        """Nothing is kept: a step that runs is mostly planned once."""
+        """Returns None, no memory of searches: a step that runs is mostly planned once."""
 
     def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
-        """Offsets for the buffers of ``problem``."""
+        """Returns offsets for the buffers of ``problem``."""
         return place(problem, solver=solver, time_limit_s=time_limit_s)
 
     def regions(self) -> Mapping[str, LoweredRegion]:
-        """The step's regions as code, and those that recompute, as far as they are lowered."""
+        """Returns the step's regions as code, and the recompute regions lowered so far."""
         return {**self.lowered.regions, **(self._maker.code if self._maker else {})}
 
     def graphs(self) -> Mapping[str, RegionGraph]:
         """The graphs of ``regions``."""
-        more = self._maker.lowered_graphs() if self._maker else {}
-        return {**self.lowered.cut.regions, **more}
+        recomputing = self._maker.lowered_graphs() if self._maker else {}
+        return {**self.lowered.cut.regions, **recomputing}
 
     def recomputations(
         self, moved: Problem, unmoved: Problem | None = None, num_members: int = 1
@@ -233,7 +234,7 @@ class StepKnowledge:
         return recomputations_of(step, moved, self._library.regions.values())
 
     def costs(self, host_store: str) -> StepCosts:
-        """Seconds of the regions and speed of the copies, measured or by roofline."""
+        """Returns the seconds of regions and the speed of copies, measured or by roofline."""
         if host_store not in self._copy_speeds:
             self._copy_speeds[host_store] = self._speeds(host_store)
         return StepCosts(
@@ -246,7 +247,7 @@ class StepKnowledge:
         )
 
     def _seconds_of_regions(self) -> Mapping[str, float]:
-        """Seconds of the regions that were lowered at first; found when first asked for."""
+        """Seconds of the step's regions, without recompute regions."""
         if self._region_s is None:
             self._region_s = dict(self._seconds(self.lowered.regions, self.lowered.cut.regions))
         return self._region_s
@@ -257,9 +258,10 @@ class StepKnowledge:
         return math.fsum(seconds[call.region] for call in self.lowered.problem.calls)
 
     def whole_compute_s(self) -> float:
-        """The same before any region ran in tiles; ``compute_s`` if that is less, or measured.
+        """Seconds of the step before any region ran in tiles, with what every plan waits for ranks.
 
-        What every plan waits for other ranks counts as well.
+        ``compute_s`` in its place where that is less, and where regions are measured: the whole
+        ones are not lowered.
         """
         if self._measures():
             return self.compute_s() + least_wait_s(self.lowered.problem, self._plain_costs())
@@ -270,12 +272,12 @@ class StepKnowledge:
         return whole_compute_s(self.lowered.problem, self.whole, self._plain_costs(), region_s)
 
     def whole_regions(self) -> Mapping[str, RegionGraph]:
-        """What runs in tiles, as it was before."""
+        """Returns the regions that run in tiles, as they were whole, by name."""
         halves = self.lowered.cut.forward, self.lowered.cut.backward
         return {name: region for half in halves for name, region in half.whole_regions.items()}
 
     def _plain_costs(self) -> StepCosts:
-        """Of computation and communication: nothing is copied."""
+        """Returns the costs of computation and communication, for a step that copies nothing."""
         return StepCosts(
             region_s=self._seconds_of_regions(),
             d2h_bytes_per_s=1.0,
@@ -285,41 +287,38 @@ class StepKnowledge:
         )
 
     def known_costs(self, host_store: str) -> StepCosts | None:
-        """``costs`` with those of recompute regions; None where no decision needed them."""
+        """Returns ``costs`` with those of recompute regions; None: no decision needed any yet."""
         if self._movable is None:
             return None
         costs = self.costs(host_store)
-        lowered = self._library.regions.values() if self._library else ()
-        more = {region.key.region: region.seconds for region in lowered if region.is_lowered}
-        return replace(costs, region_s={**costs.region_s, **more})
+        regions = self._library.regions.values() if self._library else ()
+        recompute_s = {each.key.region: each.seconds for each in regions if each.is_lowered}
+        return replace(costs, region_s={**costs.region_s, **recompute_s})
 
     def _speeds(self, host_store: str) -> Mapping[str, float]:
-        slowest = self.config.copy_speeds()
-        if self._measures():
-            speeds = self._measured_speeds(host_store)
-        else:
-            link = self.profile()
-            speeds = {"d2h": link.d2h_bytes_per_s, "h2d": link.h2d_bytes_per_s, "latency": 0.0}
-        return {
-            "d2h_bytes_per_s": min(speeds["d2h"], slowest[0] or speeds["d2h"]),
-            "h2d_bytes_per_s": min(speeds["h2d"], slowest[1] or speeds["h2d"]),
-            "copy_latency_s": speeds["latency"],
-        }
+        """Returns the fields of ``StepCosts`` that say how fast copies are.
 
-    def _measured_speeds(self, host_store: str) -> Mapping[str, float]:
-        """Copies to the host and back."""
-        device = self.lowered.cut.facts.device
-        kind = replace(self.config, host_store=host_store).host_kind(device.type)
-        with fx_graphs.real_tensors():
-            speeds = copy_bandwidth(device, kind)
+        They are measured, or declared of the device, and never above those of the options.
+        """
+        most_d2h, most_h2d = self.config.copy_speeds()
+        if self._measures():
+            device = self.lowered.cut.facts.device
+            kind = replace(self.config, host_store=host_store).host_kind(device.type)
+            with fx_graphs.real_tensors():
+                measured = copy_bandwidth(device, kind)
+            d2h, h2d = measured.d2h_bytes_per_s, measured.h2d_bytes_per_s
+            latency_s = measured.latency_s
+        else:
+            declared = self.profile()
+            d2h, h2d, latency_s = declared.d2h_bytes_per_s, declared.h2d_bytes_per_s, 0.0
         return {
-            "d2h": speeds.d2h_bytes_per_s,
-            "h2d": speeds.h2d_bytes_per_s,
-            "latency": speeds.latency_s,
+            "d2h_bytes_per_s": min(d2h, most_d2h or d2h),
+            "h2d_bytes_per_s": min(h2d, most_h2d or h2d),
+            "copy_latency_s": latency_s,
         }
 
     def take_costs(self, costs: StepCosts, host_store: str) -> None:
-        """From now on ``costs`` count, which another rank has measured of an equal step."""
+        """Uses ``costs`` from now on, which another rank has measured of an equal step."""
         self.told_s |= costs.region_s
         self._region_s = None
         self._copy_speeds[host_store] = {
@@ -329,9 +328,9 @@ class StepKnowledge:
         }
 
     def _comm_bytes_per_s(self) -> float | None:
-        """Speed of the link between ranks, as declared; None where the step does not use it.
+        """Returns the declared speed of the link between ranks; None: the step does not use it.
 
-        It counts where ``collectives`` has no seconds.
+        It counts for collectives whose seconds are not measured.
         """
         if not has_collectives(self.lowered.problem):
             return None
@@ -344,10 +343,10 @@ class StepKnowledge:
 
     @property
     def collectives(self) -> CommCosts:
-        """What is known of the seconds of collectives; none where they are declared."""
+        """Measured seconds of collectives; empty where only declared figures count."""
         if self._collectives is None:
-            declared, is_measured = self._comm_bytes_per_s(), self._measures() and self.is_shared()
-            if declared is not None and is_measured:
+            declared = self._comm_bytes_per_s()
+            if declared is not None and self._measures() and self.is_shared():
                 self._collectives = CommCosts.of(self.lowered, self.config, declared)
             else:
                 self._collectives = CommCosts()
@@ -362,12 +361,15 @@ class StepKnowledge:
         return self.runs_here() or self.lowered.cut.facts.gpu is not None
 
     def gathering_again(self) -> "StepKnowledge | None":
-        """The step that gathers weights again, with what is known here; None: it is no choice."""
-        again = self.lowered.again
-        if again is None:
+        """Returns the same for the step whose backward gathers weights again; None: it has none.
+
+        Measured seconds are shared with it; layers are not.
+        """
+        gathering = self.lowered.again
+        if gathering is None:
             return None
-        self._seconds_of_regions()
-        lowered = replace(self.lowered, problem=again, again=None)
+        self._seconds_of_regions()  # cached, so that the copy has them too
+        lowered = replace(self.lowered, problem=gathering, again=None)
         return replace(self, lowered=lowered, told_s={}, _movable=None, _library=None, _maker=None)
 
     def profile(self) -> HardwareProfile:
@@ -384,9 +386,10 @@ class StepKnowledge:
         return self.hardware.memory_bytes if self.hardware else facts.device_bytes()
 
     def require_ran(self, names: Iterable[str]) -> Mapping[str, str]:
-        """Each of the regions has run by itself, with as many threads as now, where that can be.
+        """Runs each region by itself, unless it has run with as many intra-op threads before.
 
-        Returns those that could not, and why.
+        So libraries allocate what they keep for its kernels. Returns the regions that failed, and
+        why.
         """
         num_threads = torch.get_num_threads()
         keys = {name: (num_threads, name) for name in names}
@@ -395,7 +398,7 @@ class StepKnowledge:
         return {name: self._ran[key] for name, key in keys.items() if self._ran[key]}
 
     def _try_alone(self, name: str) -> str:
-        """Run a region; why that failed, or nothing."""
+        """Runs a region by itself; returns why that failed, or ""."""
         try:
             run_once(self.regions()[name], self.graphs()[name])
         except UnsupportedGraph as error:
@@ -411,6 +414,7 @@ class StepKnowledge:
     def _seconds(
         self, lowered: Mapping[str, LoweredRegion], graphs: Mapping[str, RegionGraph]
     ) -> Mapping[str, float]:
+        """Returns the seconds of ``lowered``, measured or by roofline."""
         if self._measures():
             try:
                 return self._measured_seconds(lowered, graphs)
@@ -428,9 +432,12 @@ class StepKnowledge:
     def _measured_seconds(
         self, lowered: Mapping[str, LoweredRegion], graphs: Mapping[str, RegionGraph]
     ) -> Mapping[str, float]:
-        """What this rank has measured, or the one that has planned. Raises as ``measure_all``."""
+        """Returns seconds that another rank has told, that ``figures`` has, or measured now.
 
-        def measured(names: Iterable[str]) -> Mapping[str, float]:
+        Raises as ``measure_all``.
+        """
+
+        def measure(names: Iterable[str]) -> Mapping[str, float]:
             with fx_graphs.real_tensors():
                 seconds = measure_all(
                     {name: lowered[name] for name in names},
@@ -445,22 +452,22 @@ class StepKnowledge:
         told = {name: self.told_s[name] for name in lowered if name in self.told_s}
         missing = [name for name in lowered if name not in told]
         if self.figures is None:
-            return {**told, **measured(missing)}
+            return {**told, **measure(missing)}
         config, device = self.config, self.lowered.cut.facts.device
         options = sorted(config.inductor_options.items())
-        around = [profile_name(device), config.lowering, config.mode, *options]
-        keys = {name: _content_key(graphs[name], around) for name in missing}
-        new = [name for name, key in keys.items() if key not in self.figures]
-        self.figures |= {keys[name]: seconds for name, seconds in measured(new).items()}
+        settings = [profile_name(device), config.lowering, config.mode, *options]
+        keys = {name: _content_key(graphs[name], settings) for name in missing}
+        unmeasured = [name for name, key in keys.items() if key not in self.figures]
+        self.figures |= {keys[name]: seconds for name, seconds in measure(unmeasured).items()}
         return {**told, **{name: self.figures[key] for name, key in keys.items()}}
 
     def is_shared(self) -> bool:
-        """True where this step waits for other ranks, so that one plan suits all of them."""
+        """True where this step waits for other ranks, so that all of them should run one plan."""
         is_alone = distributed.num_ranks() < 2 or self.hardware is not None
         return not is_alone and has_collectives(self.lowered.problem)
 
     def _room_bytes(self) -> int | None:
-        """What the budget leaves for a region that runs alone; None: nothing bounds it (CPU)."""
+        """Returns the bytes that the budget leaves for a region that runs alone; None: no bound."""
         budget, device = self.config.budget_bytes(self.device_bytes()), self.device_type
         if budget is None or device != "cuda":
             return None
@@ -470,7 +477,7 @@ class StepKnowledge:
         return budget - torch.cuda.memory_allocated(facts.device) - tuning_bytes
 
     def _extrapolated(self, region: RegionGraph, reason: str) -> float:
-        """Seconds of a region that does not fit whole."""
+        """Estimates the seconds of a region that is too large to be timed whole."""
         self._timed_in_part.add(region.name)
         seconds = extrapolated_seconds(
             region,
@@ -485,8 +492,8 @@ class StepKnowledge:
         return seconds
 
 
-def _content_key(region: RegionGraph, around: Sequence[object]) -> str:
-    """Stands for how long ``region`` takes where ``around`` is equal too.
+def _content_key(region: RegionGraph, settings: Sequence[object]) -> str:
+    """Returns a digest of what decides how long ``region`` takes under ``settings``.
 
     Numbers inside the graph are left out: which part of a vocabulary a stage has is one.
     """
@@ -494,5 +501,5 @@ def _content_key(region: RegionGraph, around: Sequence[object]) -> str:
         [getattr(node.target, "__name__", node.op), str(layout_of(node.meta.get("val")))]
         for node in region.gm.graph.nodes
     ]
-    settings = [torch.get_num_threads(), region.op_by_op, [str(value) for value in around]]
-    return digest_of([region.name, settings, operators])
+    all_settings = [torch.get_num_threads(), region.op_by_op, [str(value) for value in settings]]
+    return digest_of([region.name, all_settings, operators])

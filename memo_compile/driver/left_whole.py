@@ -1,7 +1,7 @@
-"""What memo could have done and did not, because something unexpected happened: said once.
+"""Reports possibilities that memo has dropped because of an error, once each.
 
-A possibility that fails (tiles, a slice of rows, a recomputation) is dropped and planning goes on.
-An error of a kind that no code raises on purpose is a fault of memo: the log asks to report it.
+Where a possibility fails (tiles, a slice of rows, a recomputation) planning goes on without it. An
+error of a kind that no code raises on purpose is a fault of memo: the log asks to report it.
 """
 
 import logging
@@ -23,34 +23,31 @@ UNEXPECTED = (
     StopIteration,
     PassFailed,
 )
-"""What rules, kernels and checks of torch raise for an operator that they do not expect, and
-PassFailed, which the pass runner raises in its place."""
+"""Errors of rules, kernels and checks of torch for an operator that they do not expect; the pass
+runner raises PassFailed in their place."""
 
 REPORT = "please report this with the model, torch's version and the log"
 
 
 def refused(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """``others``, and what the runtime raises where a device or a host has no room for a step.
+    """Returns ``others`` and the runtime's errors for a device or host without room for a step.
 
-    Nothing while it is not loaded, which loads torch: then it has raised nothing either.
+    Does not import the runtime, which would load torch: if nobody has, it has raised nothing.
     """
     names = (("memo_runtime.arena", "ArenaError"), ("memo_runtime.host_store", "HostStoreError"))
-    loaded = ((sys.modules.get(module), name) for module, name in names)
-    found = (getattr(module, name) for module, name in loaded if hasattr(module, name))
-    return (*others, *found)
+    modules = ((sys.modules.get(module), name) for module, name in names)
+    errors = (getattr(module, name) for module, name in modules if hasattr(module, name))
+    return (*others, *errors)
 
 
 def is_bug(error: Exception) -> bool:
-    """True for an error that no code raises on purpose, as it is or named by the pass runner.
-
-    And for a plan that the checker refuses: a planner has made a mistake.
-    """
+    """True for an error that no code raises on purpose, and for a plan that the checker refuses."""
     is_mistake = isinstance(error, PassFailed | InvalidPlan)
     return is_mistake or not isinstance(error, refused(MemoError))
 
 
 def say_dropped(what: str, error: Exception) -> None:
-    """Say, in the report and once in the log, that ``error`` is why ``what`` is not done."""
+    """Says, in the report and once in the log, that ``what`` is not done because of ``error``."""
     if is_bug(error):
         say_bug(what, described(error), error)
     else:
@@ -58,6 +55,6 @@ def say_dropped(what: str, error: Exception) -> None:
 
 
 def say_bug(what: str, reason: str, error: Exception | None = None) -> None:
-    """Say that ``what`` happened for a ``reason`` that should not exist, and ask to report it."""
+    """Says that ``what`` happened because of a fault of memo, ``reason``, and asks to report it."""
     if state.add_note(f"{what}: {reason}"):
         log.error("memo: %s: %s; %s", what, reason, REPORT, exc_info=error)

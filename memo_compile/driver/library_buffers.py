@@ -1,12 +1,12 @@
-"""Has libraries allocate what they keep before a step under a budget begins (CPU).
+"""Makes BLAS libraries allocate what they keep for good before a step under a budget (CPU).
 
-MKL packs blocks of its operands into buffers that each thread keeps for good: 1 to 5 MiB, made in
-the first product that needs them. A larger product gets a larger buffer, and the smaller ones stay
-as well: 6 MiB in the first step of a model whose layers come before its wide head. A buffer grows
-with each dimension of the product until that is as large as a block. So products of at most a
-block's size, run largest first, allocate in milliseconds all that the step would.
+MKL packs blocks of its operands into buffers that each thread keeps: 1 to 5 MiB, allocated in the
+first product that needs them. A larger product gets a larger buffer, and the smaller ones stay:
+6 MiB in the first step of a model whose layers come before its wide head. A buffer grows with each
+dimension of the product, up to the size of a block. So running products of at most a block's size,
+largest first, allocates in milliseconds all that the step would.
 
-oneDNN keeps kernels for each combination of operator, shapes, strides, dtypes and bias: 0.1 to
+oneDNN keeps a kernel for each combination of operator, shapes, strides, dtypes and bias: 0.1 to
 0.8 MiB each, for convolutions and for products in bfloat16 and float16. They depend on the whole
 shape, and on what a lowering made of it. So regions with such operators run once as they are.
 """
@@ -23,11 +23,11 @@ from memo_compile.analysis.structure import is_matmul, op_name
 from memo_compile.analysis.views import is_tensor, shape_of
 
 MAX_ROWS, MAX_INNER, MAX_COLUMNS = 512, 512, 8192
-"""Products are cut to these sizes: MKL 2024's buffers for float32 with AVX-512 stop growing at 512,
-384 and 6,144. With two threads 1,024 rows would take 0.2 MiB more."""
+"""Largest product that is run. MKL 2024's buffers for float32 with AVX-512 stop growing at 512, 384
+and 6,144. With two threads 1,024 rows would take 0.2 MiB more."""
 
 MAX_BATCH_PER_THREAD = 2
-"""Products of a batch that run for each thread: every thread multiplies in buffers of its own."""
+"""Products of a batch that are run per thread: every thread multiplies in buffers of its own."""
 
 _FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 """Operator that multiplies matrices -> position of its first factor; the second follows."""
@@ -54,7 +54,7 @@ class Product(NamedTuple):
     dtype: torch.dtype
 
     def run(self) -> None:
-        """The library has made what it keeps for this product."""
+        """Multiplies once, so that the library allocates what it keeps for this product."""
         left = torch.ones(self.batch, self.rows, self.inner, dtype=self.dtype, device="cpu")
         right = torch.ones(self.batch, self.inner, self.columns, dtype=self.dtype, device="cpu")
         if self.batch == 1:
@@ -62,8 +62,8 @@ class Product(NamedTuple):
         else:
             torch.bmm(left, right)
 
-    def of_a_block(self, num_threads: int) -> "Product":
-        """A product that is no larger than it must be for the same buffers."""
+    def cropped(self, num_threads: int) -> "Product":
+        """Returns the smallest product that needs the same buffers."""
         return self._replace(
             rows=min(self.rows, MAX_ROWS),
             inner=min(self.inner, MAX_INNER),
@@ -102,18 +102,18 @@ class LibraryBuffers(threading.local):
     """The products whose buffers this thread has, by its number of intra-op threads."""
 
     def __init__(self) -> None:
-        self._known: set[tuple[int, Product]] = set()
+        self._ran: set[tuple[int, Product]] = set()
 
     def require(self, products: frozenset[Product]) -> None:
-        """None of ``products`` makes the library's buffers grow any more in this thread."""
+        """Runs those of ``products``, cropped, that this thread has not: its buffers then stay."""
         num_threads = torch.get_num_threads()
-        blocks = {product.of_a_block(num_threads) for product in products}
-        new = [block for block in blocks if (num_threads, block) not in self._known]
+        cropped = {product.cropped(num_threads) for product in products}
+        not_run = [product for product in cropped if (num_threads, product) not in self._ran]
         with torch.no_grad():
-            for block in sorted(new, key=_packed_bytes, reverse=True):
-                block.run()
-                self._known.add((num_threads, block))
-        if new:
+            for product in sorted(not_run, key=_packed_bytes, reverse=True):
+                product.run()
+                self._ran.add((num_threads, product))
+        if not_run:
             trim_heap()
 
 
@@ -121,7 +121,7 @@ library_buffers = LibraryBuffers()
 
 
 def _packed_bytes(product: Product) -> int:
-    """A number that grows with the buffer that ``product`` needs."""
+    """Returns a number that grows with the buffer that ``product`` needs."""
     return product.inner * (product.rows + product.columns) * product.dtype.itemsize
 
 

@@ -1,7 +1,7 @@
-"""Memory beside the arena: why it ran out, and how much of it lies in pieces that nothing uses.
+"""Explains why memory beside the arena ran out, and warns where much of it is fragmented.
 
-The arena is one block. Around it torch's allocator keeps what it once took from the device
-(``reserved``), and hands parts of it out (``allocated``).
+The arena is one block. Beside it torch's allocator keeps what it once took from the device
+(``reserved``), and hands parts of that out (``allocated``).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ EXPAND = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the progra
 
 @dataclass(slots=True, kw_only=True)
 class OutOfMemory:
-    """Explains the OutOfMemoryErrors of one step; its plan is written once."""
+    """Explains the OutOfMemoryErrors of one step, and writes its plan to a folder once."""
 
     dump: str | None
     """Where the plan is written to; None: a new folder among the temporary ones."""
@@ -39,7 +39,7 @@ class OutOfMemory:
     _steps: int = 0
 
     def step_ended(self, device: torch.device) -> None:
-        """Name what lies in pieces beside the arena, on CUDA, after steps 2, 4, 8 and so on."""
+        """Warns of fragmented memory beside the arena, on CUDA, after steps 2, 4, 8 and so on."""
         self._steps += 1
         if device.type == "cuda" and self._steps > 1 and self._steps.bit_count() == 1:
             total = torch.cuda.get_device_properties(device).total_memory
@@ -49,7 +49,7 @@ class OutOfMemory:
 
     @contextlib.contextmanager
     def explained(self, problem: Problem, plan: Plan) -> Iterator[None]:
-        """The block's OutOfMemoryError names the planned step; a refused arena's says enough."""
+        """Explains an OutOfMemoryError of the ``with`` block; an ArenaError explains itself."""
         try:
             yield
         except ArenaError:
@@ -73,13 +73,13 @@ class OutOfMemory:
 
 
 def unused_bytes(device: torch.device) -> int:
-    """What torch's allocator has taken from ``device`` beyond all that was in use at one time."""
+    """Returns the most bytes that torch's allocator had reserved, less the most in use at once."""
     most_reserved = torch.cuda.max_memory_reserved(device)
     return max(0, most_reserved - torch.cuda.max_memory_allocated(device))
 
 
 def fragmentation(unused: int, total: int) -> str:
-    """That ``unused`` of the ``total`` bytes of a device lie in pieces, and what to change."""
+    """Returns a warning that ``unused`` of a device's ``total`` bytes are fragmented."""
     text = (
         f"torch's allocator has taken {format_bytes(unused)} of the device ({unused / total:.0%}) "
         "beyond the most that was in use at one time: beside the arena they lie in pieces. A plan "
@@ -89,7 +89,7 @@ def fragmentation(unused: int, total: int) -> str:
 
 
 def explanation(plan: Plan, folder: Path | None, unused: int = 0) -> str:
-    """What the step was planned to hold, and what to change; ``unused`` bytes lie in pieces."""
+    """Says what the step was planned to hold, and what to change; ``unused``: fragmented bytes."""
     fixed = plan.fixed
     parts = {
         "parameters and buffers": fixed.parameters + fixed.buffers,

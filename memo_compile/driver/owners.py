@@ -1,7 +1,7 @@
-"""Which parameter a tensor inside of it is of, where that is a tensor subclass (DTensor).
+"""Finds the parameter that a plain tensor is a part of, where that is a tensor subclass (DTensor).
 
-AOTAutograd hands to a planned half what a subclass is made of. Gradients, and who a module is, are
-told by the parameter, which the compiled function is called with.
+AOTAutograd hands a planned half the plain tensors inside of a subclass. Its gradient, and the
+module that it is of, belong to the parameter, which the compiled function is called with.
 """
 
 import contextlib
@@ -16,29 +16,29 @@ from memo_compile.torch_private import autograd
 _owners: contextvars.ContextVar[Mapping[int, torch.nn.Parameter]] = contextvars.ContextVar(
     "memo_owners"
 )
-"""Of the call that runs: a tensor, by its id -> the parameter that it is inside of."""
+"""In the call that runs now: id of a tensor -> the parameter that it is inside of."""
 
 
 def telling(run: Callable[..., Any], example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """``run``, during which ``owned`` knows; itself where no input is made of others."""
+    """Wraps ``run`` so that ``owned`` works while it runs; not where no input is a subclass."""
     if not any(map(_parts, example_inputs)):
         return run
 
     def call(*args: Any) -> Any:
-        with _told(args):
+        with _parameters_of(args):
             return run(*args)
 
     return call
 
 
 def owned(values: Sequence[Any]) -> list[Any]:
-    """``values``, each of which that is inside a parameter replaced by that."""
+    """Returns ``values``; one that is inside a parameter is replaced by the parameter."""
     owners = _owners.get({})
     return [owners.get(id(value), value) for value in values] if owners else [*values]
 
 
 @contextlib.contextmanager
-def _told(args: Sequence[Any]) -> Iterator[None]:
+def _parameters_of(args: Sequence[Any]) -> Iterator[None]:
     token = _owners.set({id(part): value for value in args for part in _parts(value)})
     try:
         yield

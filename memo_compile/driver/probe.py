@@ -1,15 +1,15 @@
-"""Compares, on numbers, a region that runs in slices of rows with the region that runs whole.
+"""Runs a region on random numbers, in slices of rows and whole, and compares the results.
 
-What makes slices is proposed by rules about operators (``analysis/row_rules.py``). This check knows
-none of them. It runs the region on random tensors of its real shapes, whole and as the step program
-would call its parts, and compares every result. Most wrong slices come from sizes that agree by
-chance, so no dimension is made smaller. Only the rows are, where the whole is too large: then the
-chain is compared for two rows against one row at a time.
+Slices are proposed by rules about operators (``analysis/row_rules.py``); this check is independent
+of them. It runs the region on random tensors of its real shapes, whole and in parts as the step
+program calls them, and compares every result. Most wrong slices come from sizes that are equal by
+chance, so no dimension is made smaller. Only the number of rows is, where the whole is too large:
+then two rows of the chain are compared with one row at a time.
 
 Numbers are float64 where every kernel takes it, so that a difference is not rounding. Some results
 are rounding all the same: what cancels to zero (the gradient of a bias that a softmax ignores), or
-what jumps at a tie. The whole itself tells which, run again with inputs that differ in their last
-digits: by as much as it changes then, its parts may differ too.
+what jumps at a tie. To see which, the whole runs again with inputs that differ in their last
+digits: its parts may differ by as much as it changes then.
 """
 
 import enum
@@ -40,30 +40,30 @@ from memo_compile.step.problem import Layout
 from memo_compile.torch_private import fx_graphs
 
 MAX_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
-"""Bytes of inputs, results and temporaries above which nothing is run: a step may need them."""
+"""A region with more bytes of inputs, results and temporaries is not run: a step may need them."""
 
 MAX_FLOPS = {"cpu": 4e9, "cuda": 4e12}
-"""FLOPs above which nothing is run: half a second on a core or GPU, and each class runs twice."""
+"""A region with more FLOPs is not run: half a second on a core or GPU; each class runs twice."""
 
 TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 2e-3}
 """Results may differ by this share of their largest number: slices sum in another order."""
 
 COARSE = 5e-2
-"""``TOLERANCE`` of shorter types."""
+"""``TOLERANCE`` of shorter dtypes."""
 
 NUDGES = 4
-"""Runs of the whole with slightly other inputs, where its parts differ from it."""
+"""Runs of the whole with slightly different inputs, where its parts differ from it."""
 
 ROUNDING = 8
-"""Parts may differ by so many times what these runs do, since they sum in another order."""
+"""Parts may differ by so many times what these runs differ: they sum in another order."""
 
 PERIOD = 1_000_003
 """Random numbers are drawn on the host, which takes seconds for the weight of a large vocabulary: a
 longer tensor repeats so many. It is a prime: rows that repeat lie a multiple of it apart."""
 
 MAX_NOT_FINITE = 0.1
-"""Share of a result that may be infinite or NaN. Where more is (made-up inputs have roots and
-logarithms that are no numbers), a second run with positive inputs is compared as well."""
+"""Share of a result that may be infinite or NaN. Where more is (roots and logarithms of negative
+inputs), a second run with positive inputs is compared as well."""
 
 _WIDE = {
     torch.float16: torch.float64,
@@ -74,7 +74,7 @@ _WIDE = {
 
 
 class Verdict(enum.Enum):
-    """What a probe found."""
+    """The result of a probe."""
 
     AGREES = "agrees"
     DIFFERS = "differs"
@@ -90,7 +90,7 @@ class Probe:
 
 
 def believed(probe: Probe, *, differs: str, not_run: str) -> bool:
-    """False where the probe DIFFERS. Says in the report that it does, or that nothing was run."""
+    """False where the probe DIFFERS. Reports that with the message ``differs``, or ``not_run``."""
     if probe.verdict is Verdict.DIFFERS:
         say_bug(differs, probe.reason)
     elif probe.verdict is Verdict.NOT_RUN:
@@ -99,23 +99,20 @@ def believed(probe: Probe, *, differs: str, not_run: str) -> bool:
 
 
 class TilingProbes:
-    """False for tiles that compute something else than their region, run on random numbers.
-
-    Each distinct tiling is run once: a graph that is tried in several ways has most in common.
-    """
+    """Judges tiles of regions, each distinct tiling once: several tries of a graph share most."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, ...], bool] = {}
+        self._verdicts: dict[tuple[str, ...], bool] = {}
 
     def __call__(self, tiling: RegionTiling) -> bool:
-        """Whether ``tiling`` may run; says where it may not, or was not compared."""
+        """True where ``tiling`` may run; reports where it may not, or was not compared."""
         graphs = [tiling.region.gm, *(part.gm for part in tiling.parts.values())]
-        if any(graph.graph.find_nodes(op="get_attr") for graph in graphs):  # not in its content
+        if any(graph.graph.find_nodes(op="get_attr") for graph in graphs):  # no key for tensors
             return _tiling_believed(tiling)
         key = (str(tiling.tiled.tiling), *map(content_of, graphs))
-        if key not in self._known:
-            self._known[key] = _tiling_believed(tiling)
-        return self._known[key]
+        if key not in self._verdicts:
+            self._verdicts[key] = _tiling_believed(tiling)
+        return self._verdicts[key]
 
 
 def _tiling_believed(tiling: RegionTiling) -> bool:
@@ -140,11 +137,11 @@ Run = Callable[[list[Any]], Sequence[Any]]
 
 
 def probe_tiling(tiling: RegionTiling) -> Probe:
-    """Whether the parts of a region in tiles, called in order, make what the region makes.
+    """Compares the parts of a region in tiles, called in order, with the region whole.
 
-    First the whole is compared in float64. Where it is too large, or a kernel does not take
-    float64, the chain alone is, two rows against one row at a time: it has no such kernels. Last
-    comes the whole in its own types.
+    First in float64. Where the whole is too large, or a kernel does not take float64, only its
+    chain is compared, two rows against one row at a time: it has no such kernels. Where that cannot
+    run either, the whole is compared in its own dtypes.
     """
 
     def tiled(wide: bool) -> Run:
@@ -173,10 +170,10 @@ def _probe_chain(tiling: RegionTiling) -> Probe:
 
 
 def probe_rows(whole: RegionGraph, part: RegionGraph, *, num_parts: int = 1) -> Probe:
-    """Whether ``part``, on the first rows of the inputs of ``whole``, makes its first rows.
+    """Compares ``part``, run on a range of the rows of ``whole``, with that range of its results.
 
-    Rows lie in the dimension in which an input or a result is smaller in ``part``. ``num_parts``
-    ranges of rows are compared, one after another.
+    Rows lie in the dimension in which an input or a result is smaller in ``part``. The first
+    ``num_parts`` ranges are compared, one after another.
     """
     assert num_parts >= 1, num_parts
     examples = part.example_inputs()
@@ -195,7 +192,7 @@ def probe_rows(whole: RegionGraph, part: RegionGraph, *, num_parts: int = 1) -> 
 
 
 def _narrowed(value: Any, like: Any, number: int) -> Any:
-    """Range ``number`` of ``value``, each range in the shape of ``like``."""
+    """Returns range ``number`` of ``value``; each range has the shape of ``like``."""
     if not isinstance(value, torch.Tensor) or value.shape == like.shape:
         return value
     different = [dim for dim in range(value.dim()) if value.shape[dim] != like.shape[dim]]
@@ -212,7 +209,7 @@ def _compare(
     number: int = 0,
     types: Sequence[bool] = (True, False),
 ) -> Probe:
-    """Whole against parts, in float64 if its kernels take it, else in the region's own types."""
+    """Compares ``region`` with its ``parts``; ``types``: in float64 (True), in its own dtypes."""
     reason = ""
     for wide in types:
         try:
@@ -238,7 +235,7 @@ def _compare_once(region: RegionGraph, parts: Run, wide: bool, number: int) -> N
         except Exception as error:  # kernels raise what they like: nothing can be compared
             raise _NotRunError(f"{type(error).__name__}: {_first_line(error)}") from error
         try:
-            found = _seeded(parts, inputs)
+            results = _seeded(parts, inputs)
         except _DiffersError:
             raise
         except torch.OutOfMemoryError as error:
@@ -248,9 +245,9 @@ def _compare_once(region: RegionGraph, parts: Run, wide: bool, number: int) -> N
                 f"the parts raise {type(error).__name__}: {_first_line(error)}"
             ) from error
         try:
-            _require_all_close(expected, found, number)
+            _require_all_close(expected, results, number)
         except _DiffersError:
-            _require_all_close(expected, found, number, _rounding(whole, make, expected))
+            _require_all_close(expected, results, number, _rounding(whole, make, expected))
         if all(_is_mostly_finite(value) for value in expected):
             return
 
@@ -258,37 +255,38 @@ def _compare_once(region: RegionGraph, parts: Run, wide: bool, number: int) -> N
 def _rounding(
     whole: Run, make: Callable[..., list[Any]], expected: Sequence[Any]
 ) -> list[torch.Tensor | None]:
-    """How far each number of a result moves with the last digits of the inputs, or most do.
+    """Returns how far each number of each result moves when the inputs' last digits change.
 
-    A number may stay in place by chance; one that jumps says nothing of others. None: of no
-    fractions, and of those whose bound is as coarse as their last digits.
+    At least as far as the median number does: one may stay in place by chance. None for a result
+    of whole numbers, or of a dtype that is as coarse as COARSE.
     """
-    moved = [_moved(value, value) for value in expected]
+    shifts = [_shift(value, value) for value in expected]
     try:
         for seed in range(1, NUDGES + 1):
             for at, value in enumerate(_seeded(whole, make(nudge=seed))):
-                before, now = moved[at], _moved(expected[at], value)
-                moved[at] = None if before is None or now is None else before.maximum(now)
+                before, now = shifts[at], _shift(expected[at], value)
+                shifts[at] = None if before is None or now is None else before.maximum(now)
     except torch.OutOfMemoryError as error:
         raise _NotRunError(_first_line(error)) from error
-    return [move if move is None else move.maximum(move.median()) for move in moved]
+    return [shift if shift is None else shift.maximum(shift.median()) for shift in shifts]
 
 
-def _moved(value: Any, other: Any) -> torch.Tensor | None:
+def _shift(value: Any, other: Any) -> torch.Tensor | None:
     if not isinstance(value, torch.Tensor) or not value.numel():
         return None
-    if value.dtype not in TOLERANCE:  # no fraction, or one whose last digits are as coarse
+    if value.dtype not in TOLERANCE:
         return None
     return (other - value).abs().nan_to_num(0)
 
 
 def _seeded(run: Run, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Results with fresh random states; nothing that is compared writes into its inputs."""
+    """Runs with fresh random states; nothing that is compared writes into its inputs."""
     torch.manual_seed(0)
     return run(list(inputs))
 
 
-def _like(whole: Any, part: Any, number: int) -> Any:
+def _range_like(whole: Any, part: Any, number: int) -> Any:
+    """Returns range ``number`` of the tensor ``whole``, in the shape of ``part``."""
     if isinstance(whole, torch.Tensor) and isinstance(part, torch.Tensor):
         if whole.dim() != part.dim():
             raise _DiffersError(f"shapes {tuple(whole.shape)} and {tuple(part.shape)}")
@@ -304,27 +302,27 @@ def _is_mostly_finite(value: Any) -> bool:
 
 def _require_all_close(
     expected: Sequence[Any],
-    found: Sequence[Any],
+    results: Sequence[Any],
     number: int,
     rounding: Sequence[torch.Tensor | None] = (),
 ) -> None:
-    """Raises _DiffersError for the first result that is another, by more than its ``rounding``."""
+    """Raises _DiffersError for the first result that differs by more than its ``rounding``."""
     bounds = rounding or [None] * len(expected)
-    for at, (whole, part, bound) in enumerate(zip(expected, found, bounds, strict=True)):
-        _require_close(at, _like(whole, part, number), part, _like(bound, part, number))
+    for at, (whole, part, bound) in enumerate(zip(expected, results, bounds, strict=True)):
+        _require_close(at, _range_like(whole, part, number), part, _range_like(bound, part, number))
 
 
-def _require_close(at: int, expected: Any, found: Any, rounding: torch.Tensor | None) -> None:
-    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
-        if expected is not found and expected != found:
-            raise _DiffersError(f"result {at}: {found} for {expected}")
+def _require_close(at: int, expected: Any, result: Any, rounding: torch.Tensor | None) -> None:
+    if not isinstance(expected, torch.Tensor) or not isinstance(result, torch.Tensor):
+        if expected is not result and expected != result:
+            raise _DiffersError(f"result {at}: {result} for {expected}")
         return
-    same = expected == found
+    same = expected == result
     if expected.is_floating_point() or expected.is_complex():
-        same |= expected.isnan() & found.isnan()
+        same |= expected.isnan() & result.isnan()
         finite = expected[expected.isfinite()]
         scale = float(finite.abs().max()) if finite.numel() else 0.0
-        difference = (expected - found).abs()
+        difference = (expected - result).abs()
         same |= difference <= TOLERANCE.get(expected.dtype, COARSE) * scale
         if rounding is not None:
             same |= difference <= ROUNDING * rounding
@@ -334,14 +332,14 @@ def _require_close(at: int, expected: Any, found: Any, rounding: torch.Tensor | 
 
 
 def _require_small(region: RegionGraph, wide: bool) -> None:
-    """Refuse what would take long, or memory that a step may need."""
+    """Raises _NotRunError for a region that takes long, or memory that a step may need."""
     for node in region.gm.graph.nodes:
         if is_collective(node):
             raise _NotRunError(f"{node.name} talks to other ranks")
     kind = region.device.type if region.device.type in MAX_BYTES else "cpu"
     results = results_of(region.gm.graph)
-    made = (result.meta.get("val") for result in results if isinstance(result, fx.Node))
-    size = transient_bytes(region.gm) + sum(map(_bytes_of, (*region.example_inputs(), *made)))
+    outputs = (result.meta.get("val") for result in results if isinstance(result, fx.Node))
+    size = transient_bytes(region.gm) + sum(map(_bytes_of, (*region.example_inputs(), *outputs)))
     if size * (2 if wide else 1) > MAX_BYTES[kind]:
         raise _NotRunError(f"a run takes {size} bytes")
     flops = graph_cost(region.gm).flops
@@ -358,7 +356,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _prepared(region: RegionGraph, wide: bool) -> Run:
-    """``region`` op by op; ``wide``: with float64 for every shorter type."""
+    """Returns ``region`` as a function, op by op; ``wide``: with float64 for shorter dtypes."""
 
     def widened(value: Any) -> Any:
         return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
@@ -367,28 +365,28 @@ def _prepared(region: RegionGraph, wide: bool) -> Run:
 
 
 def _run_calls(tiling: RegionTiling, graphs: Mapping[str, Run], inputs: Sequence[Any]) -> list[Any]:
-    """The region's outputs, made by calls of its parts on plain tensors, without a frame."""
+    """Returns the region's outputs, from calls of its parts on plain tensors, without a frame."""
     values: dict[str, Any] = {f"in{at}": value for at, value in enumerate(inputs)}
     layouts = {f"in{at}": layout for at, layout in enumerate(tiling.region.input_layouts())}
     for call in tiling.calls:
-        given = [
-            values[name] if read == layouts.get(name) else _seen(values[name], read)
+        inputs_of_call = [
+            values[name] if read == layouts.get(name) else _in_layout(values[name], read)
             for name, read in zip(call.inputs, call.reads, strict=True)
         ]
-        made = list(graphs[call.region](given))
-        made_as = tiling.parts[call.region].output_layouts()
+        outputs = list(graphs[call.region](inputs_of_call))
+        output_layouts = tiling.parts[call.region].output_layouts()
         for into in call.into:
-            layout = made_as[into.output]
+            layout = output_layouts[into.output]
             assert layout is not None, f"{call.name}: output {into.output} is no tensor"
             at = into.offset_bytes // layout.item_bytes
-            target = _seen(values[into.value], replace(layout, offset=at))
-            made[into.output] = target.copy_(made[into.output])
-        values.update(zip(call.outputs, made, strict=True))
-        layouts.update(zip(call.outputs, made_as, strict=True))
+            target = _in_layout(values[into.value], replace(layout, offset=at))
+            outputs[into.output] = target.copy_(outputs[into.output])
+        values.update(zip(call.outputs, outputs, strict=True))
+        layouts.update(zip(call.outputs, output_layouts, strict=True))
     return [values[f"out{at}"] for at in range(len(results_of(tiling.region.gm.graph)))]
 
 
-def _seen(value: Any, layout: Layout | None) -> Any:
+def _in_layout(value: Any, layout: Layout | None) -> Any:
     if layout is None:
         return value
     return value.as_strided(layout.size, layout.stride, value.storage_offset() + layout.offset)
@@ -397,33 +395,32 @@ def _seen(value: Any, layout: Layout | None) -> Any:
 def made_up_inputs(
     region: RegionGraph, *, wide: bool, positive: bool, nudge: int | None = None
 ) -> list[Any]:
-    """Random tensors in the layouts of the region's inputs.
+    """Returns random tensors in the layouts of the region's inputs.
 
     Whole numbers are valid indices for whatever reads them; every last dimension of a mask allows
-    its first entry. ``nudge``: the seed by which fractions are changed in their last digits.
+    its first entry. ``nudge`` is the seed of changes in the last digits of fractions.
     """
     generator = torch.Generator().manual_seed(0)
-    changes = None if nudge is None else torch.Generator().manual_seed(nudge)
-    made = []
+    nudges = None if nudge is None else torch.Generator().manual_seed(nudge)
+    inputs = []
     for node in region.gm.graph.find_nodes(op="placeholder"):
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
             raise _NotRunError(f"input {node.name} is no tensor but {type(value).__name__}")
         count = layout_elements(value)
-        some = _numbers(value, min(count, PERIOD), _index_bound(node), positive, generator)
+        flat = _numbers(value, min(count, PERIOD), _index_bound(node), positive, generator)
         if wide:
-            some = some.to(_WIDE.get(value.dtype, value.dtype))
-        if changes is not None and (some.is_floating_point() or some.is_complex()):
-            some = _nudged(some, changes)
-        device = torch.device("cpu") if is_read_on_host(node) else value.device
-        flat = some.to(device)
+            flat = flat.to(_WIDE.get(value.dtype, value.dtype))
+        if nudges is not None and (flat.is_floating_point() or flat.is_complex()):
+            flat = _nudged(flat, nudges)
+        flat = flat.to(torch.device("cpu") if is_read_on_host(node) else value.device)
         if count > PERIOD:
             flat = flat.repeat(-(-count // PERIOD))
         tensor = flat.as_strided(value.shape, value.stride())
         if value.dtype is torch.bool and value.dim():
             tensor[..., 0] = True
-        made.append(tensor)
-    return made
+        inputs.append(tensor)
+    return inputs
 
 
 def _numbers(
@@ -439,13 +436,13 @@ def _numbers(
 
 
 def _nudged(flat: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Each number a little larger or smaller, by about its rounding."""
+    """Returns each number a little larger or smaller, by about its rounding."""
     signs = 2 * torch.randint(0, 2, flat.shape, generator=generator).to(flat.dtype) - 1
     return flat * (1 + 2 * torch.finfo(flat.dtype).eps * signs)
 
 
 def _index_bound(node: fx.Node) -> int:
-    """The fewest entries of any dimension that ``node`` is an index into; 2 if of none."""
+    """Returns the size of the smallest dimension that ``node`` is an index into; 2 if of none."""
     return max(min(_bounds(node, set()), default=2), 1)
 
 
@@ -465,7 +462,7 @@ def _bounds(node: fx.Node, seen: set[fx.Node]) -> Iterable[int]:
 
 
 def _bound_in(user: fx.Node, index: fx.Node) -> int | None:
-    """Entries of the dimension that ``user`` indexes with ``index``; None if it does not."""
+    """Returns the size of the dimension that ``user`` indexes with ``index``; None: it does not."""
     name = op_name(user)
     if name == "embedding":
         return shape_of(user.args[0])[0] if user.args[1] is index else None  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""The recompute regions of a step, as the policies see them: asked for by key, refused or known.
+"""The recompute regions of a step, as the policies see them: by key, estimated, lowered or refused.
 
-Where regions come from is another question: from a layer's graph (``recompute_regions``), or from
-what an earlier ``memo plan`` recorded (``offline.step_record``). No torch here.
+A ``RegionMaker`` makes them: from a layer's graph (``recompute_regions``), or from what an earlier
+``memo plan`` recorded (``offline.step_record``). No torch here.
 """
 
 import logging
@@ -19,14 +19,14 @@ log = logging.getLogger("memo")
 
 
 class Estimated(NamedTuple):
-    """What is known of a recompute region before it is lowered."""
+    """A recompute region before it is lowered."""
 
     profile: RegionProfile
     inputs: tuple[RegionInput, ...]
 
 
 class Lowered(NamedTuple):
-    """What is known of it afterwards."""
+    """A recompute region that is lowered."""
 
     profile: RegionProfile
     seconds: float
@@ -46,7 +46,7 @@ class RegionMaker(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class RecomputeLibrary:
-    """The recompute regions of a step: estimated when first asked for, known once lowered."""
+    """The recompute regions of a step: estimated when first asked for, exact once lowered."""
 
     step: MovableStep
     maker: RegionMaker
@@ -77,30 +77,30 @@ class RecomputeLibrary:
         self.regions.pop(key, None)
 
     def known_names(self) -> tuple[str, ...]:
-        """What tells apart what is known of the regions: which are lowered, and which refused."""
+        """Returns a key of the regions' state: which are lowered, and which refused."""
         refused = (f"no {key.region}" for key in self.refused)
         return *sorted(self.lowered), *sorted(refused)
 
     def known(self, key: RecomputeKey) -> RecomputeRegion:
-        """The region of ``key``. Raises UnsupportedGraph: it is not lowered."""
+        """Returns the lowered region of ``key``. Raises UnsupportedGraph: it is not lowered."""
         if key in self.refused or key.region not in self.lowered:
             raise UnsupportedGraph(f"{key.region} is not lowered yet")
         return self.regions[key]
 
     def _estimated(self, key: RecomputeKey) -> RecomputeRegion:
-        found = self.maker.estimated(key)
+        estimate = self.maker.estimated(key)
         return RecomputeRegion(
             key=key,
-            profile=found.profile,
-            inputs=found.inputs,
+            profile=estimate.profile,
+            inputs=estimate.inputs,
             seconds=recompute_seconds(self.step, key),
             is_lowered=False,
         )
 
     def lower(self, problem: Problem) -> bool:
-        """Lower what ``problem`` recomputes with; False when all of it was known already.
+        """Lowers the regions that ``problem`` recomputes with; False: all of them were lowered.
 
-        What computes other rows than the whole, or cannot be lowered, is refused instead.
+        One whose rows differ from the whole's, or that cannot be lowered, is refused instead.
         """
         called = {call.region for call in problem.calls if call.kind is CallKind.RECOMPUTE}
         missing = [
@@ -109,14 +109,14 @@ class RecomputeLibrary:
         if not missing:
             return False
         log.info("memo: lowering %d recompute regions", len(missing))
-        found = self.maker.lowered(missing)
+        results = self.maker.lowered(missing)
         for key in missing:
-            made = found[key]
-            if isinstance(made, str):
-                self._refuse(key, made)
+            result = results[key]
+            if isinstance(result, str):
+                self._refuse(key, result)
                 continue
             self.lowered.add(key.region)
             self.regions[key] = replace(
-                self.regions[key], profile=made.profile, seconds=made.seconds, is_lowered=True
+                self.regions[key], profile=result.profile, seconds=result.seconds, is_lowered=True
             )
         return True

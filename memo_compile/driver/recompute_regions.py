@@ -54,19 +54,19 @@ class RecomputeGraphs:
     def lowered(self, keys: Sequence[RecomputeKey]) -> Mapping[RecomputeKey, Lowered | str]:
         """Each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
         refused: dict[RecomputeKey, str] = {}
-        kept = [key for key in keys if self._agrees(key, refused)]
-        graphs = {key.region: self.region_graphs[key] for key in kept}
-        found = self._lowered(kept, refused)
+        usable = [key for key in keys if self._agrees(key, refused)]
+        graphs = {key.region: self.region_graphs[key] for key in usable}
+        code = self._lowered(usable, refused)
         if any(graph.device.type == "cuda" for graph in graphs.values()):
-            found = with_workspaces(found, graphs)
-        seconds = self.measure(found, {name: graphs[name] for name in found})
-        made: dict[RecomputeKey, Lowered | str] = dict(refused)
-        for key in kept:
-            if key.region in found:
-                self.code[key.region] = found[key.region]
-                profile = replace(found[key.region].profile, name=key.region)
-                made[key] = Lowered(profile, seconds[key.region])
-        return made
+            code = with_workspaces(code, graphs)
+        seconds = self.measure(code, {name: graphs[name] for name in code})
+        results: dict[RecomputeKey, Lowered | str] = dict(refused)
+        for key in usable:
+            if key.region in code:
+                self.code[key.region] = code[key.region]
+                profile = replace(code[key.region].profile, name=key.region)
+                results[key] = Lowered(profile, seconds[key.region])
+        return results
 
     def lowered_graphs(self) -> dict[str, RegionGraph]:
         """The graphs of the regions that were lowered."""
@@ -86,24 +86,24 @@ class RecomputeGraphs:
     def _lowered(
         self, keys: Sequence[RecomputeKey], refused: dict[RecomputeKey, str]
     ) -> dict[str, LoweredRegion]:
-        """The regions of ``keys``; those whose lowering fails are ``refused``."""
+        """Lowers the regions of ``keys``; adds those that fail to ``refused``."""
         graphs = [replace(self.region_graphs[key], name=key.region) for key in keys]
         try:
             return lower_regions(graphs, self.config, self.runner)
-        except (MemoError, *UNEXPECTED) as together:
-            found: dict[str, LoweredRegion] = {}
+        except (MemoError, *UNEXPECTED) as error_of_all:
+            lowered: dict[str, LoweredRegion] = {}
             for key, graph in zip(keys, graphs, strict=True):
                 try:
-                    found.update(lower_regions([graph], self.config, self.runner))
+                    lowered.update(lower_regions([graph], self.config, self.runner))
                 except (MemoError, *UNEXPECTED) as error:
                     refused[key] = described(error)
                     say_dropped(f"{key.region} is not lowered", error)
-            if len(found) == len(keys):
-                say_dropped("recompute regions are lowered one by one", together)
-            return found
+            if len(lowered) == len(keys):
+                say_dropped("recompute regions are lowered one by one", error_of_all)
+            return lowered
 
     def _agrees(self, key: RecomputeKey, refused: dict[RecomputeKey, str]) -> bool:
-        """False for a slice of rows that computes something else than the whole's first rows."""
+        """False for a slice of rows whose results are not the whole's first rows."""
         if key.rows is None or not self.may_run:
             return True
         whole, _ = self._graph(replace(key, rows=None))

@@ -1,4 +1,4 @@
-"""One row of the report for each saved tensor of a layer class: what happens to it, and why."""
+"""Rows of the report: what happens to each saved tensor of a layer class, and why."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,18 +14,18 @@ from memo_compile.step.problem import CallKind, Phase, Problem, TensorInfo
 from memo_compile.units import format_bytes
 
 MIN_NAMED_BYTES = 2**20
-"""Results of fewer bytes (losses, statistics) get no note, because they do not matter to a plan."""
+"""Results of fewer bytes (losses, statistics) get no note: they do not matter to a plan."""
 
 
 def saved_rows(
     problem: Problem, leased_bytes: Mapping[str, int], labels: Mapping[str, str | None]
 ) -> tuple[Decision, ...]:
-    """The rows of policy SAVE, read off each class's first layer.
+    """Returns the rows of a step that saves everything, from each class's first layer.
 
     ``leased_bytes`` has the bytes of every saved activation, ``labels`` the path of the modules of
-    every layer class. What is gathered again is not saved.
+    every layer class. Weights that the backward gathers again are not saved.
     """
-    again = values_again(problem)
+    gathered_again = values_again(problem)
     return tuple(
         Decision(
             tensor=f"{value} {list(problem.tensors[value].shape)}",
@@ -40,16 +40,17 @@ def saved_rows(
         for call in problem.calls
         if call.phase is Phase.FORWARD and not call.instance and call.layer_class is not None
         for value in call.outputs
-        if value in leased_bytes and value not in again
+        if value in leased_bytes and value not in gathered_again
     )
 
 
 def moved_rows(
     step: MovableStep, choice: Choice, labels: Mapping[str, str | None]
 ) -> tuple[Decision, ...]:
-    """The rows of a step whose tensors move; layers of a class with other modes have other rows.
+    """Returns the rows of a step that offloads or recomputes tensors.
 
-    What the backward does not read in these layers is neither kept nor moved, and has no row.
+    Layers of one class that follow each other with the same mode share their rows. A tensor that
+    the backward does not read in these layers is neither kept nor moved, and has no row.
     """
     why = reasons(step, choice.moves)
     read = _read_in_backward(choice.problem)
@@ -74,14 +75,14 @@ def moved_rows(
                 if is_again or not any(of_layer[index] in read for of_layer in values):
                     continue
                 info = step.problem.tensors.get(slot.name)
-                made = _rows_of(slot, info, mode, index, where, why[key, index, mode])
+                slot_rows = _rows_of(slot, info, mode, index, where, why[key, index, mode])
                 is_input = len(members) > 1 and slot.name in members[0][0].inputs
-                rows += (replace(row, role="layer input") if is_input else row for row in made)
+                rows += (replace(row, role="layer input") if is_input else row for row in slot_rows)
     return tuple(rows)
 
 
 def _read_in_backward(problem: Problem) -> set[str]:
-    """Values of the forward that the backward reads, kept, reloaded or recomputed."""
+    """Returns values of the forward that the backward reads, whether kept, reloaded, recomputed."""
     return {
         original_name(value)
         for call in problem.calls
@@ -91,12 +92,12 @@ def _read_in_backward(problem: Problem) -> set[str]:
 
 
 def recomputes_slices(rows: Iterable[Decision]) -> bool:
-    """True where a part of a tensor's tokens is recomputed, and not all of them."""
+    """True where only a part of a tensor's tokens is recomputed."""
     return any(row.decision == Action.RECOMPUTE.value and row.token_fraction < 1 for row in rows)
 
 
 def step_notes(problem: Problem, rows: Iterable[Decision], config: MemoConfig) -> Iterator[str]:
-    """What the user should know of a step that does not simply keep everything."""
+    """Yields what the user should know of a step that recomputes, runs in tiles or has a budget."""
     for what, happens in (
         ("a part of the tokens is recomputed", recomputes_slices(rows)),
         ("wide chains run in tiles of tokens", (config.token_tiles or 1) > 1),
@@ -114,19 +115,19 @@ def step_notes(problem: Problem, rows: Iterable[Decision], config: MemoConfig) -
 def _rows_of(
     slot: Slot, info: TensorInfo | None, mode: Mode, index: int, where: str, reason: str
 ) -> Iterator[Decision]:
-    """One row; two for a tensor whose tokens are recomputed in part and offloaded in part."""
+    """Yields one row; two for a tensor that is recomputed in part and offloaded in part."""
     shape = "" if info is None else f" {list(info.shape)}"
     action = mode.actions[index]
     parts = [(action, 1.0)]
     if action is Action.RECOMPUTE and mode.recompute_rows is not None:
         fraction = mode.recompute_rows / slot.num_rows
         parts = [(Action.RECOMPUTE, fraction), (Action.OFFLOAD, 1.0 - fraction)]
-    for done, fraction in parts:
+    for part_action, fraction in parts:
         yield Decision(
             tensor=f"{slot.name}{shape}",
             layer_class=where,
             bytes=slot.size_bytes,
-            decision=done.value,
+            decision=part_action.value,
             token_fraction=fraction,
             reason=reason,
             source=None if info is None else info.source,

@@ -1,4 +1,4 @@
-"""What is said of a step that needs more than its plan, and of one that is refused for it."""
+"""Messages for steps that need more memory than their plan, and for those refused because of it."""
 
 from collections.abc import Mapping
 
@@ -8,14 +8,14 @@ NO_FLOOR = (
     "Or raise memory_budget; to how much is not known, for under a larger one the step may have a "
     "larger plan"
 )
-"""Said where what is needed beside a plan grows with the plan."""
+"""Ends a message where what is needed beside a plan grows with the plan."""
 
 NO_SMALLER = "no smaller plan was found from there; one may fit with a lower memory_budget"
-"""Said where an arena is refused, and full recomputation needs none that is smaller."""
+"""Ends a message where an arena is refused, and full recomputation needs none that is smaller."""
 
 
 def taken_beyond(num_bytes: int, could_not_run: Mapping[str, str]) -> str:
-    """What took memory beside the plan, as far as it is known."""
+    """Says that ``num_bytes`` were taken beside the plan, and by what they may have been."""
     text = (
         f"{format_bytes(num_bytes)} that no plan knows of were taken while a step ran, which may "
         "have exceeded memory_budget: "
@@ -32,7 +32,7 @@ def taken_beyond(num_bytes: int, could_not_run: Mapping[str, str]) -> str:
 
 
 def not_gone(peak: int, budget: int, waiting: int) -> str:
-    """Why a backward stops in the middle."""
+    """Says why a backward is stopped: ``waiting`` bytes of gradients are not freed."""
     return (
         f"this backward would need {format_enough(peak)} > memory_budget {format_bytes(budget)}, "
         f"and has been stopped. {format_bytes(waiting)} of gradients are still there after they "
@@ -51,9 +51,9 @@ def no_room(
     copied: int,
     keeps_outputs: bool,
 ) -> str:
-    """What a backward needs beside its plan, and what to do.
+    """Says what a backward needs beside its plan, and what to do about it.
 
-    Where the step ``keeps_outputs`` it was planned with its own results; others' are held as well.
+    A step that ``keeps_outputs`` was planned with its own results held; ``held`` are others'.
     """
     advice = "let go of them" if keeps_outputs else "set outputs='held', or let go of them"
     why = {

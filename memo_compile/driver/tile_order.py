@@ -1,6 +1,6 @@
-"""In which tiles of tokens a step is tried, one after the other, until one of its plans is taken.
+"""Chooses the tiles of tokens in which a step is planned: tries them in turn until a plan is taken.
 
-The first try is the one that will mostly do. No graph is read here: a step that was lowered before
+The first try mostly suffices. No graph is read here: a step that was lowered in an earlier process
 is tried in the same way (``offline.step_record``).
 """
 
@@ -38,12 +38,12 @@ MANY_BYTES = 2**33
 """Logits of so many bytes run in HEAD_TILES even where they fit: a tile of half a gibibyte takes a
 hundred times as long as the gradient's way through memory, and other budgets find the same step."""
 
-REST = 0.1
+LAYERS_SHARE = 0.1
 """Share of the budget that layers are taken to need beside parameters and logits."""
 
-SMALL = 0.25
+SMALL_LOGITS = 0.25
 """Where logits take up to this share of the room for logits and layers, tiling them alone makes no
-slow plan fast: either the whole graph is, or all chains run in tiles."""
+slow plan fast: either the whole graph is fast, or all chains run in tiles."""
 
 FAST, FAST_IN_ALL = 1.02, 1.03
 """A plan is taken at once if its step takes at most this many times the seconds of the computation
@@ -52,17 +52,17 @@ do. All tiles cost a factor of 1.005 to 1.01, recomputing what they make 1.04. P
 takes up to half a minute, which two percent of a step are not worth."""
 
 NOT_FAST = 0.0
-"""Value of ``max_over_compute``: the plan is too slow, but it is made, and compared with others."""
+"""As ``max_over_compute``: every plan counts as too slow, but is made and compared with others."""
 
 ONLY_BOUND = 0.5
-"""Value of ``max_over_compute``: no plan is fast if its bound is not, and then none is made."""
+"""As ``max_over_compute``: a plan whose lower bound is too slow is not made at all."""
 
 COMPILING = 1.03
 """Factor on FAST where each try compiles and times its regions, which takes a minute."""
 
 
 class Tiles(NamedTuple):
-    """How a graph is tried: which regions run in how many tiles of tokens."""
+    """One try of a graph: which regions run in how many tiles of tokens."""
 
     number: int
     above_bytes: int = 0
@@ -70,7 +70,7 @@ class Tiles(NamedTuple):
     drop_above_bytes: int = 0
     """Tensors that are no larger may be saved."""
     max_over_compute: float = math.inf
-    """A plan that takes more than this many times its computation leads to the next tiles."""
+    """A plan whose step takes more than this many times its computation is refused (TooSlow)."""
 
     def __str__(self) -> str:
         where = f", where more than {format_bytes(self.above_bytes)} are in use at once"
@@ -83,7 +83,10 @@ class Tiles(NamedTuple):
     def options(
         self, config: MemoConfig, max_step_s: float = math.inf, enough_s: float = 0.0
     ) -> MemoConfig:
-        """``config`` for this try: plans of ``max_step_s`` are refused, of ``enough_s`` taken."""
+        """Returns ``config`` for this try.
+
+        Plans of ``max_step_s`` seconds or more are refused, of ``enough_s`` or less taken.
+        """
         return replace(
             config,
             token_tiles=self.number,
@@ -105,10 +108,10 @@ def first_of(
     attempt: Attempt[T],
     ends_planning: Callable[[Exception], bool],
 ) -> T:
-    """What ``attempt`` makes in the first tiles of ``order`` for which it does not fail.
+    """Returns the result of ``attempt`` in the first tiles of ``order`` in which it succeeds.
 
-    After a TooSlow the other tiles are tried; if all are slow, the fastest plan is taken. Where all
-    fail, the error that tells most is raised. An error that ``ends_planning`` is raised at once.
+    After a TooSlow the other tiles are tried; if all are too slow, the fastest plan is made again
+    and taken. Where all fail, the most telling error is raised; one that ``ends_planning`` at once.
     """
     failed: Exception | None = None
     tries = _Tries(order)
@@ -118,7 +121,7 @@ def first_of(
                 return attempt(tiles.options(config, tries.limit_s, tries.enough_s))
             except TooSlow as error:
                 log.info("memo: in %s: %s", tiles, error)
-                tries.tell(tiles, error)
+                tries.note_slow(tiles, error)
             except refused(MemoError, *UNEXPECTED) as error:
                 if ends_planning(error) or (
                     failed is None and not _leads_on(error, tiles.number, config)
@@ -137,53 +140,56 @@ def first_of(
 
 
 class _Tries:
-    """Which tiles come next, by what is known of those before.
+    """Says which tiles come next, by the results of those before.
 
-    First all come in order. Tiles whose bound shows that no plan is fast are not planned then, but
-    at last, the smallest bound first, and only while one of them may be the fastest. Then the
-    fastest comes again, and is taken.
+    1. All come in order. Where a lower bound shows that no plan in these tiles is fast, they are
+       put off unplanned.
+    2. Those that were put off are planned, the smallest bound first, while one of them may be the
+       fastest.
+    3. The fastest comes again, and is taken.
     """
 
     def __init__(self, order: Iterable[Tiles]) -> None:
+        self._untried = list(order)
+        self._put_off: list[tuple[float, Tiles]] = []
+        """(lower bound in seconds, tiles)."""
         self._slow: list[Tiles] = []
-        """What was found slow, by its plan or by its bound."""
+        """Tiles that are too slow, by their plan or by their bound."""
         self._fastest: Tiles | None = None
-        """The one of them whose plan is the fastest of all that were made."""
-        self._is_last = False
-        """True once no plan is fast: then the fastest is taken."""
+        """Those of ``_slow`` with the fastest plan that was made."""
+        self._takes_fastest = False
+        """True in step 3."""
         self.limit_s = math.inf
-        """Seconds of that plan."""
+        """Seconds of the plan of ``_fastest``; slower plans are refused."""
         self.enough_s = 0.0
-        """A plan of at most so many seconds is taken, because no bound that is left is lower."""
-        self._left = list(order)
-        self._bounds: list[tuple[float, Tiles]] = []
+        """A plan of at most so many seconds is taken: no bound in ``_put_off`` is lower."""
 
     def following(self) -> Tiles | None:
         """The tiles to try now; None when there are no more."""
-        while self._left:
-            tiles = self._left.pop(0)
-            if tiles.number > 1 or not (self._fastest or self._bounds):
-                waits = self._bounds and tiles.max_over_compute == math.inf
-                return tiles._replace(max_over_compute=ONLY_BOUND) if waits else tiles
-        self._bounds.sort()
-        if self._is_last or not self._bounds or self._bounds[0][0] >= self.limit_s:
+        while self._untried:
+            tiles = self._untried.pop(0)
+            if tiles.number > 1 or not (self._fastest or self._put_off):
+                only_bound = self._put_off and tiles.max_over_compute == math.inf
+                return tiles._replace(max_over_compute=ONLY_BOUND) if only_bound else tiles
+        self._put_off.sort()
+        if self._takes_fastest or not self._put_off or self._put_off[0][0] >= self.limit_s:
             return self._at_any_speed()
-        _, tiles = self._bounds.pop(0)
-        self.enough_s = self._bounds[0][0] if self._bounds else math.inf
+        _, tiles = self._put_off.pop(0)
+        self.enough_s = self._put_off[0][0] if self._put_off else math.inf
         return tiles._replace(max_over_compute=NOT_FAST)
 
     def _at_any_speed(self) -> Tiles | None:
-        """The fastest of all; where that is refused, what was found slow, in order."""
+        """Returns the fastest tiles; where they are refused now, the other slow ones, in order."""
         if self._fastest is None:
             return None
-        if not self._is_last:
-            self._is_last, self.limit_s, self.enough_s = True, math.inf, 0.0
+        if not self._takes_fastest:
+            self._takes_fastest, self.limit_s, self.enough_s = True, math.inf, 0.0
             self._slow.remove(self._fastest)
             self._slow.insert(0, self._fastest)
         return self._slow.pop(0) if self._slow else None
 
-    def tell(self, tiles: Tiles, error: TooSlow) -> None:
-        """Remember what was found of ``tiles``."""
+    def note_slow(self, tiles: Tiles, error: TooSlow) -> None:
+        """Notes that ``tiles`` are too slow: by a plan that was made, or by a bound only."""
         tiles = tiles._replace(max_over_compute=math.inf)
         if tiles not in self._slow:
             self._slow.append(tiles)
@@ -191,18 +197,18 @@ class _Tries:
             if error.step_s < self.limit_s:
                 self.limit_s, self._fastest = error.step_s, tiles
         elif error.step_s < self.limit_s:
-            self._bounds.append((error.step_s, tiles))
+            self._put_off.append((error.step_s, tiles))
 
 
 def _leads_on(error: Exception, tiles: int, config: MemoConfig) -> bool:
-    """True where other tiles may fit; False where the whole failed, but not for its memory."""
+    """False where the step without tiles failed for another reason than its memory."""
     if tiles != 1 or isinstance(error, refused()):
         return True
     return config.memory_budget is not None and isinstance(error, Infeasible)
 
 
 def _more_telling(before: Exception, error: Exception) -> Exception:
-    """The failure to raise: the lower floor, else the later one if it says something of memory."""
+    """Returns the error with the lower floor; without floors the later one, if about memory."""
     if isinstance(error, UnsupportedGraph):
         return before
     if not isinstance(before, Infeasible):
@@ -216,7 +222,7 @@ def _more_telling(before: Exception, error: Exception) -> Exception:
 
 
 class Sizes(NamedTuple):
-    """What the order of tiles is made of."""
+    """The sizes that decide the order of tiles."""
 
     products_bytes: tuple[int, int]
     """Bytes of the widest two products' results, which differ."""
@@ -225,16 +231,20 @@ class Sizes(NamedTuple):
 
 
 def order_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tuple[Tiles, ...]:
-    """The tiles to try, the more promising first, for a step under a budget.
+    """Returns the tiles to try, the most promising first, for a step under a budget.
 
-    Without tiles the loss head's logits and their gradient exist at the same time. With parameters,
-    gradients and optimizer state they alone may exceed the budget. Then regions that break the
-    budget by themselves run in tiles, which cost time; if that is not enough, all regions with wide
-    chains do; at last what those chains make is recomputed tile by tile instead of saved. This is
-    an estimate: a step that would just have fitted whole may run in tiles. Where logits just fit,
-    the whole graph is taken only if it is fast: with less memory the step might run in tiles, and a
-    smaller budget must not be faster. Where each try is compiled and timed, it is taken all the
-    same.
+    Without tiles the loss head's logits and their gradient exist at the same time, and may exceed
+    the budget together with parameters, gradients and optimizer state. Then are tried:
+
+    * ``needed``: only regions that break the budget by themselves run in tiles, since tiles cost
+      time;
+    * ``in_all``: all regions with wide chains run in tiles;
+    * ``everywhere``: these chains are recomputed tile by tile as well, instead of saved.
+
+    Sizes are estimates: a step that would just have fitted whole may run in tiles. Where logits
+    just fit, the whole graph is taken only if it is fast: with less memory the step might run in
+    tiles, and a smaller budget must not be faster. Where each try is compiled and timed, it is
+    taken all the same.
     """
     whole, everywhere = Tiles(1), Tiles(TOKEN_TILES)
     widest, second = sizes.products_bytes
@@ -242,18 +252,18 @@ def order_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tupl
     first = head if widest >= max(HEAD_BYTES, HEAD_FACTOR * second) else whole
     if budget_bytes is None:
         return (first, whole, everywhere) if first is head else (whole, everywhere)
-    room = int(budget_bytes * (1 - REST)) - sizes.constant_bytes
+    room = int(budget_bytes * (1 - LAYERS_SHARE)) - sizes.constant_bytes
     if room <= 0:
         return everywhere, whole
     compiles = config.costs != "roofline"
-    more = COMPILING if compiles else 1.0
-    needed = Tiles(HEAD_TILES, room, room, FAST * more)
-    in_all = Tiles(TOKEN_TILES, 0, room, FAST_IN_ALL * more)
+    patience = COMPILING if compiles else 1.0
+    needed = Tiles(HEAD_TILES, room, room, FAST * patience)
+    in_all = Tiles(TOKEN_TILES, 0, room, FAST_IN_ALL * patience)
     if 2 * widest > room:
         return needed, in_all, everywhere, whole
     if first is whole and compiles:
         return whole, everywhere
-    if first is whole and 2 * widest <= SMALL * room:
+    if first is whole and 2 * widest <= SMALL_LOGITS * room:
         return whole._replace(max_over_compute=FAST_IN_ALL), in_all, everywhere
-    order = (first._replace(max_over_compute=FAST * more), needed, in_all, everywhere)
+    order = (first._replace(max_over_compute=FAST * patience), needed, in_all, everywhere)
     return (*order, whole) if first is head else order

@@ -1,8 +1,8 @@
-"""What the user holds of forwards' results: assumed before the first step, watched in every step.
+"""Counts the forward's results that the user holds: assumed before the first step, then watched.
 
-A graph does not know what becomes of its results. Under a budget they count as held to the end of
-the step, and those of the step before until they are replaced (``out = model(x)`` in a loop). What
-is held longer is seen before the next forward.
+A graph does not show what becomes of its results. Under a budget they count as held to the end of
+the step, and those of the step before until they are replaced (``out = model(x)`` in a loop). A
+result that is held longer is noticed before the next forward.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ gradient, and that gradient with zeros for the last token."""
 
 
 def result_storages(problem: Problem, results: Sequence[str | None]) -> dict[int, str]:
-    """Position of a result -> the value whose ordinary memory it keeps alive.
+    """Returns, by position of a result, the value whose ordinary memory it keeps alive.
 
     Views, and results that share one storage, lead to the same value.
     """
@@ -44,7 +44,7 @@ def result_storages(problem: Problem, results: Sequence[str | None]) -> dict[int
 
 
 def held_bytes(problem: Problem, results: Sequence[str | None]) -> int:
-    """Bytes of the large results: each storage once."""
+    """Returns the bytes of the large results, each storage once."""
     sizes = {
         value: output.size_bytes
         for call in problem.calls
@@ -58,75 +58,80 @@ def held_bytes(problem: Problem, results: Sequence[str | None]) -> int:
 def assume_held(
     problem: Problem, results: Sequence[str | None], backward: fx.Graph, config: MemoConfig
 ) -> Problem:
-    """``problem`` with what ``config`` says of the user's results, or what caution asks for."""
+    """Returns ``problem`` with the results that ``config`` says are held.
+
+    With ``outputs="auto"`` and a budget, all large ones count as held.
+    """
     cautious = config.outputs == "auto" and config.memory_budget is not None
     if not cautious and config.outputs != "held":
         return problem
-    held, others = held_bytes(problem, results), config.microbatches - 1
+    held, num_others = held_bytes(problem, results), config.microbatches - 1
     fixed = problem.fixed
+    inputs = fixed.inputs * config.microbatches
     return replace(
         problem,
-        fixed=replace(fixed, inputs=fixed.inputs * (others + 1), earlier_outputs=held * others),
+        fixed=replace(fixed, inputs=inputs, earlier_outputs=held * num_others),
         keeps_outputs=held > 0,
-        rebound_bytes=0 if others else held,
-        loss_bytes=_loss_bytes(own_gradients(backward), config),
+        rebound_bytes=0 if num_others else held,
+        loss_bytes=_loss_bytes(result_gradients(backward), config),
     )
 
 
 def _loss_bytes(gradients: Sequence[Any], config: MemoConfig) -> int:
-    """Bytes that a loss outside holds; 0 where a result is a number, which is the loss."""
-    is_inside = _have_number(gradients) and not config.outside_loss
+    """Returns the bytes that a loss outside holds; 0 where a result of the graph is the loss."""
+    is_inside = _has_loss(gradients) and not config.outside_loss
     return 0 if is_inside else outside_loss_bytes(gradients)
 
 
-def _have_number(gradients: Sequence[Any]) -> bool:
+def _has_loss(gradients: Sequence[Any]) -> bool:
+    """True where a result is one number: that is taken for the loss."""
     return any(isinstance(value, torch.Tensor) and value.numel() == 1 for value in gradients)
 
 
 def outside_loss_bytes(gradients: Sequence[Any]) -> int:
-    """Bytes of a loss that is computed outside, from the results with these gradients."""
-    found = 0
+    """Returns the bytes of a loss outside that is computed from results with ``gradients``."""
+    num_bytes = 0
     for tensor in gradients:
         if _is_large(tensor):
             casts = tensor.element_size() < torch.float32.itemsize
-            found += tensor.numel() * torch.float32.itemsize * (LOSS_TENSORS + casts)
-    return found
+            num_bytes += tensor.numel() * torch.float32.itemsize * (LOSS_TENSORS + casts)
+    return num_bytes
 
 
 def _is_large(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.nbytes > LARGE_RESULT_BYTES
 
 
-def own_gradients(backward: fx.Graph) -> list[Any]:
-    """The fake gradients, one for each of the forward's results, that a backward is given."""
+def result_gradients(backward: fx.Graph) -> list[Any]:
+    """Returns the fake gradients of the forward's results that a backward is given."""
     return [node.meta["val"] for node in backward.find_nodes(op="placeholder") if is_tangent(node)]
 
 
 @dataclass(slots=True)
 class LossWatch:
-    """Sees a second loss that is computed outside, from large results, though the graph has one.
+    """Notices a second loss outside of a graph that returns a loss.
 
     Examples are distillation and a z-loss on returned logits. The gradient of a large result is
-    then not zero, which it is where nothing was computed from the result.
+    zero unless something outside was computed from it.
     """
 
     positions: tuple[int, ...]
-    """Where the gradients of large results stand among what the backward is given; empty where the
+    """Positions of the large results' gradients among the backward's arguments; empty where the
     graph returns no loss."""
     _seen: torch.Tensor | None = None
 
     @staticmethod
     def of(backward: fx.Graph) -> "LossWatch":
-        """Follows what ``backward`` is given."""
-        if not _have_number(own_gradients(backward)):
+        """Returns a watch of the arguments of ``backward``."""
+        if not _has_loss(result_gradients(backward)):
             return LossWatch(())
-        given = enumerate(backward.find_nodes(op="placeholder"))
+        nodes = enumerate(backward.find_nodes(op="placeholder"))
         return LossWatch(
-            tuple(at for at, node in given if is_tangent(node) and _is_large(node.meta["val"]))
+            tuple(at for at, node in nodes if is_tangent(node) and _is_large(node.meta["val"]))
         )
 
     def look(self, args: Sequence[Any]) -> None:
-        """A backward begins. What is seen is read later, so that nothing waits for a GPU."""
+        """Looks at a backward's arguments. ``is_seen`` is read later: nothing waits for a GPU."""
         for gradient in (args[position] for position in self.positions):
             if self._seen is None:
                 pins = gradient.is_cuda
@@ -135,13 +140,16 @@ class LossWatch:
                 before = self._seen.to(gradient.device, non_blocking=True)
                 self._seen.copy_(_is_nonzero(gradient) | before, non_blocking=True)
 
-    def found(self) -> bool:
-        """True once such a loss was seen."""
+    def is_seen(self) -> bool:
+        """True once such a loss was noticed."""
         return self._seen is not None and bool(self._seen)
 
 
 def _is_nonzero(tensor: torch.Tensor) -> torch.Tensor:
-    """(): is any number not 0 (NaN is not)? ``any`` would take a byte for each of them."""
+    """Returns a truth value, shape (): is any number not 0 (NaN is not).
+
+    ``any`` would take a byte for each number.
+    """
     if tensor.element_size() == 1:  # no norm of float8
         return tensor.any()
     return torch.linalg.vector_norm(tensor, ord=torch.inf) != 0
@@ -153,20 +161,26 @@ Held = list[tuple[Any, int]]
 
 @dataclass(slots=True)
 class ResultWatch:
-    """Follows the large results of one graph's forwards. It keeps none of them alive."""
+    """Follows the large results of one graph's forwards; keeps none of them alive.
+
+    Its methods are called in this order: ``begin``, ``returned``, ``turn``, ``end``.
+    """
 
     _last: Held = field(default_factory=list)
     """Results of the forwards since ``begin``."""
     _earlier: Held = field(default_factory=list)
+    """Results of the steps before that."""
     _at_entry_bytes: int = 0
-    """Bytes of results of earlier steps that were alive when the last forward began."""
+    """Bytes of ``_earlier`` when the last forward began."""
     _replaced_bytes: int = 0
     """How many of those bytes were freed before that step's backward."""
 
     def begin(self) -> tuple[int, int]:
-        """A forward begins, no other is live: bytes of earlier results held, and how many last.
+        """Before a forward, while no other is live: returns two numbers of bytes.
 
-        Results last that this forward's do not replace; until a replacement was seen, all do.
+        The first counts earlier results that are held, the second those that will last: all but as
+        many as the last step's results replaced (``out = model(x)`` in a loop frees the old ``out``
+        when the forward returns).
         """
         self._earlier = [*_alive(self._earlier), *_alive(self._last)]
         self._last = []
@@ -174,20 +188,20 @@ class ResultWatch:
         return held, max(0, held - self._replaced_bytes)
 
     def returned(self, results: Sequence[Any]) -> None:
-        """The forward has ended."""
+        """After a forward: follows its large results."""
         self._last += _large(results)
 
     def turn(self, counted: Sequence[Any]) -> int:
-        """A backward begins: bytes of results in memory, but of those that count elsewhere."""
+        """Before a backward: returns the bytes of results that are held and not in ``counted``."""
         self._earlier = _alive(self._earlier)
         earlier = _sum(self._earlier)
         self._replaced_bytes = self._at_entry_bytes - earlier
         elsewhere = {storage.cdata for storage, _ in _large(counted)}
-        own = [found for found in _alive(self._last) if found[0].cdata not in elsewhere]
-        return earlier + _sum(own)
+        last = [held for held in _alive(self._last) if held[0].cdata not in elsewhere]
+        return earlier + _sum(last)
 
     def end(self) -> int:
-        """A backward has ended: bytes of results that are held now, also of others that wait."""
+        """After a backward: returns the bytes of results that are held, of waiting steps too."""
         self._last = _alive(self._last)
         return _sum(self._last)
 
