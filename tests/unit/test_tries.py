@@ -188,7 +188,7 @@ def test_where_logits_alone_break_the_budget_only_what_does_so_runs_in_tiles(ope
     gm, facts = with_logits(tokens=4096, hidden=16, vocabulary=1024, operator=operator)
     logits, least = 4096 * 1024 * 4, facts.constant_bytes(0)
     room = int(1.5 * logits)
-    budget = int((least + room) / (1 - tile_order.REST)) + 1
+    budget = int((least + room) / (1 - tile_order.LAYERS_SHARE)) + 1
     config = MemoConfig(memory_budget=budget, optimizer_state_bytes_per_parameter=0)
     first, *others = tries.tile_order(gm, facts, config, None)
     assert first.number == tile_order.HEAD_TILES
@@ -349,7 +349,7 @@ def test_very_wide_logits_run_in_the_same_tiles_whether_they_fit_or_not(monkeypa
 def test_where_logits_just_fit_the_whole_is_taken_only_if_it_is_fast(costs):
     gm, facts = with_logits(tokens=4096, hidden=16, vocabulary=1024)
     room = int(2.5 * 4096 * 1024 * 4)
-    budget = int((facts.constant_bytes(0) + room) / (1 - tile_order.REST)) + 1
+    budget = int((facts.constant_bytes(0) + room) / (1 - tile_order.LAYERS_SHARE)) + 1
     config = MemoConfig(memory_budget=budget, costs=costs, optimizer_state_bytes_per_parameter=0)
     first, *others = tries.tile_order(gm, facts, config, None)
     if costs == "measured":
