@@ -13,18 +13,18 @@ def test_only_gradients_that_are_not_zero_are_a_loss(dtype):
     zeros = torch.zeros(6, 7).to(dtype)
     watch = LossWatch((1,))
     watch.look([torch.ones(3), zeros])
-    assert not watch.found()
+    assert not watch.is_seen()
     some = torch.zeros(6, 7)
     some[5, 6] = 1.0
     watch.look([zeros, some.to(dtype)])
     watch.look([zeros, zeros])
-    assert watch.found()
+    assert watch.is_seen()
 
 
 def test_no_number_is_a_loss_too():
     watch = LossWatch((0,))
     watch.look([torch.full((2,), torch.nan)])
-    assert watch.found()
+    assert watch.is_seen()
 
 
 def test_the_default_device_does_not_matter():
@@ -32,4 +32,4 @@ def test_the_default_device_does_not_matter():
     gradient = torch.ones(3)
     with torch.device("meta"):
         watch.look([gradient])
-    assert watch.found()
+    assert watch.is_seen()
