@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from memo_compile.driver.agreement import StepCollective, GroupOrder, JobRank, RankStep
+from memo_compile.driver.agreement import GroupOrder, JobRank, RankStep, StepCollective
 from memo_compile.errors import RanksDisagree, RankSteppedAside, UnsupportedGraph
 from memo_compile.torch_private.distributed import JobStore
 
