@@ -1,15 +1,14 @@
-"""A graph of changing sizes goes through AOTAutograd once, with its sizes as symbols.
+"""Takes a graph of changing sizes through AOTAutograd once, with its sizes as symbols.
 
-AOTAutograd's trace of forward and backward takes most of the time of a compilation. So it is made
-once, with a shape environment of its own: the joint graph is kept, and what AOTAutograd makes to
-run around the two halves serves all sizes for which its assumptions hold. What it is given as
-halves is hollow: inputs and results, nothing between. For a concrete length the joint graph with
-numbers in place of its symbols takes the way of a captured step (``capture``), and when the graph
-runs, its sizes say which step it is. Where two lengths were cut alike, later ones of their size,
-and of sizes between, are not cut out of the joint graph again: the cut of the first is taken with
-other numbers (``cut_template``).
+AOTAutograd's trace of forward and backward takes most of a compilation's time. So it is made once,
+with a shape environment of its own. The joint graph is kept. AOTAutograd gets *hollow* halves, with
+inputs and results and nothing between, and what it makes to run around them serves all sizes for
+which its assumptions hold. For a concrete length the joint graph with numbers in place of symbols
+goes on as a captured step (``capture``). When the graph runs, its sizes select the step.
 
-Where torch cannot trace with symbols, or takes one for a constant, each length is traced by itself.
+Where two lengths were cut alike, later ones of their size, and of sizes between, are not cut out of
+the joint graph again: they get the first's cut with other numbers (``cut_template``). Where torch
+cannot trace with symbols, or takes one for a constant, each length is traced by itself.
 """
 
 import functools
@@ -52,18 +51,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("memo")
 
 MAX_TRACES = 3
-"""A graph is traced so often with symbols: each trace has assumptions of its own."""
+"""Most traces of a graph with symbols: each has assumptions of its own."""
 
 MAX_CUTS = 8
-"""So many ways to cut a graph are remembered; the oldest goes."""
+"""Most ways to cut a graph that are kept; the oldest goes."""
 
 LENGTHS = "memo_lengths"
-"""Key of a Dynamo graph's ``meta``, where it has numbers in place of symbols: an ``AtLength``."""
+"""Key of an ``AtLength`` in the ``meta`` of a Dynamo graph with numbers in place of symbols."""
 
 
 @dataclass(eq=False, kw_only=True)
 class AllLengths:
-    """A Dynamo graph with symbols, and what AOTAutograd made of it."""
+    """A Dynamo graph with symbols, and its traces."""
 
     gm: fx.GraphModule
     positions: tuple[int, ...]
@@ -75,9 +74,9 @@ class AllLengths:
     def compiled(
         self, capture: "StepCapture", numbers: tuple[int, ...], inputs: Sequence[Any]
     ) -> Callable[..., Any] | None:
-        """What runs the graph for ``numbers``, its step captured by ``capture``.
+        """Returns what runs the graph for ``numbers``, its step captured by ``capture``.
 
-        It is called with ``inputs``, those that are no sizes. None: no trace serves these numbers.
+        It takes the graph's ``inputs`` without the sizes. None: no trace serves these numbers.
         """
         if any(n < SMALLEST for n in numbers):
             return None
@@ -128,7 +127,7 @@ class AtLength:
 
 @dataclass(eq=False, kw_only=True)
 class _Step:
-    """The step of one length."""
+    """The compiled step of one length."""
 
     num_results: int
     forward: Callable[[list[Any]], Any]
@@ -138,23 +137,23 @@ class _Step:
 
 
 def _size_class(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of a class differ by less than a factor of two."""
+    """Returns the class of ``numbers``: those of a class differ by less than a factor of two."""
     return tuple(number.bit_length() for number in numbers)
 
 
 @dataclass(eq=False, kw_only=True)
 class KnownCut:
-    """A step that was cut out of a joint graph at some sizes, and is the same at others.
+    """A step that was cut out of a joint graph at some sizes, and may serve others.
 
-    That other sizes were cut alike says two things: it is not what is equal at some sizes only, and
-    what was decided by bytes was decided alike there, and so between.
+    It serves sizes between two that were cut alike: then no number is right by chance at one size
+    only, and decisions by bytes were equal at both, and so between.
     """
 
     config: MemoConfig
     cut: CutStep
     halves: tuple[CutTemplate, CutTemplate]
     classes: set[tuple[int, ...]]
-    """Size classes in which a length went all the way, and was what this says of it."""
+    """Size classes in which a length was cut out of the joint graph, with an equal result."""
     is_compared: bool = False
     """True once that was another length than its own."""
 
@@ -162,7 +161,7 @@ class KnownCut:
     def of(
         cls, cut: CutStep, config: MemoConfig, joint: SymbolicJoint, numbers: tuple[int, ...]
     ) -> "KnownCut":
-        """Raises UnsupportedGraph: the cut is more than calls of regions."""
+        """Returns ``cut``, made at ``numbers``. Raises UnsupportedGraph: it has more than calls."""
 
         def template(half: Cut) -> CutTemplate:
             return CutTemplate(cut=half, symbols=joint.symbols, fakes=joint.fakes, numbers=numbers)
@@ -172,26 +171,26 @@ class KnownCut:
 
     def serves(self, numbers: tuple[int, ...]) -> bool:
         """True for sizes between those that were cut alike."""
-        own = _size_class(numbers)
+        size_class = _size_class(numbers)
 
         def is_ordered(smaller: tuple[int, ...], larger: tuple[int, ...]) -> bool:
             return all(n <= m for n, m in zip(smaller, larger, strict=True))
 
         return (
             self.is_compared
-            and any(is_ordered(known, own) for known in self.classes)
-            and any(is_ordered(own, known) for known in self.classes)
+            and any(is_ordered(other, size_class) for other in self.classes)
+            and any(is_ordered(size_class, other) for other in self.classes)
         )
 
     def at(self, numbers: tuple[int, ...]) -> CutStep:
-        """The step at ``numbers``."""
+        """Returns the step at ``numbers``."""
         forward, backward = (half.at(numbers) for half in self.halves)
         return replace(self.cut, forward=forward, backward=backward)
 
     def compare(self, cut: CutStep, numbers: tuple[int, ...]) -> bool:
-        """True where ``cut``, at ``numbers``, is what this is there; then this serves them."""
-        made = self.at(numbers)
-        if not (is_same(made.forward, cut.forward) and is_same(made.backward, cut.backward)):
+        """True where ``cut``, made at ``numbers``, equals this one there; then this serves them."""
+        same = self.at(numbers)
+        if not (is_same(same.forward, cut.forward) and is_same(same.backward, cut.backward)):
             return False
         self.classes.add(_size_class(numbers))
         self.is_compared = True
@@ -199,7 +198,7 @@ class KnownCut:
 
 
 class _Traced:
-    """What AOTAutograd made of a graph, and the captured step of each length that has one."""
+    """One trace of a graph with symbols, and the captured step of each length."""
 
     def __init__(
         self,
@@ -209,26 +208,26 @@ class _Traced:
         numbers: tuple[int, ...],
         inputs: Sequence[Any],
     ) -> None:
-        """Raises Exception: torch's own; UnsupportedGraph: the trace would serve no other sizes."""
+        """Traces ``gm``. Raises torch's errors; UnsupportedGraph: it would serve no other sizes."""
         self._positions, self._capture, self._numbers = positions, capture, numbers
         self.needless_masks = capture.needless_masks
-        """A window is as wide as some lengths, which then need no mask."""
+        """Differ between lengths: one within an attention window needs no mask."""
         self.symbols, self._known = _symbols_of(gm, positions, numbers)
         self._layouts: dict[int, tuple[list[Any], list[Any], Any]] = {}
-        """Sizes, strides and beginning of the inputs in which there are symbols."""
+        """Input -> its sizes, strides and storage offset, where there are symbols in them."""
         self._steps: weakref.WeakValueDictionary[tuple[int, ...], _Step] = (
             weakref.WeakValueDictionary()
         )
         self._joint: SymbolicJoint | None = None
         self._kept: list[str] = []
-        """What autograd keeps beside the handle, by names in the joint graph."""
+        """Tensors that autograd keeps beside the handle, by names in the joint graph."""
         self._settings: dict[str, Any] = {}
         self._static: tuple[int, ...] = ()
         self._written: list[int] = []
-        """Inputs that are no sizes and that it writes into, by their positions among those."""
+        """Inputs that the graph writes into, by position among those that are no sizes."""
         self._metadata: Any = None
         self._chosen: dict[tuple[int, ...], Chosen] = {}
-        """What torch's partitioner saves, by size class."""
+        """Size class -> what torch's partitioner saves."""
         self._cuts: list[KnownCut] = []
         self._halves_at_first: tuple[fx.GraphModule, fx.GraphModule] | None = None
         fakes = self._fakes(gm, inputs)
@@ -249,17 +248,16 @@ class _Traced:
             raise UnsupportedGraph("its inputs do not lie as Dynamo says, or share memory")
 
     def _fakes(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """An input for each placeholder, with symbols in the sizes that vary."""
+        """Returns an input for each placeholder, with symbols in the sizes that vary."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [node.meta["example_value"] for node in placeholders]
-        rest = iter(inputs)
-        values = []
-        for at, example in enumerate(examples):
-            if at in self._positions:
-                values.append(self.symbols.values[self._positions.index(at)])
-                continue
-            values.append(self._fake(at, example, next(rest)))
-        return values
+        remaining = iter(inputs)
+        return [
+            self.symbols.values[self._positions.index(at)]
+            if at in self._positions
+            else self._fake(at, example, next(remaining))
+            for at, example in enumerate(examples)
+        ]
 
     def _fake(self, at: int, example: Any, given: Any) -> Any:
         if not isinstance(given, torch.Tensor):
@@ -290,44 +288,44 @@ class _Traced:
             return make().requires_grad_(given.requires_grad) if given.is_leaf else not_a_leaf(make)
 
     def _position(self, at: int) -> int:
-        """Of an input among those that are no sizes."""
+        """Returns the position of input ``at`` among those that are no sizes."""
         return at - sum(position < at for position in self._positions)
 
     def takes(self, inputs: Sequence[Any], numbers: tuple[int, ...]) -> bool:
-        """True where the inputs lie as the trace says of ``numbers``."""
+        """True where the inputs have the layouts of the trace at ``numbers``."""
         number = self.symbols.at(numbers)
         for at, (size, stride, start) in self._layouts.items():
             value = inputs[self._position(at)]
-            own = ([*value.shape], [*value.stride()], value.storage_offset())
-            if own != ([*map(number, size)], [*map(number, stride)], number(start)):
+            layout = ([*value.shape], [*value.stride()], value.storage_offset())
+            if layout != ([*map(number, size)], [*map(number, stride)], number(start)):
                 return False
         return not shared_memory(inputs, self._written)
 
     def compiled(
         self, capture: "StepCapture", numbers: tuple[int, ...]
     ) -> Callable[..., Any] | None:
-        """What runs the graph for ``numbers``; None where autograd would have to keep others."""
+        """Returns what runs the graph for ``numbers``; None: autograd would keep other tensors."""
         metadata = metadata_of_inputs(self._metadata, self._positions)
         note_metadata(metadata)
         assert self._joint is not None, "it was traced"
         with self._joint.fakes.tracing(metadata):
-            step = self._like_before(capture, numbers) or self._whole(capture, numbers)
+            step = self._from_known_cut(capture, numbers) or self._cut_anew(capture, numbers)
         if step is None:
             return None
 
         def run(*args: Any) -> Any:
             self._steps[numbers] = step  # another may have been compiled for them
-            given = list(args)
+            all_args = list(args)
             for at, number in zip(self._positions, numbers, strict=True):
-                given.insert(at, number)
-            return self._run(*given)
+                all_args.insert(at, number)
+            return self._run(*all_args)
 
         return run
 
-    def _whole(self, capture: "StepCapture", numbers: tuple[int, ...]) -> "_Step | None":
-        """The step for ``numbers``, cut out of the joint graph."""
-        found, self._halves_at_first = self._halves_at_first, None
-        forward, backward = found or self._halves(capture, numbers)
+    def _cut_anew(self, capture: "StepCapture", numbers: tuple[int, ...]) -> "_Step | None":
+        """Cuts the step for ``numbers`` out of the joint graph."""
+        first, self._halves_at_first = self._halves_at_first, None
+        forward, backward = first or self._halves(capture, numbers)
         if _kept(forward, capture.num_results) != self._kept:
             return None
         static = tuple(map(self._position, self._static))
@@ -346,42 +344,40 @@ class _Traced:
             self._learn(capture.config, capture.assembly.lowered.cut, numbers)
         return step
 
-    def _like_before(self, capture: "StepCapture", numbers: tuple[int, ...]) -> "_Step | None":
-        """The step for ``numbers``, as others were cut; None: there is none like it."""
+    def _from_known_cut(self, capture: "StepCapture", numbers: tuple[int, ...]) -> "_Step | None":
+        """Returns the step for ``numbers`` by a cut of other sizes; None: no cut serves them."""
         cuts = [known for known in self._cuts if known.config == capture.config]
-        own = [known for known in cuts if _size_class(numbers) in known.classes]
-        for known in own or cuts:
-            if known.serves(numbers):
-                try:
-                    cut = known.at(numbers)
-                except Exception as error:  # it goes all the way
-                    log.info("memo: sizes %s are cut anew: %s", numbers, described(error))
-                    continue
-                num_results = self._settings["num_fwd_outputs"]
-                try:
-                    forward, backward = capture.cut_before(
-                        cut,
-                        num_results,
-                        cut.facts.static_names,
-                        ties_inputs=cut.facts.ties_inputs,
-                    )
-                except Infeasible:  # what is saved depends on sizes; all the way it may fit
-                    continue
-                return _Step(
-                    num_results=num_results, forward=forward, backward=backward, capture=capture
-                )
+        same_class = [known for known in cuts if _size_class(numbers) in known.classes]
+        num_results = self._settings["num_fwd_outputs"]
+        for known in same_class or cuts:
+            if not known.serves(numbers):
+                continue
+            try:
+                cut = known.at(numbers)
+            except Exception as error:  # then it is cut anew
+                log.info("memo: sizes %s are cut anew: %s", numbers, described(error))
+                continue
+            names, ties_inputs = cut.facts.static_names, cut.facts.ties_inputs
+            try:
+                halves = capture.cut_before(cut, num_results, names, ties_inputs=ties_inputs)
+            except Infeasible:  # what is saved depends on sizes: cut anew it may fit
+                continue
+            forward, backward = halves
+            return _Step(
+                num_results=num_results, forward=forward, backward=backward, capture=capture
+            )
         return None
 
     def _learn(self, config: MemoConfig, cut: CutStep, numbers: tuple[int, ...]) -> None:
-        """A step went all the way: others like it need not."""
+        """Keeps a cut of the joint graph, so that other sizes need not be cut anew."""
         assert self._joint is not None, "it was traced"
         try:
             for known in self._cuts:
                 if known.config == config and known.compare(cut, numbers):
                     return
-            made = KnownCut.of(cut, config, self._joint, numbers)
-            self._cuts[:] = [*self._cuts, made][-MAX_CUTS:]
-        except Exception as error:  # then every length goes all the way
+            new_cut = KnownCut.of(cut, config, self._joint, numbers)
+            self._cuts[:] = [*self._cuts, new_cut][-MAX_CUTS:]
+        except Exception as error:  # then every length is cut anew
             log.info("memo: each length is cut anew: %s", described(error))
 
     def _halves(
@@ -389,13 +385,13 @@ class _Traced:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint = self._joint
         assert joint is not None, "it was traced"
-        given = dict(zip((node.name for node in joint.sizes), numbers, strict=True))
+        by_name = dict(zip((node.name for node in joint.sizes), numbers, strict=True))
         gm = capture.runner.derive(
             "numbers",
             joint.gm,
-            lambda: joint.at(given, numbers),
+            lambda: joint.at(by_name, numbers),
             stage="joint",
-            graphs=lambda made: {"joint": made},
+            graphs=lambda graph: {"joint": graph},
         )
         capture.chosen = self._chosen.setdefault(_size_class(numbers), {})
         return capture.partition(gm, joint.inputs_of(gm), **self._settings)
@@ -403,11 +399,11 @@ class _Traced:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **settings: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Hollow halves, of what the first length's autograd keeps."""
+        """Returns hollow halves, with the tensors that autograd keeps at the first length."""
         self._settings = {"num_fwd_outputs": num_fwd_outputs, **settings}
-        known = settings.get("static_lifetime_input_indices")
-        if known is not None:
-            positions = [self._position(at) for at in known if at not in self._positions]
+        static = settings.get("static_lifetime_input_indices")
+        if static is not None:
+            positions = [self._position(at) for at in static if at not in self._positions]
             self._settings["static_lifetime_input_indices"] = positions
         self._joint = SymbolicJoint(
             gm=fx_graphs.copied(joint), symbols=self.symbols, num_fwd_outputs=num_fwd_outputs
@@ -437,10 +433,10 @@ class _Traced:
 
     def _forward(self, args: list[Any]) -> list[Any]:
         numbers = tuple(int(args[at]) for at in self._positions)
-        rest = [value for at, value in enumerate(args) if at not in self._positions]
+        inputs = [value for at, value in enumerate(args) if at not in self._positions]
         args.clear()
         step = self._steps[numbers]
-        results = list(step.forward(rest))
+        results = list(step.forward(inputs))
         lease = leases.find(results[step.num_results + len(self._kept)])
         if lease is not None:
             lease.owner = step
@@ -448,16 +444,16 @@ class _Traced:
 
     def _backward(self, args: list[Any]) -> list[Any]:
         first = len(self._positions)
-        numbers, rest = tuple(map(int, args[:first])), args[first:]
+        numbers, inputs = tuple(map(int, args[:first])), args[first:]
         args.clear()
-        lease = leases.find(rest[len(self._kept)])
+        lease = leases.find(inputs[len(self._kept)])
         step = self._steps.get(numbers) if lease is None else lease.owner
         del lease
         if step is None:
             raise RuntimeMisuse(
                 f"the plan for sizes {numbers} is gone, and its step has ended; raise max_plans"
             )
-        results = list(step.backward(rest))
+        results = list(step.backward(inputs))
         for at in self._positions:
             results.insert(at, None)
         return results
@@ -466,7 +462,7 @@ class _Traced:
 def _symbols_of(
     gm: fx.GraphModule, positions: Sequence[int], numbers: Sequence[int]
 ) -> tuple[SizeSymbols, dict[Any, int]]:
-    """The sizes among a Dynamo graph's inputs, and where each of its symbols is among those.
+    """Returns the sizes among a Dynamo graph's inputs, and the position of each symbol among them.
 
     Raises UnsupportedGraph: an input is a number that is no size, or no function of sizes.
     """
@@ -474,13 +470,13 @@ def _symbols_of(
     sizes = [examples[at] for at in positions]
     if not all(isinstance(size, torch.SymInt) for size in sizes):
         raise UnsupportedGraph("a number among its inputs is no size")
-    said = [expression_of(size) for size in sizes]
-    known: dict[Any, int] = {}
-    for number, expression in enumerate(said):
+    expressions = [expression_of(size) for size in sizes]
+    positions_of: dict[Any, int] = {}
+    for position, expression in enumerate(expressions):
         if expression.is_Symbol:
-            known.setdefault(expression, number)
+            positions_of.setdefault(expression, position)
     try:
-        return SizeSymbols(numbers, said), known
+        return SizeSymbols(numbers, expressions), positions_of
     except KeyError:
         raise UnsupportedGraph("a size among its inputs depends on what is no input") from None
 
@@ -498,7 +494,7 @@ def _examples(half: fx.GraphModule) -> list[Any]:
 
 
 def _kept(forward: fx.GraphModule, num_results: int) -> list[str]:
-    """Names of what autograd keeps of a forward, up to the handle.
+    """Returns the names of the tensors that autograd keeps of a forward, up to the handle.
 
     Raises UnsupportedGraph: it keeps more than tensors that it checks for writes.
     """
@@ -513,7 +509,7 @@ def _kept(forward: fx.GraphModule, num_results: int) -> list[str]:
 def _hollow(
     joint: SymbolicJoint, forward: fx.GraphModule, kept: Sequence[str]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward of ``joint`` as AOTAutograd wants them, without what is between.
+    """Returns forward and backward of ``joint`` with inputs and results and nothing between.
 
     Rewrite:
         joint: (n, x, w, t) -> loss, None, None, grad_w
@@ -559,9 +555,9 @@ def _hollow_value() -> Any:
 
 
 def shared_memory(inputs: Sequence[Any], written: Collection[int]) -> tuple[str, ...]:
-    """How inputs lie in memory that several of them share and into which the graph writes.
+    """Describes how inputs share memory that the graph writes; empty: they do not.
 
-    AOTAutograd compiles for that, and leaves it to Dynamo's guards to see another way.
+    AOTAutograd compiles for exactly that, and relies on Dynamo's guards to notice another way.
     """
     if not written:
         return ()
@@ -574,7 +570,7 @@ def shared_memory(inputs: Sequence[Any], written: Collection[int]) -> tuple[str,
 
 
 def _place(value: torch.Tensor) -> str:
-    """Where ``value`` lies, and of what it is a view."""
+    """Describes where ``value`` lies in its storage, and what it is a view of."""
     base = value if value._base is None else value._base
     num_bytes = value.untyped_storage().nbytes()
     return f"at {value.storage_offset()} of {num_bytes} B, {tuple(base.shape)} by {base.stride()}"

@@ -1,8 +1,8 @@
-"""Between AOTAutograd and the stages: memo's partitioner and inner compiler, for one graph.
+"""Captures a training step between AOTAutograd and memo's stages: partitioner and inner compiler.
 
 ``compile_fx`` calls the partitioner with the joint graph, then the inner compiler with the forward
-and with the backward. Only when both halves are known is there a step: it goes to ``finish``, the
-stages of whoever captures.
+and with the backward. When both halves are there, the step goes to ``finish``, the stages of the
+caller.
 """
 
 import contextlib
@@ -91,12 +91,12 @@ _graph_numbers = itertools.count()
 
 
 def next_graph_name() -> str:
-    """What the next graph that is captured is called: ``graph0``, ``graph1``, ..."""
+    """Returns the name of the next captured graph: ``graph0``, ``graph1``, ..."""
     return f"graph{next(_graph_numbers)}"
 
 
 Finish = Callable[[CapturedStep | CutStep], Assembly | None]
-"""The stages that a step goes through; None where it is not going to run."""
+"""Takes a step through the stages; returns None where it is not going to run."""
 
 
 @dataclass(eq=False)
@@ -108,21 +108,21 @@ class StepCapture:
     name: str
     finish: Finish
     is_run: bool = True
-    """False where nothing that is captured will run, and so nothing is compiled for it."""
+    """False for a plan only: nothing is compiled then."""
     assembly: Assembly | None = None
-    """What runs the step, once ``finish`` has made it."""
+    """Runs the step, once ``finish`` has made it."""
     steps: Piece | None = None
     """The steps of ``assembly``, by themselves, in a group, or with those of other graphs."""
     needless_masks: Mapping[str, Allowed] = field(default_factory=dict)
-    """What masks of positions say, by the names of the calls of attention that read them."""
+    """Name of an attention call -> what its mask, made of positions alone, allows."""
     chosen: Chosen | None = None
-    """What is saved of graphs with these nodes' names."""
+    """Names of nodes that were saved at other sizes, to save the same again."""
     _finished: bool = False
     """True once both halves were captured and ``finish`` has returned."""
     _units: JointUnits | None = None
     """None before the partitioner has seen a step that trains."""
-    _num_results: int = 0
-    """How many results the forward has; behind them it returns what autograd keeps."""
+    num_results: int = 0
+    """How many results the forward has; after them it returns the tensors that autograd saves."""
     _own_results: tuple[int, ...] = ()
     _droppable: tuple[int, ...] = ()
     numbers: dict[int, float] = field(default_factory=dict)
@@ -136,22 +136,20 @@ class StepCapture:
     """As of ``purity.ties_inputs``."""
     _forward: fx.GraphModule | None = None
     _joint: tuple[fx.GraphModule, Any, dict[str, Any]] | None = None
-    """What the partitioner was given, where nothing is going to run."""
+    """The partitioner's arguments, where nothing is going to run."""
     _memory: CaptureMemory | None = None
-    """What may be remembered; None: nothing."""
+    """Keeps the capture for later processes; None: it cannot be kept."""
     _notes: list[str] = field(default_factory=list)
-    """What the report said in the partitioner."""
+    """Notes of the report that the partitioner made."""
     _is_asked: bool = False
-    """torch has asked for a partition or for code."""
+    """True once torch has asked for a partition or for code."""
 
     def __post_init__(self) -> None:
         dump = Path(self.config.dump) / self.name if self.config.dump else None
         self.runner = PassRunner(dump, selection(self.config.passes))
 
     def run(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """``gm``, which stays as it is, through AOTAutograd, which asks for its halves.
-
-        What runs the graph is returned.
+        """Compiles a copy of ``gm`` through AOTAutograd; returns what runs it.
 
         Raises UnsupportedGraph: a step that trains was not captured whole.
         """
@@ -183,7 +181,7 @@ class StepCapture:
         return run
 
     def _by_torch(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """``gm`` through AOTAutograd, or as that and memo remember it.
+        """Compiles ``gm`` through AOTAutograd, or from torch's and memo's caches.
 
         Raises UntraceableGraph: AOTAutograd failed before it asked memo for anything.
         """
@@ -199,10 +197,9 @@ class StepCapture:
     def _traced_by_torch(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         gm = self.prepared(gm)
         gm.meta.pop(LENGTHS, None)
-        memory = None
         if self.is_run:
-            memory = memory_of(gm, examples, self.config, self.facts, self._made_outside)
-        self._memory = memory
+            self._memory = memory_of(gm, examples, self.config, self.facts, self._made_outside)
+        memory = self._memory
         if memory is None:
             with self.settings(self.partition):
                 return inductor_api.compile_fx(gm, examples, inner_compile=self.inner)
@@ -213,9 +210,9 @@ class StepCapture:
         return compiled
 
     def prepared(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """A copy of a Dynamo graph, at numbers or with symbols, as it is traced.
+        """Returns a copy of a Dynamo graph, with numbers or symbols, ready to be traced.
 
-        It has no ``needless_masks``, and wide products are made for what is read of them.
+        It has no ``needless_masks``, and wide products compute only the rows that are read.
         """
         gm = fx_graphs.copied(gm)
         if self.needless_masks:
@@ -230,41 +227,31 @@ class StepCapture:
         return self.runner.run(gm, [SliceFirst()], stage="dynamo-slices")
 
     def _recall(self, name: str) -> tuple[Half, Half] | None:
-        """What will run the halves that are remembered under ``name``, after ``_resume``."""
-        assert self._memory is not None, "the cache is asked where something may be remembered"
+        """Returns functions for the halves kept under ``name``; they work after ``_resume``."""
+        assert self._memory is not None, "the cache is used only with a memory"
         self._is_asked = True
         if not self._memory.recall(name, self.facts, self.runner, self.name):
             return None
         return self._run_forward(), self._run_backward()
 
-    def _resume(self, known: Recalled) -> None:
-        """Go on where the capture that was remembered had cut its step."""
-        record = known.record
+    def _resume(self, recalled: Recalled) -> None:
+        """Goes on where the kept capture had cut its step."""
+        record = recalled.record
         for note in record.notes:
             state.add_note(note)
         self.numbers = {
             **{int(at): value for at, value in record.sizes.items()},
             **{int(at): value for at, value in record.flags.items()},
         }
-        with known.fakes.tracing(None):
+        static_names = frozenset(record.static_names)
+        with recalled.fakes.tracing(None):
             self.cut_before(
-                known.cut,
-                record.num_results,
-                frozenset(record.static_names),
-                ties_inputs=record.ties_inputs,
+                recalled.cut, record.num_results, static_names, ties_inputs=record.ties_inputs
             )
-
-    @property
-    def num_results(self) -> int:
-        """How many results the forward has, once it is known."""
-        return self._num_results
 
     @contextlib.contextmanager
     def settings(self, partition: Callable[..., Any], uuid: str | None = None) -> Iterator[None]:
-        """Those of torch under which a graph is captured, and cut by ``partition``.
-
-        ``uuid`` stands for ``partition`` in a cache.
-        """
+        """Inside, torch captures a graph and cuts it by ``partition``; ``uuid`` is its key."""
         partitioner = Partitioner(partition, uuid)
         with (
             autograd.functorch_patch(
@@ -283,9 +270,9 @@ class StepCapture:
             yield
 
     def captured_again(self, step: CapturedStep, config: MemoConfig) -> CapturedStep:
-        """``step``, which this captured and nothing runs, as it is under another ``config``.
+        """Returns ``step``, captured here for a plan only, as captured under another ``config``.
 
-        Only the joint graph is cut anew: what AOTAutograd traced does not depend on memo's options.
+        Only the joint graph is cut anew: AOTAutograd's trace does not depend on memo's options.
         """
         assert self._joint is not None, "nothing runs, and the partitioner was called"
         traced, joint_inputs, settings = self._joint
@@ -309,7 +296,7 @@ class StepCapture:
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **settings: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward of ``joint`` with the saved activations in the frame.
+        """Cuts ``joint`` into forward and backward, with the saved activations in the frame.
 
         Raises UnsupportedGraph: the graph holds sizes that are not numbers, or a result that torch
         describes wrongly.
@@ -372,9 +359,9 @@ class StepCapture:
             stage="joint",
             graphs=lambda made: {"forward": made[0], "backward": made[1]},
         )
-        self._units, self._num_results = units, num_fwd_outputs
+        self._units, self.num_results = units, num_fwd_outputs
         forward, backward = self._leased(forward, backward)
-        self._num_results -= num_tokens(forward)
+        self.num_results -= num_tokens(forward)
         return forward, backward
 
     def _cuts(
@@ -385,7 +372,7 @@ class StepCapture:
         num_fwd_outputs: int,
         static_inputs: list[int] | None,
     ) -> tuple[SaveMinCut | EqualCut | SufficientCut | GatherOnce, ...]:
-        """The passes that choose what the forward saves for the backward; torch's min cut first."""
+        """Returns the passes that choose the saved activations, torch's min cut first."""
         min_cut = SaveMinCut(
             joint_inputs=joint_inputs,
             num_fwd_outputs=num_fwd_outputs,
@@ -406,11 +393,11 @@ class StepCapture:
         )
 
     def _own_inputs(self, joint: fx.GraphModule) -> tuple[OwnInputs, ...]:
-        """Under a budget, and where a policy moves: an input that was made is a value to be moved.
+        """Returns the pass that copies inputs where tensors may move: under a budget, or a policy.
 
-        And one that may be written between the halves is read once.
-
-        Where AOTAutograd has other inputs than Dynamo (several that share memory), none is copied.
+        An input that other code computed can then move like a saved tensor, and one that may be
+        written between the halves is read once. None is copied where AOTAutograd has other inputs
+        than Dynamo (several that share memory).
         """
         moves = self.config.memory_budget is not None or self.config.policy not in ("auto", "save")
         if not moves or len(inputs_of(joint.graph)) != self._num_examples:
@@ -418,20 +405,20 @@ class StepCapture:
         return (OwnInputs(positions=self._made_outside, changing=self._changing(joint)),)
 
     def _changing(self, joint: fx.GraphModule) -> tuple[int, ...]:
-        """Positions of the inputs that the program may write between the halves."""
+        """Returns the positions of inputs that the program may write between the halves."""
         is_known = len(inputs_of(joint.graph)) == self._num_examples
         return self._written_between if is_known else ()
 
     def _leased(
         self, forward: fx.GraphModule, backward: fx.GraphModule
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The halves when a handle travels between them instead of the saved activations."""
+        """Returns the halves with a handle between them in place of the saved activations."""
         mode = fx_graphs.detect_fake_mode([node.meta.get("val") for node in forward.graph.nodes])
         if mode is None:
             raise UnsupportedGraph("the joint graph carries no fake tensors")
         with mode:
             handle = torch.empty(NUM_BITS, dtype=torch.uint8, device="cpu")
-        lease = LeaseSaved(num_fwd_outputs=self._num_results, handle_value=handle)
+        lease = LeaseSaved(num_fwd_outputs=self.num_results, handle_value=handle)
         forward = self.runner.run(forward, [lease], stage="forward")
         fetch = FetchLeased(leased=leased_names(forward), handle_value=handle)
         backward = self.runner.run(backward, [fetch], stage="backward")
@@ -439,13 +426,13 @@ class StepCapture:
         return forward, backward
 
     def refuse_compiled_autograd(self, backward: fx.GraphModule) -> None:
-        """RuntimeMisuse where compiled autograd copies ``backward``."""
+        """Makes compiled autograd raise RuntimeMisuse when it copies ``backward``."""
         dynamo.refuse_compiled_autograd(backward, lambda: RuntimeMisuse(COMPILED_AUTOGRAD))
 
     def inner(
         self, gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
-        """Compile one graph: inference plainly; a forward waits for its backward."""
+        """Compiles one graph: inference plainly; a forward waits for its backward."""
         is_backward = bool(kwargs.get("is_backward"))
         if self._units is None or kwargs.get("is_inference"):
             run = plain_inner(gm, examples, self.config, kwargs) if self.is_run else _never_run
@@ -458,7 +445,7 @@ class StepCapture:
         half = self._memory.half(run, is_backward=is_backward)
         if is_backward and self.assembly is not None:
             cut = self.assembly.lowered.cut
-            self._memory.remember(cut, self._num_results, self.numbers, self._notes)
+            self._memory.remember(cut, self.num_results, self.numbers, self._notes)
         return half
 
     def _forward_half(self, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -466,23 +453,22 @@ class StepCapture:
         static = frozenset(placeholders[i].name for i in kwargs.get("static_input_idxs", ()))
         self.facts.read_forward(placeholders, static, ties_inputs=self._ties_inputs)
         self._own_results = autograd.results_of_their_own()
-        results = enumerate(results_of(gm.graph)[: self._num_results])
+        results = enumerate(results_of(gm.graph)[: self.num_results])
         self.numbers = {
             at: value
             for at, value in results
             if value is not None and not isinstance(value, fx.Node)
         }
         self._forward = fx_graphs.copied(gm)
-
         return self._run_forward()
 
     def cut_before(
         self, cut: CutStep, num_results: int, static_names: frozenset[str], *, ties_inputs: bool
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """What runs the halves of a step that is cut already, as one like it was before."""
+        """Assembles a step that was cut before; returns functions that run its halves."""
         placeholders = cut.forward.half_graph.graph.find_nodes(op="placeholder")
         self.facts.read_forward(placeholders, static_names, ties_inputs=ties_inputs)
-        self._units, self._num_results = cut.units, num_results
+        self._units, self.num_results = cut.units, num_results
         self._assemble(replace(cut, name=self.name, facts=self.facts, runner=self.runner))
         return self._run_forward(), self._run_backward()
 
@@ -512,7 +498,7 @@ class StepCapture:
             backward=fx_graphs.copied(gm),
             units=self._units,
             facts=self.facts,
-            num_results=self._num_results,
+            num_results=self.num_results,
             own_results=self._own_results,
             droppable=self._droppable,
             runner=self.runner,
@@ -548,7 +534,7 @@ def _never_run(*_: Any) -> Never:
 
 
 def _note_users_checkpoints(joint: fx.GraphModule) -> None:
-    """Say what becomes of the tags of checkpoint() and of selective checkpointing."""
+    """Says what becomes of the tags of checkpoint() and of selective checkpointing."""
     tags = [node.meta["recompute"].name for node in joint.graph.nodes if "recompute" in node.meta]
     prefers = sum(tag.startswith("PREFER_") for tag in tags)
     if tags:
@@ -559,7 +545,7 @@ def _note_users_checkpoints(joint: fx.GraphModule) -> None:
 
 
 def _note_masks(joint: fx.GraphModule) -> None:
-    """Name masks as large as attention's scores, and what to do in their place."""
+    """Warns of masks as large as attention's scores, and says what to do instead."""
     for mask in large_masks(joint.graph):
         size = f"{mask.rows} x {mask.columns} numbers ({format_bytes(mask.size_bytes)})"
         cause = (

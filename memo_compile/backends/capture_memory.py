@@ -1,11 +1,11 @@
-"""A step that was captured before, in this process or in another, is not traced again.
+"""Keeps captured steps, so that neither this process nor another traces them again.
 
 AOTAutograd's metadata, its trace of forward and backward, Inductor's joint passes and memo's own
 take most of a second process's first step. Torch's cache of AOTAutograd keeps what runs around the
-two halves, under torch's own key for graph, inputs, settings and versions; memo adds to it all that
-its own passes read beside those (``tag_of``), and keeps the halves, cut into regions, in a record
-of its own. Where either is in doubt (tensor subclasses, custom operators, several ranks, a dump)
-the step is traced as if nothing was known.
+two halves, under torch's own key for graph, inputs, settings and versions. Memo adds to the key all
+that its own passes read beside those (``tag_of``), and keeps the halves, cut into regions, in a
+record of its own. Where either is in doubt (tensor subclasses, custom operators, several ranks, a
+dump) the step is traced.
 """
 
 import logging
@@ -39,7 +39,7 @@ from memo_compile.torch_private.symbols import StaticFakes
 log = logging.getLogger("memo")
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of inputs of which torch's key says everything; others describe themselves."""
+"""Types of inputs of which torch's key says everything."""
 
 _NOT_READ = ("cache", "dump", "strict")
 """Options that change nothing about a captured step."""
@@ -47,13 +47,13 @@ _NOT_READ = ("cache", "dump", "strict")
 
 @dataclass(slots=True)
 class CaptureCounts:
-    """What came of the graphs of this process that could be remembered."""
+    """How many graphs of this process were found in the cache, or put there."""
 
     recalled: int = 0
     made: int = 0
     """Traced, and written now. Torch may refuse its own part; then each process traces it."""
     refused: int = 0
-    """Traced, and of a kind that is not remembered."""
+    """Traced, and of a kind that cannot be kept."""
 
 
 counts = CaptureCounts()
@@ -61,7 +61,7 @@ counts = CaptureCounts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled:
-    """A step that another capture has made."""
+    """A captured step from the cache."""
 
     record: CaptureRecord
     cut: CutStep
@@ -70,7 +70,7 @@ class Recalled:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class CaptureMemory:
-    """What is remembered of one graph that is being captured."""
+    """Finds or keeps the step of one graph that is being captured."""
 
     store: FileStore
     tag: str
@@ -78,15 +78,15 @@ class CaptureMemory:
     _halves: list[RememberedHalf] = field(default_factory=list)
 
     def half(self, run: Half, *, is_backward: bool) -> RememberedHalf:
-        """``run`` as AOTAutograd's cache wants it."""
-        made = RememberedHalf(run=run, is_backward=is_backward)
-        self._halves.append(made)
-        return made
+        """Returns ``run`` as AOTAutograd's cache wants it."""
+        half = RememberedHalf(run=run, is_backward=is_backward)
+        self._halves.append(half)
+        return half
 
     def remember(
         self, cut: CutStep, num_results: int, numbers: Mapping[int, Any], notes: Sequence[str]
     ) -> None:
-        """The step of all halves so far is found again; where that cannot be, it is not."""
+        """Writes the record of the step, and its name into the halves; not if it cannot be kept."""
         try:
             body = plain(capture_record(cut, num_results, numbers, (*notes, *cut.notes)))
         except UnsupportedGraph as error:
@@ -100,7 +100,7 @@ class CaptureMemory:
             half.record = name
 
     def recall(self, name: str, facts: GraphFacts, runner: PassRunner, graph: str) -> bool:
-        """True where ``recalled`` is what was remembered under ``name``."""
+        """Sets ``recalled`` to the step kept under ``name``; False: there is none."""
         if self.recalled is not None:
             return True
         for body in self.store.read(_key(name)):
@@ -129,7 +129,7 @@ def memory_of(
     facts: GraphFacts,
     made_outside: tuple[int, ...],
 ) -> CaptureMemory | None:
-    """What may be remembered of ``gm``; None: nothing, it is traced."""
+    """Returns a memory for ``gm``; None: its step cannot be kept."""
     store = config.store()
     is_plain = config.dump is None and not config.passes and facts.gpu is None
     if store is None or not is_plain or not compile_caches.remembers_autograd():
@@ -145,9 +145,9 @@ def memory_of(
 def tag_of(
     gm: fx.GraphModule, examples: Sequence[Any], config: MemoConfig, made_outside: tuple[int, ...]
 ) -> str:
-    """What a captured step depends on beside what is in torch's own key."""
+    """Returns a digest of what a captured step depends on beside torch's own key."""
     options = {name: repr(of) for name, of in asdict(config).items() if name not in _NOT_READ}
-    said = {
+    contents = {
         "memo": code_digest(),
         "options": options,
         "made_outside": made_outside,
@@ -158,11 +158,11 @@ def tag_of(
         "autocast": _autocast(examples),
         "attention": _attention_kernels(),
     }
-    return f"memo-{digest_of(said)}"
+    return f"memo-{digest_of(contents)}"
 
 
 def _autocast(examples: Sequence[Any]) -> dict[str, str]:
-    """By kind of device where it is on: to what; torch 2.11's key says only whether it is on."""
+    """Kind of device -> autocast's dtype where it is on; torch 2.11's key says only that it is."""
     kinds = {value.device.type for value in examples if isinstance(value, torch.Tensor)} | {"cpu"}
     return {
         kind: str(torch.get_autocast_dtype(kind))
@@ -172,7 +172,7 @@ def _autocast(examples: Sequence[Any]) -> dict[str, str]:
 
 
 def _attention_kernels() -> list[bool]:
-    """Which of them may be chosen where the graph does not say so itself."""
+    """Says which kernels torch may choose where the graph does not say so itself."""
     cuda = torch.backends.cuda
     return [
         cuda.flash_sdp_enabled(),
@@ -183,7 +183,7 @@ def _attention_kernels() -> list[bool]:
 
 
 def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    """Those of ``gm``, and of the graphs that its operators are given."""
+    """Returns the nodes of ``gm``, and of the graphs that its operators are given."""
     modules = (module for module in gm.modules() if isinstance(module, fx.GraphModule))
     return [node for module in modules for node in module.graph.nodes]
 
@@ -204,25 +204,25 @@ def _is_known_input(value: Any) -> bool:
 
 
 def _inputs(examples: Sequence[Any]) -> list[str]:
-    """Of each input what torch's key leaves out, and whose memory it shares."""
+    """Describes of each input what torch's key leaves out, and whose memory it shares."""
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     sharing = Counter(value.untyped_storage()._cdata for value in tensors)
     storages: dict[int, int] = {}
-    found = []
+    descriptions = []
     for value in examples:
         if not isinstance(value, torch.Tensor):
-            found.append(repr(value))
+            descriptions.append(repr(value))
             continue
-        storage = storages.setdefault(value.untyped_storage()._cdata, len(storages))
-        place = (storage, value.storage_offset(), value.is_leaf, value.requires_grad)
-        said = f"{type(value).__name__} {place} {value._is_view()}"
-        is_shared = sharing[value.untyped_storage()._cdata] > 1
-        found.append(f"{said} {_memory(value)}" if is_shared else said)
-    return found
+        storage = value.untyped_storage()._cdata
+        number = storages.setdefault(storage, len(storages))
+        place = (number, value.storage_offset(), value.is_leaf, value.requires_grad)
+        text = f"{type(value).__name__} {place} {value._is_view()}"
+        descriptions.append(f"{text} {_base(value)}" if sharing[storage] > 1 else text)
+    return descriptions
 
 
-def _memory(value: torch.Tensor) -> str:
-    """The whole that ``value`` is a part of; AOTAutograd traces that where the part is written."""
+def _base(value: torch.Tensor) -> str:
+    """Describes the whole that ``value`` is a part of: AOTAutograd traces writes into it."""
     base = value if value._base is None else value._base
     layout = (base.dtype, tuple(base.shape), base.stride(), base.storage_offset())
     return f"{layout} {base.requires_grad} {value.untyped_storage().nbytes()}"

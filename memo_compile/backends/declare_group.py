@@ -13,7 +13,7 @@ from memo_compile.errors import ConfigError
 def group(
     modules: Iterable[torch.nn.Module], *, memory_budget: int | str | None = None, **options: Any
 ) -> None:
-    """Compile every module in place; all of them are planned as one step, from the first one on.
+    """Compiles every module in place; all of them are planned as one step, from the first one on.
 
     ``modules`` are the repeated blocks of a model in the order in which a step calls them:
     ``memo_compile.group(model.layers, memory_budget="40GiB")``. They must be compiled to one graph,

@@ -1,4 +1,4 @@
-"""``memo_compile.pipeline``: a rank's stages, all of whose microbatches are planned together."""
+"""``memo_compile.pipeline``: plans all microbatches of a rank's stages as one step."""
 
 import weakref
 from collections.abc import Sequence
@@ -89,25 +89,22 @@ def pipeline(
 
 
 def _shares(schedule: Any, offload: str | float | Sequence[float]) -> tuple[float, ...]:
-    """Per stage of the rank what ``offload`` says; empty: the plan decides.
-
-    Raises ConfigError: ``offload`` is neither.
-    """
+    """Returns each stage's share by ``offload``; empty: the plan decides. Raises ConfigError."""
     stages = pipelining.pipeline_stages(schedule)
     if offload == "auto":
         return ()
     if isinstance(offload, float | int):
-        found = [0.0 if _follows_at_once(schedule, stage) else offload for stage in stages]
+        shares = [0.0 if _follows_at_once(schedule, stage) else offload for stage in stages]
         is_right = 0 <= offload <= 1
     else:
-        found = [share for share in offload if isinstance(share, float | int) and 0 <= share <= 1]
-        is_right = len(found) == len(offload) == len(stages)
+        shares = [share for share in offload if isinstance(share, float | int) and 0 <= share <= 1]
+        is_right = len(shares) == len(offload) == len(stages)
     if not is_right:
         raise ConfigError(
             f"offload: expected 'auto', a number in [0, 1], or one for each of the rank's "
             f"{len(stages)} stages, got {offload!r}"
         )
-    return tuple(map(float, found))
+    return tuple(map(float, shares))
 
 
 def _follows_at_once(schedule: Any, stage: Any) -> bool:

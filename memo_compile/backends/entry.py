@@ -83,11 +83,10 @@ def memo(
     options: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> Callable[..., Any]:
-    """Compile ``gm`` so that its training step runs in a planned arena.
+    """Compiles ``gm`` so that its training step runs in a planned arena.
 
-    A graph that memo cannot plan runs through plain Inductor; the report says why.
-
-    Each error is a ``torch._dynamo.exc.BackendCompilerFailed`` as well, as Dynamo wants them.
+    A graph that memo cannot plan runs through plain Inductor; the report says why. Each error is a
+    ``torch._dynamo.exc.BackendCompilerFailed`` as well, as Dynamo wants them.
 
     Raises:
         ConfigError: an option is unknown or cannot be used.
@@ -106,7 +105,7 @@ def memo(
 
 
 def _of_piece(error: Exception, gm: fx.GraphModule) -> Exception:
-    """``error``, which says that its floor is not that of the step, if ``gm`` is a piece of one."""
+    """Returns ``error``; of a piece of a step, it says that its floor is not the step's."""
     is_piece = dynamo.ends_at_graph_break(gm) or leases.any_live()
     if not isinstance(error, Infeasible) or error.floor_bytes is None or not is_piece:
         return error
@@ -157,7 +156,7 @@ def _compiled_for(
 
 @contextlib.contextmanager
 def _failure_reported() -> Iterator[None]:
-    """An error that leaves the block is in the report, and in the log where torch swallows it."""
+    """Reports an error that leaves the block, and logs it where torch swallows it."""
     before = state.current_notes()
     try:
         yield
@@ -186,7 +185,7 @@ def _trains(example_inputs: Sequence[Any]) -> bool:
 
 
 def _note_inference(config: MemoConfig) -> None:
-    """Say why a graph gets no plan that has no backward."""
+    """Says why a graph without a backward gets no plan."""
     bound = "" if config.memory_budget is None else ", and memory_budget does not bound it"
     state.add_note(
         "a graph without a backward is not planned, plain Inductor runs it (inference, frozen "
@@ -197,7 +196,7 @@ def _note_inference(config: MemoConfig) -> None:
 def compile_static(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
-    """``gm`` for inputs of known shapes, planned or, if that is not possible, plain."""
+    """Compiles ``gm`` for inputs of known shapes: planned, or else by plain Inductor."""
     try:
         return plan_graph(gm, example_inputs, config)
     except dynamo.RestartAnalysis:
@@ -219,7 +218,7 @@ def compile_static(
 
 
 def _raise_of_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Raise what plain Inductor says of a graph that it cannot trace either."""
+    """Raises plain Inductor's error, where it cannot trace the graph either."""
     try:
         inductor_api.compile_fx(gm, example_inputs)
     except Exception as error:
@@ -227,17 +226,17 @@ def _raise_of_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Non
 
 
 def _refuse(gm: fx.GraphModule, example_inputs: Sequence[Any], error: Exception) -> None:
-    """Other ranks that wait for this one's part of the plan hear of ``error``."""
+    """Tells other ranks, which may wait for this one's plan of ``gm``, about ``error``."""
     job_rank().refuse(graph_key(gm, example_inputs), error, steps_aside=False)
 
 
 def plan_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
-    """``gm`` compiled by memo; every failure is raised, RanksDisagree too.
+    """Compiles ``gm`` by memo; raises every failure, RanksDisagree too.
 
-    Where the budget, or what the device grants, is below what the step needs, its wide chains are
-    run in tiles of tokens: other ones where it turns out while it runs that it needs more.
+    Under a budget its wide chains may run in tiles of tokens, and in other tiles once a step shows
+    that it needs more.
     """
     plan = functools.partial(_planned, config)
     has_tiles = not config.exact and config.token_tiles is None
@@ -261,7 +260,7 @@ def plan_graph(
 def _planned(
     config: MemoConfig, gm: fx.GraphModule, inputs: Sequence[Any], request: PlanRequest
 ) -> PlannedGraph:
-    """``gm`` compiled in the first tiles in which ``request`` fits."""
+    """Compiles ``gm`` in the first tiles in which ``request`` fits."""
     facts = GraphFacts(inputs)
     in_heap = facts.device.type == "cpu" and config.memory_budget is not None
     if in_heap:
@@ -280,7 +279,7 @@ def _planned(
 
 
 def large_blocks_leave_the_heap() -> None:
-    """Gradients and work space of libraries get mappings of their own, which go with them."""
+    """Makes malloc give large blocks (gradients, workspaces) mappings of their own, from now on."""
     keep_large_blocks_apart()
     occupy_free_places(MIN_OWN_BLOCK_BYTES)
 
@@ -300,7 +299,7 @@ def _planned_once(
 def _compiled_step(
     captured: CapturedStep | CutStep, config: MemoConfig, probes: TilingProbes, request: PlanRequest
 ) -> Assembly:
-    """The step through all stages; its memory is taken now."""
+    """Takes the step through all stages, and allocates its memory."""
     assembly = assemble(captured, config, probes, request)
     step = assembly.lowered.cut
     if step.runner.dump is not None:
@@ -313,7 +312,7 @@ def _compiled_step(
 
 
 def trace_plan(name: str, plan: Callable[[], str]) -> None:
-    """What ``plan`` makes is the artifact ``memo_<name>_plan`` of TORCH_TRACE, for tlparse."""
+    """Writes the text of ``plan`` as artifact ``memo_<name>_plan`` of TORCH_TRACE, for tlparse."""
     dynamo.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"memo_{name}_plan", "encoding": "json"},
@@ -325,10 +324,9 @@ def trace_plan(name: str, plan: Callable[[], str]) -> None:
 def _step_aside(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, error: Exception
 ) -> Callable[..., Any]:
-    """Plain Inductor for a graph that got no plan; ``strict`` raises instead.
+    """Compiles a graph that got no plan by plain Inductor; raises ``error`` under ``strict``.
 
-    Where the device or the host refused the memory of every plan, plain Inductor, which mostly
-    needs more, is no way out.
+    Also where the device or the host refused the memory of every plan: Inductor needs more.
     """
     _require_free_to_step_aside(gm, example_inputs, config, error)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -345,7 +343,7 @@ def _step_aside(
 def _by_operator(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, error: UnsupportedGraph
 ) -> fx.GraphModule:
-    """As ``_step_aside``, for what Inductor would compute wrongly: ``gm`` as it is."""
+    """As ``_step_aside``, for a graph that Inductor would compute wrongly: returns ``gm``."""
     _require_free_to_step_aside(gm, example_inputs, config, error)
     note = f"a graph runs operator by operator, without a plan: {error}"
     if state.add_note(note):
@@ -357,7 +355,7 @@ def _by_operator(
 def _require_free_to_step_aside(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig, error: Exception
 ) -> None:
-    """Raise ``error`` where a step must not run without a plan; other ranks hear of it."""
+    """Raises ``error`` where a step must not run without a plan; tells other ranks."""
     raises = config.strict or config.memory_budget is not None or isinstance(error, refused())
     key = graph_key(gm, example_inputs)
     job_rank().refuse(key, error, steps_aside=not raises, timeout_s=config.ranks_timeout_s)
@@ -366,7 +364,7 @@ def _require_free_to_step_aside(
 
 
 def _named(error: Exception) -> Exception:
-    """``error``, or a MemoError with its cause where no code raises such an error on purpose."""
+    """Returns ``error``; as a MemoError if no code raises such an error on purpose."""
     if isinstance(error, refused(MemoError, torch.OutOfMemoryError)):
         return error
     log.error("memo: planning failed; %s", REPORT, exc_info=error)
@@ -376,7 +374,7 @@ def _named(error: Exception) -> Exception:
 
 
 def _note_distributed() -> None:
-    """Name what memo does not do yet when several ranks train together."""
+    """Says what memo does not do yet when several ranks train together."""
     if not distributed.num_ranks():
         return
     if distributed.num_ranks() > 1:
@@ -399,7 +397,7 @@ def _note_distributed() -> None:
 
 
 def _asks_for_cuda_graphs(config: MemoConfig) -> str:
-    """The option that asks for CUDA graphs; "" where none does."""
+    """Returns the option that asks for CUDA graphs; "" where none does."""
     if config.mode == "reduce-overhead":
         return "mode='reduce-overhead'"
     default = inductor_api.inductor_uses_cuda_graphs()
@@ -407,11 +405,11 @@ def _asks_for_cuda_graphs(config: MemoConfig) -> str:
 
 
 def _require_usable(config: MemoConfig) -> None:
-    """What only this machine and this torch can tell of the options.
+    """Checks options against this machine and this torch.
 
-    A folder to offload to is needed only where something is offloaded, so one that is not there is
-    a note. Raises ConfigError: Inductor has no such setting, or compiled autograd is on.
-    Raises RuntimeMisuse: a CUDA graph is being captured.
+    A missing folder to offload to is only a note: it may not be needed. Raises ConfigError:
+    Inductor has no such setting, or compiled autograd is on. Raises RuntimeMisuse: a CUDA graph is
+    being captured.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeMisuse(
@@ -431,7 +429,7 @@ def _require_usable(config: MemoConfig) -> None:
 
 
 def _with_own_dump(config: MemoConfig) -> MemoConfig:
-    """``config`` with a dump folder of this rank; with none, and a note, where nothing can go."""
+    """Returns ``config`` with a dump folder of this rank; with none if that cannot be written."""
     if config.dump is None:
         return config
     folder = Path(config.dump)
@@ -462,24 +460,24 @@ AVOIDED_BREAKS = {
         "output_hidden_states=False and output_attentions=False avoid that"
     ),
 }
-"""What Dynamo says of a graph break of a well-known cause -> what avoids it."""
+"""Part of Dynamo's message of a well-known graph break -> how to avoid it."""
 
 
 @dataclasses.dataclass(slots=True)
 class DynamoWatch:
-    """What Dynamo never handed to memo: code around graph breaks, functions that it runs eagerly.
+    """Counts code that Dynamo never handed to memo since ``begin``: graph breaks, eager functions.
 
-    Since ``begin``; torch's own counters are of the whole process.
+    Torch's own counters are of the whole process.
     """
 
     before: dynamo.DynamoCounts = dataclasses.field(default_factory=lambda: dynamo.dynamo_counts())
 
     def begin(self) -> None:
-        """Count from here."""
+        """Counts from here."""
         self.before = dynamo.dynamo_counts()
 
     def left_out(self) -> state.LeftOut:
-        """Notes for the report, and whether Dynamo runs a function eagerly for good."""
+        """Returns notes for the report, and whether Dynamo runs a function eagerly for good."""
         now = dynamo.dynamo_counts()
         skipped = collections.Counter(now.skipped) - collections.Counter(self.before.skipped)
         breaks = collections.Counter(now.breaks) - collections.Counter(self.before.breaks)

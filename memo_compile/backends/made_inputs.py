@@ -1,4 +1,4 @@
-"""Tensors as other differentiable code would hand them to a graph that is being compiled."""
+"""Makes inputs for a compilation that look to autograd as if other code had computed them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,15 +6,13 @@ from typing import Any
 import torch
 
 
-class _Made(torch.autograd.Function):
-    """Memory that nobody has written, as differentiable code would return it."""
-
+class _Computed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, memory: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return memory()
+    def forward(ctx: Any, _: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return make()
 
 
-def not_a_leaf(memory: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What ``memory`` makes, at its strides, as no leaf of autograd: ``clone`` would pack it."""
-    made: torch.Tensor = _Made.apply(torch.empty(0, requires_grad=True), memory)
-    return made
+def not_a_leaf(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Returns the tensor that ``make`` allocates, as no leaf (``clone`` would change strides)."""
+    tensor: torch.Tensor = _Computed.apply(torch.empty(0, requires_grad=True), make)
+    return tensor

@@ -1,4 +1,4 @@
-"""The last step in numbers with names that TensorBoard and Weights & Biases group by."""
+"""Numbers of the last step, under names that TensorBoard and Weights & Biases group by."""
 
 import torch
 
@@ -7,34 +7,34 @@ from memo_compile.step.plans import ReportedPlan
 
 
 def metrics() -> dict[str, float]:
-    """What was planned of the last step that has ended, and what it did; every value a number.
+    """Returns numbers of the last step that has ended: what was planned, and what it did.
 
     ``memo/active`` is 1.0 where ``report().active`` is True. Of several graphs in a step the
-    largest peak counts, and the sum of what they moved. A step is a forward with its backward: of
-    accumulated gradients each micro-batch is one. What is not known has no name here: before the
-    first step all but ``memo/active`` and ``memo/unplanned_steps``, without a bound
+    largest peak counts, and the sum of what they moved. A step is a forward with its backward: with
+    accumulated gradients each micro-batch is one. Unknown numbers are left out: before the first
+    step all but ``memo/active`` and ``memo/unplanned_steps``, without a budget
     ``memo/budget_bytes``, and ``memo/measured_peak_bytes`` on a CPU. On CUDA that is torch's
     ``max_memory_allocated``, since the process began or since its peak was reset.
     """
-    report, ran = state.report(), state.last_step()
-    found = {
+    report, plans = state.report(), state.last_step()
+    numbers = {
         "memo/active": float(report.active),
         "memo/unplanned_steps": float(report.unplanned_steps),
     }
-    if ran:
-        found |= {f"memo/{name}": float(value) for name, value in _of_step(ran).items()}
-    if ran and torch.cuda.is_available():
-        found["memo/measured_peak_bytes"] = float(torch.cuda.max_memory_allocated())
-    return found
+    if plans:
+        numbers |= {f"memo/{name}": float(value) for name, value in _of_step(plans).items()}
+    if plans and torch.cuda.is_available():
+        numbers["memo/measured_peak_bytes"] = float(torch.cuda.max_memory_allocated())
+    return numbers
 
 
-def _of_step(ran: tuple[ReportedPlan, ...]) -> dict[str, float]:
-    budgets = [plan.budget_bytes for plan in ran if plan.budget_bytes is not None]
+def _of_step(plans: tuple[ReportedPlan, ...]) -> dict[str, float]:
+    budgets = [plan.budget_bytes for plan in plans if plan.budget_bytes is not None]
     return {
-        "planned_peak_bytes": max(plan.peak_bytes for plan in ran),
-        "arena_bytes": max(plan.arena_bytes for plan in ran),
-        "host_bytes": max(plan.host_bytes for plan in ran),
-        "offloaded_bytes": sum(plan.offloaded_bytes for plan in ran),
-        "recomputed_bytes": sum(plan.recomputed_bytes for plan in ran),
-        "stall_s": sum(plan.stall_s for plan in ran),
+        "planned_peak_bytes": max(plan.peak_bytes for plan in plans),
+        "arena_bytes": max(plan.arena_bytes for plan in plans),
+        "host_bytes": max(plan.host_bytes for plan in plans),
+        "offloaded_bytes": sum(plan.offloaded_bytes for plan in plans),
+        "recomputed_bytes": sum(plan.recomputed_bytes for plan in plans),
+        "stall_s": sum(plan.stall_s for plan in plans),
     } | ({"budget_bytes": min(budgets)} if budgets else {})

@@ -1,9 +1,9 @@
-"""Inputs that are not what they are shown as: negated ones, and those that other ranks still send.
+"""Replaces inputs whose memory does not hold their values: negated ones, running collectives.
 
-Of a real tensor that is shown negated (``z.conj().imag``) torch only notes the sign
-(``Tensor.is_neg``); Inductor's kernels read the memory as it lies (seen in torch 2.13). So the
-graph gets copies of such inputs, as they are shown. Where a copy is not enough, because somebody
-else sees the input's memory too, the graph runs operator by operator.
+Of a negated tensor (``z.conj().imag``) torch only notes the sign (``Tensor.is_neg``), and
+Inductor's kernels read the memory without it (seen in torch 2.13). So the graph gets copies of such
+inputs, with the sign applied. Where a copy is not enough, because other code sees the input's
+memory too, the graph runs operator by operator.
 
 A collective's result (AsyncCollectiveTensor) is waited for when it is first used. AOTAutograd loses
 the gradient of one that ``fully_shard()``'s hooks have handed on (seen in torch 2.13, with every
@@ -31,18 +31,14 @@ BY_PLACE = {
 """Operators that read a tensor's memory by places in it."""
 
 
-def shown(values: Sequence[Any]) -> list[Any]:
-    """``values`` as they are shown: with copies of negated tensors; differentiable."""
-    return [_shown(value) for value in values]
-
-
-def _shown(value: Any) -> Any:
+def _resolved(value: Any) -> Any:
+    """Returns ``value``; a negated tensor copied, an unfinished one awaited; differentiable."""
     if distributed.is_in_flight(value):
         value = distributed.arrived(value)
     return value.resolve_neg() if _is_negated(value) else value
 
 
-def _is_other(value: Any) -> bool:
+def _is_unresolved(value: Any) -> bool:
     return _is_negated(value) or distributed.is_in_flight(value)
 
 
@@ -52,12 +48,12 @@ def resolving(
     example_inputs: Sequence[Any],
     step_aside: Callable[[UnsupportedGraph], Run],
 ) -> Run:
-    """What ``compile_graph`` makes of ``gm`` for inputs as they are shown, called with these.
+    """Compiles ``gm`` for resolved inputs, and resolves those of each call.
 
     Dynamo compiles anew where an input comes with another sign. What the graph writes into a copy
-    goes to the input as well. ``step_aside`` gives what runs where copies are not enough.
+    is written into the input as well. ``step_aside`` returns what runs where copies are not enough.
     """
-    if not any(map(_is_other, example_inputs)):
+    if not any(map(_is_unresolved, example_inputs)):
         return compile_graph(example_inputs)
     # Dynamo's own fake tensors, whose sizes are known to be numbers.
     fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
@@ -66,44 +62,44 @@ def resolving(
         return step_aside(UnsupportedGraph(f"an input that is shown negated {reason}"))
     compiled = compile_graph(
         [
-            _shown(fake) if _is_other(value) else value
+            _resolved(fake) if _is_unresolved(value) else value
             for fake, value in zip(fakes, example_inputs, strict=True)
         ]
     )
     if not has_negated:
-        return lambda *inputs: compiled(*shown(inputs))
+        return lambda *inputs: compiled(*map(_resolved, inputs))
     aside = functools.cache(lambda: step_aside(UnsupportedGraph(SHARED)))  # said once
     written = autograd.written_now(sum(isinstance(value, torch.Tensor) for value in fakes))
 
     def call(*inputs: Any) -> Any:
-        if _shares_what_is_written(inputs, written):
+        if _shares_written_memory(inputs, written):
             return aside()(*inputs)
-        given = shown(inputs)
-        before = [_version(value) for value in given]
-        results = compiled(*given)
-        for own, value, version in zip(inputs, given, before, strict=True):
-            if _is_negated(own) and _is_written(own, value, version):
-                own.copy_(value)
+        resolved = [_resolved(value) for value in inputs]
+        versions = [_version(value) for value in resolved]
+        results = compiled(*resolved)
+        for original, value, version in zip(inputs, resolved, versions, strict=True):
+            if _is_negated(original) and _is_written(original, value, version):
+                original.copy_(value)
         return results
 
     return call
 
 
 def _needs_its_memory(gm: fx.GraphModule, fakes: Sequence[Any]) -> str:
-    """Why ``gm`` needs the memory of an input that is shown negated itself; empty: it does not."""
+    """Says why ``gm`` needs the very memory of a negated input; empty: it does not."""
     called = (node.target for node in gm.graph.nodes if node.op.startswith("call_"))
     names = (str(getattr(target, "__name__", target)).split(".")[0] for target in called)
     if not BY_PLACE.isdisjoint(names):
         return "may be read by its place in memory"
-    own = {_storage(value) for value in fakes if _is_negated(value)}
+    negated = {_storage(value) for value in fakes if _is_negated(value)}
     results = (node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes)
-    if any(_storage(value) in own for value in results if isinstance(value, torch.Tensor)):
+    if any(_storage(value) in negated for value in results if isinstance(value, torch.Tensor)):
         return "is given back, or a view of it"
     return ""
 
 
-def _shares_what_is_written(inputs: Sequence[Any], written: Collection[int]) -> bool:
-    """True where a negated input shares memory, and the graph writes into that.
+def _shares_written_memory(inputs: Sequence[Any], written: Collection[int]) -> bool:
+    """True where a negated input shares memory with an input that the graph writes.
 
     ``written`` are positions among the tensors.
     """
@@ -122,9 +118,9 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
-def _is_written(own: torch.Tensor, value: torch.Tensor, version: int) -> bool:
-    """Inference tensors count no writes."""
-    return not torch.equal(own, value) if value.is_inference() else value._version != version
+def _is_written(original: torch.Tensor, value: torch.Tensor, version: int) -> bool:
+    """Inference tensors count no writes: their values are compared."""
+    return not torch.equal(original, value) if value.is_inference() else value._version != version
 
 
 def _is_negated(value: Any) -> bool:

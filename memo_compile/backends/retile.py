@@ -1,9 +1,9 @@
-"""A graph under a budget is compiled anew where a step that needs more fits in other tiles only.
+"""Compiles a graph anew, in other tiles, for a step that does not fit in the tiles it has.
 
 Tiles are chosen when the graph is compiled, and the fastest that fit are not those that need least.
-That gradients are kept, or that results are used outside, shows when the step runs. What several
-modules need that share the graph is known when their first step ends: then other tiles are compiled
-in that step, and not on top of the memory of the next.
+Later steps may need more: gradients are kept, or results are used outside. What several modules
+that share the graph need is known when their first step ends: then other tiles are compiled between
+two steps, not on top of the memory of the next.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from memo_compile.torch_private import autograd, dynamo
 
 
 class PlannedGraph(NamedTuple):
-    """A compiled graph."""
+    """A compiled graph, and its planned step."""
 
     run: Callable[..., Any]
     assembly: Assembly | None
@@ -35,16 +35,14 @@ class PlannedGraph(NamedTuple):
 
 
 Plan = Callable[[fx.GraphModule, Sequence[Any], PlanRequest], PlannedGraph]
-"""Compiles a graph, which stays as it is, in tiles in which a request fits.
-
-Raises Infeasible: in none."""
+"""Compiles a copy of a graph in tiles in which a request fits. Raises Infeasible: in none."""
 
 
 class _Input(NamedTuple):
-    """An input of a call. A tensor is not kept alive."""
+    """An input of a call; a tensor is not kept alive."""
 
     value: Any
-    """Of a tensor a weak reference."""
+    """A weak reference where it is a tensor."""
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
@@ -54,7 +52,7 @@ class _Input(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> "_Input":
-        """What is known of ``value``."""
+        """Describes ``value``."""
         if not isinstance(value, torch.Tensor):
             return cls(value)
         return cls(
@@ -68,30 +66,30 @@ class _Input(NamedTuple):
         )
 
     def memory(self) -> torch.Tensor:
-        """A tensor of that form; of new memory on a CPU no page is there before it is written."""
+        """Returns a tensor of that form; unwritten memory of a CPU takes no pages."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
-    def there(self) -> Any:
-        """The input; None where it is a tensor that is gone."""
+    def current(self) -> Any:
+        """Returns the input; None where it is a tensor that is freed."""
         return self.value() if isinstance(self.value, weakref.ref) else self.value
 
     def stand_in(self) -> torch.Tensor:
-        """What compiles like the tensor that is gone."""
+        """Returns a tensor that compiles like the one that is freed."""
         if self.has_history:
             return not_a_leaf(self.memory)
         return self.memory().requires_grad_(self.requires_grad)
 
 
 class _Call(NamedTuple):
-    """What a call was like for which the graph can be compiled."""
+    """The inputs and modes of a call, from which the graph can be compiled again."""
 
     inputs: list[_Input]
     autocast: dict[str, torch.dtype | None]
-    """By kind of device: to what operators are cast; None: they are not."""
+    """Kind of device -> the dtype that operators are cast to; None: they are not."""
 
     @classmethod
     def now(cls, args: Sequence[Any]) -> "_Call":
-        """A call with ``args``."""
+        """Describes a call with ``args`` under the modes of now."""
         kinds = {value.device.type for value in args if isinstance(value, torch.Tensor)} | {"cpu"}
         autocast = {
             kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -99,46 +97,45 @@ class _Call(NamedTuple):
         }
         return cls([_Input.of(value) for value in args], autocast)
 
-    def inputs_again(self) -> tuple[list[Any], frozenset[int]]:
-        """The inputs, and at which positions there are stand-ins for those that are gone."""
-        found = [given.there() for given in self.inputs]
-        gone = frozenset(
+    def inputs_and_stand_ins(self) -> tuple[list[Any], frozenset[int]]:
+        """Returns the inputs, and the positions of stand-ins for those that are freed."""
+        values = [each.current() for each in self.inputs]
+        freed = frozenset(
             at
-            for at, (given, value) in enumerate(zip(self.inputs, found, strict=True))
-            if value is None and given.value is not None
+            for at, (each, value) in enumerate(zip(self.inputs, values, strict=True))
+            if value is None and each.value is not None
         )
-        for at in gone:
-            found[at] = self.inputs[at].stand_in()
-        return found, gone
+        for at in freed:
+            values[at] = self.inputs[at].stand_in()
+        return values, freed
 
     @contextlib.contextmanager
-    def ambient(self) -> Iterator[None]:
-        """The modes of the call, under which torch traces."""
-        with contextlib.ExitStack() as modes:
-            modes.enter_context(torch.enable_grad())
+    def modes(self) -> Iterator[None]:
+        """Inside, torch traces under the modes of the call."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
             for kind, dtype in self.autocast.items():
                 cast = torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
-                modes.enter_context(cast)
+                stack.enter_context(cast)
             yield
 
 
 @dataclass(eq=False)
 class Retiled:
-    """A graph in tiles that are chosen anew where a step that is planned again does not fit."""
+    """A graph in tiles that are chosen anew where a replanned step does not fit."""
 
     _gm: fx.GraphModule
     _plan: Plan
     _planned: PlannedGraph
-    _asked: dict[PlanRequest, Infeasible] = field(default_factory=dict)
+    _tried: dict[PlanRequest, Infeasible] = field(default_factory=dict)
     """Requests for which other tiles were tried, each with its error: none is compiled twice."""
-    _called: _Call | None = None
-    """What the first call was like."""
+    _first_call: _Call | None = None
 
     def __post_init__(self) -> None:
         self._follow(self._planned)
 
     def _follow(self, planned: PlannedGraph) -> None:
-        """From now on ``planned`` runs. It may ask for other tiles between two calls."""
+        """Runs ``planned`` from now on; it may ask for other tiles between two calls."""
         assert planned.assembly is not None, "inference is not planned"
         self._planned, itself = planned, weakref.ref(self)
 
@@ -149,10 +146,10 @@ class Retiled:
         planned.assembly.retile = retile
 
     def __call__(self, *args: Any) -> Any:
-        """Run in the tiles in which this step fits. Raises Infeasible: there are none."""
+        """Runs in tiles in which this step fits. Raises Infeasible: there are none."""
         planned = self._planned
         assert planned.assembly is not None, "inference is not planned"
-        self._called = self._called or _Call.now(args)
+        self._first_call = self._first_call or _Call.now(args)
         try:
             return planned.run(*args)
         except Infeasible as error:
@@ -161,27 +158,27 @@ class Retiled:
                 raise
             why = without_frames(error)
         # Outside of the block that handles the error, whose frames hold the arguments.
-        if request in self._asked:
-            raise without_frames(self._asked[request])
+        if request in self._tried:
+            raise without_frames(self._tried[request])
         with dynamo.nothing_else_compiles():
             if self._planned is planned:  # and no other thread has compiled meanwhile
-                self._asked[request] = why
+                self._tried[request] = why
                 self._follow(self._compiled(planned.assembly, request, args))
         return self(*args)
 
     def _between_calls(self, why: Infeasible) -> None:
-        """Compile the graph in tiles for what its last plan was refused for, if there are any."""
+        """Compiles the graph in tiles in which the last refused request fits, if there are any."""
         before = self._planned.assembly
         assert before is not None, "inference is not planned"
-        assert self._called is not None, "a step has run"
+        assert self._first_call is not None, "a step has run"
         request = before.unplanned_request
-        if request is None or request in self._asked:
+        if request is None or request in self._tried:
             return
-        args, gone = self._called.inputs_again()
-        self._asked[request] = without_frames(why)
+        args, gone = self._first_call.inputs_and_stand_ins()
+        self._tried[request] = without_frames(why)
         with (
             dynamo.nothing_else_compiles(),
-            self._called.ambient(),
+            self._first_call.modes(),
             contextlib.suppress(Infeasible),
         ):
             self._follow(self._compiled(before, request, args, gone))
@@ -194,26 +191,26 @@ class Retiled:
         args: Sequence[Any],
         gone: Collection[int] = (),
     ) -> PlannedGraph:
-        """The graph in tiles for ``request``; of ``args`` those at ``gone`` are stand-ins.
+        """Compiles the graph in tiles for ``request``; ``args`` at ``gone`` are stand-ins.
 
-        Raises Infeasible: there are no such tiles, or Dynamo's guards, which are not made anew, do
-        not know how inputs lie in memory into which the graph writes.
+        Raises Infeasible: there are no such tiles, or the graph writes into inputs that share
+        memory, which Dynamo's guards (they are not made anew) do not check.
         """
         before.release()
         try:
             with autograd.fresh_static_tracing() as context:
                 planned = self._plan(self._gm, args, request)
         except Infeasible as error:
-            self._asked[request] = without_frames(error)
+            self._tried[request] = without_frames(error)
             raise
         except Exception as error:  # what did not fit is what the user is told
             say_dropped("a step that needs more than its tiles allow", error)
-            raise without_frames(self._asked[request]) from None
+            raise without_frames(self._tried[request]) from None
         written = autograd.written_inputs(context, len(args))
         if not written.isdisjoint(gone):
-            raise without_frames(self._asked.pop(request))  # the next call has its inputs
+            raise without_frames(self._tried.pop(request))  # the next call has its inputs
         if shared_memory(args, written):
-            raise without_frames(self._asked[request])
+            raise without_frames(self._tried[request])
         assert planned.assembly is not None, "it trained before"
         planned.assembly.follow(before)
         before.retire()

@@ -1,10 +1,10 @@
-"""Graphs whose sizes are symbols: one plan per concrete shape, made when the shape first runs.
+"""Compiles a graph with symbolic sizes once for each concrete shape, when the shape first runs.
 
 Dynamo hands a second shape over as symbols (``dynamic=None``). A plan needs numbers, so the graph
-is copied with the numbers of each call in place of the symbols and compiled for them; what
-AOTAutograd makes of it is made once, with symbols, where it can be (``all_lengths``). The plans
-share one arena. The least recently used plan goes when there are ``max_plans``; a graph whose
-shapes never settle runs through plain Inductor.
+is copied with the numbers of each call in place of the symbols and compiled for them. AOTAutograd
+traces it only once, with symbols, where it can (``all_lengths``). The plans share one arena. The
+least recently used plan goes when there are ``max_plans``; a graph whose shapes never settle runs
+through plain Inductor.
 """
 
 import collections
@@ -40,7 +40,7 @@ MAX_COMPILATIONS_PER_PLAN = 4
 
 
 def symbol_positions(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Inputs that are numbers of the user: sizes, and floats that Dynamo wraps into tensors."""
+    """Returns the inputs that are numbers: sizes, and floats that Dynamo wraps into tensors."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     return tuple(
         index
@@ -50,9 +50,9 @@ def symbol_positions(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """True for a size that Dynamo hands over as a symbol, though it is always the same number.
+    """True for a symbolic size that is always the same number.
 
-    The width of a layer is one, where a body of ``checkpoint()`` is given it.
+    For example a layer's width, where a body of ``checkpoint()`` is given it.
     """
     value = node.meta.get("example_value")
     return isinstance(value, torch.SymInt) and not expression_of(value).free_symbols
@@ -66,9 +66,10 @@ class Specialised:
     _symbols: tuple[int, ...]
     _config: MemoConfig
     _compile_static: Callable[[fx.GraphModule, Sequence[Any], MemoConfig], Callable[..., Any]]
-    _known: collections.OrderedDict[tuple[str, ...], Callable[..., Any]] = field(
+    _compiled: collections.OrderedDict[tuple[str, ...], Callable[..., Any]] = field(
         default_factory=collections.OrderedDict
     )
+    """By ``_key``, the least recently used first."""
     _written: frozenset[int] | None = None
     """Positions of inputs, without numbers, that the graph writes into; None before compilation."""
     _num_compiled: int = 0
@@ -77,9 +78,9 @@ class Specialised:
     _fitted: set[tuple[float, ...]] = field(default_factory=set)
     """The numbers for which there was a plan."""
     _regions: VaryingRegions = field(default_factory=VaryingRegions)
-    """What is lowered once for all lengths."""
+    """Regions that are lowered once for all lengths."""
     _lengths: tuple[str, AllLengths] | None = None
-    """The numbers that do not vary, of the first call, and what was traced for all sizes."""
+    """The numbers of the first call that do not vary, and the trace for all sizes."""
     _constants: frozenset[int] = frozenset()
     """Those of ``_symbols`` that are always the same."""
 
@@ -90,35 +91,35 @@ class Specialised:
         self._runner = PassRunner(Path(dump) / folder if dump else None)
 
     def __call__(self, *args: Any) -> Any:
-        """Run with the plan of these sizes."""
+        """Runs the graph with the plan of these sizes."""
         numbers = tuple(_number(args[index]) for index in self._symbols)
-        rest = [arg for index, arg in enumerate(args) if index not in self._symbols]
-        key = self._key(numbers, rest)
+        inputs = [arg for index, arg in enumerate(args) if index not in self._symbols]
+        key = self._key(numbers, inputs)
         with self._lock:
-            run = self._known.get(key)
+            run = self._compiled.get(key)
             if run is not None:
-                self._known.move_to_end(key)
+                self._compiled.move_to_end(key)
         if run is None:
-            run = self._compile(numbers, rest)
-        return run(*args) if run is self._plain else run(*rest)
+            run = self._compile(numbers, inputs)
+        return run(*args) if run is self._plain else run(*inputs)
 
-    def _key(self, numbers: tuple[float, ...], rest: Sequence[Any]) -> tuple[str, ...]:
-        """What tells plans apart: 0.0 equals -0.0, and NaN not even itself."""
-        return (*map(repr, numbers), *shared_memory(rest, self._written or ()))
+    def _key(self, numbers: tuple[float, ...], inputs: Sequence[Any]) -> tuple[str, ...]:
+        """Returns a plan's key; as text, since 0.0 equals -0.0, and NaN not even itself."""
+        return (*map(repr, numbers), *shared_memory(inputs, self._written or ()))
 
     @seldom_collected()
     @hidden_from_modes()
-    def _compile(self, numbers: tuple[float, ...], rest: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, numbers: tuple[float, ...], inputs: Sequence[Any]) -> Callable[..., Any]:
         with dynamo.nothing_else_compiles(), self._lock:
-            if (made := self._known.get(self._key(numbers, rest))) is not None:
-                return made  # by another thread meanwhile
+            if (run := self._compiled.get(self._key(numbers, inputs))) is not None:
+                return run  # compiled by another thread meanwhile
             limit = self._config.max_plans * MAX_COMPILATIONS_PER_PLAN
             if self._num_compiled >= limit:
                 return self._plainly(limit, any(isinstance(number, float) for number in numbers))
             self._num_compiled += 1
-            lowered = self._regions.num_lowered
-            if len(self._known) >= self._config.max_plans:
-                self._known.popitem(last=False)
+            num_lowered = self._regions.num_lowered
+            if len(self._compiled) >= self._config.max_plans:
+                self._compiled.popitem(last=False)
             put = PutNumbers(numbers=dict(zip(self._symbols, numbers, strict=True)))
             gm = self._runner.run(fx_graphs.copied(self._gm), [put], stage="dynamo")
             self._runner.write_times()
@@ -129,14 +130,14 @@ class Specialised:
                 gm.meta[LENGTHS] = AtLength(lengths, sizes)
             with varying(self._regions, sizes), autograd.fresh_static_tracing() as context:
                 try:
-                    run = self._compile_static(gm, rest, self._config)
+                    run = self._compile_static(gm, inputs, self._config)
                 except Infeasible as error:
                     raise _with_what_fits(error, numbers, self._fitted) from None
             self._fitted.add(numbers)
             if self._written is None:
-                self._written = autograd.written_inputs(context, len(rest))
-            self._known[self._key(numbers, rest)] = run
-            if self._regions.counts.reused and self._regions.num_lowered == lowered:
+                self._written = autograd.written_inputs(context, len(inputs))
+            self._compiled[self._key(numbers, inputs)] = run
+            if self._regions.counts.reused and self._regions.num_lowered == num_lowered:
                 self._num_compiled -= 1  # without a compiler's time
             log.info("memo: regions for changing sizes so far: %s", self._regions.counts)
             return run
@@ -146,30 +147,26 @@ class Specialised:
         return not isinstance(number, float) and at not in self._constants
 
     def _lengths_for(self, numbers: tuple[float, ...]) -> AllLengths | None:
-        """What serves all sizes beside the floats among ``numbers``; None for other floats.
+        """Returns the trace for all sizes, with the floats of ``numbers``; None for other floats.
 
         Floats are mostly constants of the model, which ``dynamic=True`` makes inputs. One that
         changes with each step would be traced for all sizes each time.
         """
         pairs = list(zip(self._symbols, numbers, strict=True))
         fixed = {at: number for at, number in pairs if not self._varies(at, number)}
-        said = repr(fixed)
         if self._lengths is None:
             put = PutNumbers(numbers=fixed)
             gm = fx_graphs.copied(self._gm)
             gm = self._runner.run(gm, [put], stage="dynamo-fixed") if fixed else gm
-            positions = (at - sum(fixed_at < at for fixed_at in fixed) for at, _ in pairs)
-            own = tuple(
-                position
-                for position, (at, _) in zip(positions, pairs, strict=True)
-                if at not in fixed
+            positions = tuple(
+                at - sum(fixed_at < at for fixed_at in fixed) for at, _ in pairs if at not in fixed
             )
-            self._lengths = said, AllLengths(gm=gm, positions=own)
-        known, lengths = self._lengths
-        return lengths if known == said and lengths.positions else None
+            self._lengths = repr(fixed), AllLengths(gm=gm, positions=positions)
+        first_fixed, lengths = self._lengths
+        return lengths if first_fixed == repr(fixed) and lengths.positions else None
 
     def _plainly(self, limit: int, has_floats: bool) -> Callable[..., Any]:
-        """Plain Inductor with symbolic sizes, for good."""
+        """Returns the graph compiled by plain Inductor with symbolic sizes, for good."""
         mend = "raise max_plans or pad to fewer shapes"
         if has_floats:
             mend += ", and pass a float that changes (a weight, a temperature) as torch.tensor(x)"
@@ -188,13 +185,11 @@ class Specialised:
 def _with_what_fits(
     error: Infeasible, numbers: tuple[float, ...], fitted: Collection[tuple[float, ...]]
 ) -> Infeasible:
-    """``error`` with the largest of the numbers that had a plan and are nowhere larger."""
-    smaller = [
-        known for known in fitted if all(n <= m for n, m in zip(known, numbers, strict=True))
-    ]
+    """Adds to ``error`` the largest sizes that had a plan and are nowhere above ``numbers``."""
+    smaller = [fit for fit in fitted if all(n <= m for n, m in zip(fit, numbers, strict=True))]
     if not smaller:
         return error
-    sizes, largest = (", ".join(map(str, found)) for found in (numbers, max(smaller)))
+    sizes, largest = ", ".join(map(str, numbers)), ", ".join(map(str, max(smaller)))
     text = (
         f"{error}. This graph's changing sizes are {sizes}; the largest so far that fit: "
         f"{largest}. memo_compile.longest finds the largest that fits"

@@ -5,21 +5,17 @@ before a graph runs for the first time, each rank publishes what it will begin i
 group, and waits until all ranks of these groups have published the same. It also waits for those
 that they wait for in turn, so that a rank that raises is noticed across a mesh of groups.
 
-Nothing else of the ranks' plans must agree: the order of collectives follows from the graph, and
-from the first plan where that gathers weights again (``planners.gather_again``); no later plan
-changes it (``check.check_moves``). So replanning a step needs no new agreement. Nor does a graph
-whose collectives all ranks have agreed on before: a branch that only one rank takes is compiled
-there and nowhere else.
+Nothing else of the plans must agree: the order of collectives follows from the graph, and from the
+first plan where that gathers weights again (``planners.gather_again``); no later plan changes it
+(``check.check_moves``). So replanning needs no new agreement. Nor does a graph whose collectives
+all ranks have agreed on before: a branch that only one rank takes is compiled there alone.
 
-Each rank writes one record of itself (``RankRecord``) into torch.distributed's store whenever the
-record changes, and reads the records of the others. Two cases need a rule:
-
-* Two ranks each wait for a collective that the other does not begin. The one that has waited longer
-  raises; the other goes on. (A program may catch the error of a graph that did not fit on one rank,
-  and then both are at the next graph.)
-* A rank has no plan for a graph. It publishes that under a digest of the graph as Dynamo handed it
-  over (``graph_key``), the same on all ranks that compile the same. Those that wait for it raise
-  too, or run the graph through plain Inductor too.
+Each rank writes one record of itself (``RankRecord``) into torch.distributed's store whenever it
+changes, and reads those of the others. If two ranks each wait for a collective that the other does
+not begin, the one that has waited longer raises. The other goes on: a program may catch the error
+of a graph that did not fit on one rank, and then both are at the next graph. A rank without a plan
+for a graph publishes that under a digest of the graph (``graph_key``); those that wait for it raise
+too, or run the graph through plain Inductor too.
 """
 
 import itertools

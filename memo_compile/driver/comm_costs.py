@@ -110,8 +110,9 @@ class CommCosts:
         kept = {}
         for group, link in self.links.items():
             seconds = {} if self.store is None else read_seconds(self.store, link)
-            for timed in self._of_group(group):
-                kept[timed] = seconds.get(label(timed), math.nan)
+            for _, timed in self.calls:
+                if timed.collective.group_name == group:
+                    kept[timed] = seconds.get(label(timed), math.nan)
         agreed = self._of_first_rank(kept, "before")
         self._measured_s = {timed: seconds for timed, seconds in agreed.items() if seconds >= 0}
 
@@ -141,9 +142,6 @@ class CommCosts:
             of_group[label(timed)] = self._measured_s[timed]
         for group, by_label in by_group.items():
             add_seconds(self.store, self.links[group], by_label)
-
-    def _of_group(self, group: str) -> set[TimedCollective]:
-        return {timed for _, timed in self.calls if timed.collective.group_name == group}
 
 
 def _collectives(

@@ -242,7 +242,7 @@ class StepKnowledge:
             **self._copy_speeds[host_store],
             comm_bytes_per_s=self._comm_bytes_per_s(),
             collective_s=self.collectives.seconds() or None,
-            comm_slowdown=self._comm_slowdown(),
+            comm_slowdown=self.profile().comm_slowdown if self._talks() else 1.0,
             source=MEASURED if self._measures() else f"roofline: {self.profile().name}",
         )
 
@@ -332,14 +332,13 @@ class StepKnowledge:
 
         It counts for collectives whose seconds are not measured.
         """
-        if not has_collectives(self.lowered.problem):
+        if not self._talks():
             return None
         declared = self.profile().link_bytes_per_s
         return min(declared, self.config.comm_bytes_per_s or declared)
 
-    def _comm_slowdown(self) -> float:
-        talks = has_collectives(self.lowered.problem)
-        return self.profile().comm_slowdown if talks else 1.0
+    def _talks(self) -> bool:
+        return has_collectives(self.lowered.problem)
 
     @property
     def collectives(self) -> CommCosts:
@@ -463,8 +462,7 @@ class StepKnowledge:
 
     def is_shared(self) -> bool:
         """True where this step waits for other ranks, so that all of them should run one plan."""
-        is_alone = distributed.num_ranks() < 2 or self.hardware is not None
-        return not is_alone and has_collectives(self.lowered.problem)
+        return distributed.num_ranks() > 1 and self.hardware is None and self._talks()
 
     def _room_bytes(self) -> int | None:
         """Returns the bytes that the budget leaves for a region that runs alone; None: no bound."""

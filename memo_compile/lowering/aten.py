@@ -1,10 +1,9 @@
-"""Lowering op by op: the portable reference against which the Inductor lowering is tested.
+"""Lowers a region op by op: the portable reference against which the Inductor lowering is tested.
 
-Views run as views. An operator with an ``out=`` overload writes straight into its planned buffer;
-any other computes in ordinary memory, which is counted as memory outside. What it returns stays
-there as long as that takes no more than its copies would, and is copied in otherwise.
-A collective's result stays in the memory that it was given until it has been waited for; what it
-reads is kept as long.
+Views run as views. An operator with an ``out=`` overload writes straight into its planned buffer.
+Any other allocates its result in ordinary memory (memory outside); the result is read there if that
+takes no more memory than copies would, and is copied into its buffer otherwise. A collective's
+result stays where it was allocated until it has been waited for, and so does what it reads.
 """
 
 import itertools
@@ -64,10 +63,8 @@ _WORKSPACES = (
 _WRITES_OUT: dict[str, bool] = {}
 """An operator and the layouts of its arguments, as text -> whether its ``out=`` takes them."""
 
-
 _TAKE_OUT = (torch.ops.aten.addmm.dtype, torch.ops.aten.baddbmm.dtype)
-"""Operators whose ``out=`` takes what they take; what torch 2.13 runs on fakes in their place does
-not (pytorch#163880)."""
+"""Operators whose ``out=`` works, though torch 2.13 fails on it with fakes (pytorch#163880)."""
 
 
 def _never(_: fx.Node) -> bool:
@@ -75,14 +72,14 @@ def _never(_: fx.Node) -> bool:
 
 
 def lower(region: RegionGraph, *, poison: bool = False) -> LoweredRegion:
-    """``region`` as a list of operator calls on planned buffers."""
+    """Returns ``region`` as a list of operator calls on planned buffers."""
     return _AtenRegion(region, poison=poison).lowered()
 
 
 def interpret(gm: fx.GraphModule, change: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
-    """``gm`` run op by op in ordinary memory, boxed: takes a list of arguments and empties it.
+    """Returns ``gm`` as a function that runs op by op in ordinary memory.
 
-    Each argument of each operator is given as ``change`` says.
+    It is boxed: takes a list of arguments and empties it. ``change`` maps operators' arguments.
     """
 
     class _Interpreter(fx.Interpreter):
@@ -102,6 +99,8 @@ def interpret(gm: fx.GraphModule, change: Callable[[Any], Any] | None = None) ->
 
 
 class _AtenRegion:
+    """A region op by op: number of a line = number of its node."""
+
     def __init__(
         self, region: RegionGraph, *, poison: bool, in_registers: Callable[[fx.Node], bool] = _never
     ) -> None:
@@ -123,8 +122,8 @@ class _AtenRegion:
         self.outside = {node: self._copied(node) for node, out in self.writers.items() if not out}
         """Results that their operators put into ordinary memory."""
         self.unplaced = self._unplaced()
-        large = (own for own in self.outside.values() if own.size_bytes >= MIN_OWN_MAPPING_BYTES)
-        self.trims = {own.end - 1 for own in large if region.device.type == "cpu"}
+        large = (out for out in self.outside.values() if out.size_bytes >= MIN_OWN_MAPPING_BYTES)
+        self.trims = {out.end - 1 for out in large if region.device.type == "cpu"}
         placed = (node for node in self.writers if node not in self.unplaced)
         self.buffers = {node: self._buffer(node) for node in placed}
         self.index = {node: index for index, node in enumerate(self.buffers)}
@@ -133,28 +132,28 @@ class _AtenRegion:
         self.begins = {node: begin for node, begin in begins if begin is not None}
 
     def _last_uses(self) -> dict[fx.Node, int]:
-        """Storage -> the last line that reads it, through views, tuples and registers."""
-        found: dict[fx.Node, int] = {}
+        """Returns, per storage, the last line that reads it, through views, tuples, registers."""
+        last: dict[fx.Node, int] = {}
         for node in reversed(self.nodes):
             line = self.line[node]
             if self.in_registers(node):  # made where it is read
-                line = max(line, found.get(storage_of(node), line))
-            for source in _read_by(node):
-                root = storage_of(source)
-                found[root] = max(line, found.get(root, line))
-        return found
+                line = max(line, last.get(storage_of(node), line))
+            for root in map(storage_of, _read_by(node)):
+                last[root] = max(line, last.get(root, line))
+        return last
 
     def _dropped(self) -> dict[int, list[fx.Node]]:
-        """Line -> values that no later line takes as an argument; what they show may live on."""
+        """Returns, per line, the values that no later line takes; their storage may live on."""
         last: dict[fx.Node, int] = {}
         for node in self.nodes:
             last.update(dict.fromkeys((node, *_read_by(node)), self.line[node]))
-        found: dict[int, list[fx.Node]] = {}
+        dropped: dict[int, list[fx.Node]] = {}
         for node, line in last.items():
-            found.setdefault(line, []).append(node)
-        return found
+            dropped.setdefault(line, []).append(node)
+        return dropped
 
     def _is_placed(self, node: fx.Node) -> bool:
+        """True for a result that gets a buffer in the arena."""
         if not _is_new(node) or node in self.external or is_random_state(node):
             return False
         if self.in_registers(node) and node not in self.kept:
@@ -173,30 +172,30 @@ class _AtenRegion:
         )
 
     def _end(self, node: fx.Node, unread: int) -> int:
-        """The line behind the last that reads the node's storage; ``unread`` if none does."""
+        """Returns the line after the last that reads the node's storage; ``unread + 1`` if none."""
         return len(self.nodes) if node in self.kept else self.last_use.get(node, unread) + 1
 
     def _unplaced(self) -> set[fx.Node]:
-        """Results that are read where their operator has put them; large ones are looked at first.
+        """Chooses results that are read in ordinary memory and not copied, the largest first.
 
-        Only as many as take no more memory outside, at any time, than if all were copied.
+        Only as many as keep the peak of memory outside as low as if all were copied.
         """
-        taken = np.zeros(len(self.nodes) + 1, dtype=np.int64)
-        for beside in (*self.outside.values(), *self.workspaces):
-            taken[beside.start : beside.end] += beside.size_bytes
+        taken = np.zeros(len(self.nodes) + 1, dtype=np.int64)  # bytes outside, by line
+        for buffer in (*self.outside.values(), *self.workspaces):
+            taken[buffer.start : buffer.end] += buffer.size_bytes
         taken[:-1] += [attention_bytes(node) for node in self.nodes]
-        most, unplaced = taken.max(), set()
-        for node, beside in sorted(self.outside.items(), key=lambda item: -item[1].size_bytes):
+        peak, unplaced = taken.max(), set()
+        for node, buffer in sorted(self.outside.items(), key=lambda item: -item[1].size_bytes):
             end = self._end(node, self.line[node])
-            fits = (taken[beside.end : end] + beside.size_bytes <= most).all()
+            fits = (taken[buffer.end : end] + buffer.size_bytes <= peak).all()
             if fits and node not in self.kept and not is_collective(node):
-                taken[beside.end : end] += beside.size_bytes
-                self.outside[node] = replace(beside, end=end)
+                taken[buffer.end : end] += buffer.size_bytes
+                self.outside[node] = replace(buffer, end=end)
                 unplaced.add(node)
         return unplaced
 
     def _copied(self, node: fx.Node) -> OutsideBuffer:
-        """A result until it was copied to its buffer."""
+        """Returns the ordinary memory of a result until it is copied to its buffer."""
         return OutsideBuffer(
             kind=str(_maker(node).target),
             size_bytes=align(storage_bytes(node.meta["val"])),
@@ -205,15 +204,14 @@ class _AtenRegion:
         )
 
     def _workspaces(self) -> Iterator[OutsideBuffer]:
-        """What kernels take for themselves."""
+        """Yields the memory that kernels allocate for themselves."""
         for line, node in enumerate(self.nodes):
-            if self.in_registers(node):
-                continue
-            for of in _WORKSPACES:
-                if (workspace := of(node, line)) is not None:
-                    yield workspace
+            if not self.in_registers(node):
+                workspaces = (workspace_of(node, line) for workspace_of in _WORKSPACES)
+                yield from (workspace for workspace in workspaces if workspace is not None)
 
     def lowered(self) -> LoweredRegion:
+        """Returns the region's profile, and the function that runs it."""
         profile = RegionProfile(
             name=self.region.name,
             num_lines=len(self.nodes),
@@ -224,11 +222,11 @@ class _AtenRegion:
         )
         views = tuple(view_spec(node.meta["val"]) for node in self.buffers)
         called = ((called_operator(node), line) for line, node in enumerate(self.nodes))
-        attention = tuple(AttentionLine(*found) for found in called if is_attention(found[0]))
+        attention = tuple(AttentionLine(name, line) for name, line in called if is_attention(name))
         return LoweredRegion(profile=profile, views=views, run=self._run, attention=attention)
 
     def _region_output(self, index: int, node: Any) -> tuple[fx.Node | None, RegionOutput]:
-        """The node that made its storage, and where it lies."""
+        """Returns the node that made the output's storage, and where that lies."""
         if not isinstance(node, fx.Node):
             return None, RegionOutput(storage=Storage.NONE)
         root = storage_of(node)
@@ -244,16 +242,16 @@ class _AtenRegion:
         return root, RegionOutput(storage=Storage.OUTSIDE, size_bytes=size)
 
     def _is_mapped(self, node: fx.Node) -> bool:
-        """True for what a forward makes for the user in the host's memory, as Inductor's regions.
+        """True for the user's results of a forward on the CPU: they get a mapping of their own.
 
-        In the heap it would stay in memory when the user has dropped it.
+        In the heap their pages would stay when the user has dropped them.
         """
         if self.region.is_backward or self.region.device.type != "cpu" or not _is_new(node):
             return False
         return node.meta["val"].device.type == "cpu" and self._writes_out(node)
 
     def _writes_out(self, node: fx.Node) -> bool:
-        """True when the operator's ``out=`` overload takes these arguments, tried on fakes."""
+        """True when the operator's ``out=`` overload takes its arguments, tried on fakes."""
         if _out_overload(node) is None or runnable(node.target) is not node.target:
             return False
         values = [source.meta.get("val") for source in node.all_input_nodes]
@@ -312,7 +310,7 @@ class _AtenRegion:
         return view
 
     def _poison_dead(self, node: fx.Node) -> None:
-        """In poison mode, what is dead after this line is overwritten."""
+        """In poison mode, overwrites what is dead after the line of ``node``."""
         if not self.poison:
             return
         number = self.line[node]
@@ -330,7 +328,7 @@ class _AtenRegion:
 def _from_arena(
     node: fx.Node, begin: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with a storage offset that is ``begin`` elements behind the first of them."""
+    """Returns the arguments with a storage offset ``begin`` elements behind that of the first."""
     names = [declared.name for declared in schema_of(node).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     source = given.pop(names[0])
@@ -338,14 +336,14 @@ def _from_arena(
 
 
 def _as_traced(result: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
-    """``result``, or a copy that lies as the operator was traced: views behind it count on that."""
+    """Returns ``result``, copied where its strides are not the traced ones that views count on."""
     if result.stride() == traced.stride():
         return result
     return result.new_empty_strided(traced.size(), traced.stride()).copy_(result)
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """The operator that makes ``node``: itself, its tuple's, or the collective it waits for."""
+    """Returns what makes ``node``: itself, the operator of its tuple, the collective it awaits."""
     if is_wait(node):
         awaited = storage_of(node.all_input_nodes[0])
         return _maker(awaited) if in_flight(awaited) else node
@@ -354,22 +352,22 @@ def _maker(node: fx.Node) -> fx.Node:
 
 def _is_new(node: fx.Node) -> bool:
     """True for an operator whose result is one tensor in memory of its own."""
-    is_own = node.op == "call_function" and not is_view(node) and not is_write(node)
-    return is_own and is_tensor(node)
+    is_new = node.op == "call_function" and not is_view(node) and not is_write(node)
+    return is_new and is_tensor(node)
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
-    """Inputs of ``node`` and of the collective that it waits for, which reads them until then."""
+    """Returns the inputs of ``node``; of a wait also those of its collective, read until then."""
     if not is_wait(node):
         return node.all_input_nodes
     return [*node.all_input_nodes, *_maker(node).all_input_nodes]
 
 
 def _out_overload(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The overload of ``node``'s operator that writes into one given tensor, if it is a real one.
+    """Returns the overload of ``node``'s operator that writes into one given tensor; None: no gain.
 
-    Overloads that torch generates (tag ``generated``) allocate inside and copy: no gain. So do
-    those of Fourier transforms.
+    Overloads that torch generates (tag ``generated``) allocate inside and copy. So do those of
+    Fourier transforms.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
@@ -378,35 +376,36 @@ def _out_overload(node: fx.Node) -> torch._ops.OpOverload | None:
         return None
     packet = target.overloadpacket
     name = "out" if target._overloadname == "default" else f"{target._overloadname}_out"
-    known = packet.overloads()
+    overloads = packet.overloads()
     # sum.dim_IntList has sum.IntList_out, div.Tensor_mode has div.out_mode.
-    others = (name for name in known if "out" in name.split("_"))
-    for candidate in (name, "out", *others):
-        if candidate in known:
+    out_names = (name for name in overloads if "out" in name.split("_"))
+    for candidate in (name, "out", *out_names):
+        if candidate in overloads:
             overload = getattr(packet, candidate)
             plain = len(overload._schema.returns) == 1 and torch.Tag.generated not in overload.tags
-            if plain and _same_arguments(target, overload) and not _lost(node, overload):
+            same_arguments = _positional(target) == _positional(overload)
+            if plain and same_arguments and not _lost_keywords(node, overload):
                 return overload
     return None
 
 
 _OF_RESULT = frozenset(("dtype", "layout", "device", "pin_memory", "memory_format"))
-"""Keywords that say what the result is like; the tensor that is written into is."""
+"""Keywords that describe the result: with ``out=`` the given tensor does."""
 
 
-def _lost(node: fx.Node, out: torch._ops.OpOverload) -> set[str]:
-    """Keywords of ``node`` that ``out`` does not know: ``div.out`` has no ``rounding_mode``."""
+def _lost_keywords(node: fx.Node, out: torch._ops.OpOverload) -> set[str]:
+    """Returns keywords of ``node`` that ``out`` lacks: ``div.out`` has no ``rounding_mode``."""
     given = {name for name, value in node.kwargs.items() if value is not None}
     return given - _OF_RESULT - {arg.name for arg in out._schema.arguments}
 
 
-def _same_arguments(target: torch._ops.OpOverload, out: torch._ops.OpOverload) -> bool:
-    ours = [(arg.name, str(arg.type)) for arg in target._schema.arguments if not arg.kwarg_only]
-    theirs = [(arg.name, str(arg.type)) for arg in out._schema.arguments if not arg.kwarg_only]
-    return ours == theirs
+def _positional(operator: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    """Returns names and types of the positional arguments."""
+    return [(arg.name, str(arg.type)) for arg in operator._schema.arguments if not arg.kwarg_only]
 
 
 def _takes_out(node: fx.Node) -> bool:
+    """Tries the ``out=`` overload on fakes."""
     fake = node.meta["val"]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     target = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
@@ -418,19 +417,22 @@ def _takes_out(node: fx.Node) -> bool:
 
 
 def _write_out(node: fx.Node, args: Any, kwargs: Mapping[str, Any], target: torch.Tensor) -> Any:
-    """Run the ``out=`` overload, with the keywords that it knows, on ``target``.
+    """Runs the ``out=`` overload on ``target``, with the keywords that it has.
 
     ``empty_like.out`` declares a ``memory_format`` and refuses it: ``target`` has the traced one.
     """
     out = _out_overload(node)
     assert out is not None, f"{node.name}: an out= overload that was there is gone"
-    known = {arg.name for arg in out._schema.arguments} - {"memory_format"}
+    names = {arg.name for arg in out._schema.arguments} - {"memory_format"}
     name = next(arg.name for arg in out._schema.arguments if arg.is_out)
-    return out(*args, **{key: kwargs[key] for key in kwargs if key in known}, **{name: target})
+    return out(*args, **{key: kwargs[key] for key in kwargs if key in names}, **{name: target})
 
 
 def _in_place(args: tuple[Any, ...], view: torch.Tensor) -> torch.Tensor:
-    """``view``; the first argument where it shows the same: ``addmm`` copies what is another."""
+    """Returns the first argument if it is the same tensor as ``view``, else ``view``.
+
+    Given another object, even of the same memory, ``addmm`` would copy it.
+    """
     first = args[0] if args else None
     if isinstance(first, torch.Tensor) and first.data_ptr() == view.data_ptr():
         alike = first.dtype == view.dtype and first.size() == view.size()
@@ -441,11 +443,10 @@ def _in_place(args: tuple[Any, ...], view: torch.Tensor) -> torch.Tensor:
 def estimate(
     region: RegionGraph, in_registers: Callable[[fx.Node], bool] = _never
 ) -> RegionProfile:
-    """What lowering ``region`` would tell, found without running anything.
+    """Estimates the profile of ``region``, for choosing what to lower; nothing runs.
 
-    For choosing what to lower. ``in_registers`` says of a value that it is never in memory, because
-    what makes it is fused with what reads it; without it the region runs op by op. Inductor needs
-    more where a kernel is given room for results that nobody reads. Cost: 1 to 20 ms, for the
-    fakes.
+    ``in_registers`` is True for a value that is never in memory, because its maker is fused with
+    its reader; without it the region runs op by op. Inductor needs more where a kernel is given
+    room for results that nothing reads. Cost: 1 to 20 ms, for the fakes.
     """
     return _AtenRegion(region, poison=False, in_registers=in_registers).lowered().profile

@@ -1,7 +1,7 @@
-"""What the plan must know of a collective and of its wait, which are run by the runtime.
+"""Profiles of collectives and of their waits, which the runtime runs.
 
-A collective writes a buffer of its own, the place of its input, or ordinary memory where its result
-goes to the user. Its wait shows the same tensor again.
+A collective writes a buffer of its own, over its input, or ordinary memory where its result goes to
+the user. Its wait returns the same tensor.
 """
 
 from collections.abc import Mapping
@@ -23,15 +23,14 @@ from memo_compile.step.problem import (
 
 
 def lower(region: RegionGraph, *, in_place: bool | None = None) -> LoweredRegion:
-    """``region``, an ISSUE or a COMM_WAIT; ``in_place`` by default where the graph allows it."""
+    """Lowers an ISSUE or a COMM_WAIT; ``in_place`` by default where the graph allows it."""
     (result,) = results_of(region.gm.graph)
     num_inputs = len(region.gm.graph.find_nodes(op="placeholder"))
     size_bytes = align(storage_bytes(result.meta["val"]))
-    shown = RegionOutput(storage=Storage.INPUT, index=0)
     is_wait = region.kind is CallKind.COMM_WAIT
     buffers: tuple[RegionBuffer, ...] = ()
     if is_wait or (region.may_reuse_input if in_place is None else in_place):
-        output = shown
+        output = RegionOutput(storage=Storage.INPUT, index=0)
     elif region.external_outputs:
         output = RegionOutput(storage=Storage.EXTERNAL, size_bytes=size_bytes)
     else:
@@ -57,43 +56,43 @@ def _never(inputs: list[object]) -> list[object]:
 
 
 def apart(lowered: LoweredRegion, region: RegionGraph) -> LoweredRegion:
-    """The same with a buffer of its own."""
+    """Returns the same collective with a buffer of its own."""
     layouts = lowered.profile
-    other = lower(region, in_place=False)
+    moved = lower(region, in_place=False)
     profile = replace(
-        other.profile,
+        moved.profile,
         input_layouts=layouts.input_layouts,
         output_layouts=layouts.output_layouts,
     )
-    return replace(other, profile=profile)
+    return replace(moved, profile=profile)
 
 
 def overwriting(problem: Problem) -> frozenset[str]:
-    """Regions of collectives in the place of their input, where that holds what is still needed.
+    """Returns the regions of collectives that write over an input which is still needed.
 
-    That shows only in lowered regions: a compiler may return what it was given where the graph
-    makes a copy of it. Cost: linear.
+    Only lowered regions show that: a compiler may return an input where the graph makes a copy of
+    it. Cost: linear.
     """
     storage_of: dict[str, str | None] = {}
     """Value -> the arena buffer that it lies in; None in ordinary memory."""
     taken: dict[str, tuple[str, str]] = {}
     """Value whose place a collective has taken -> the collective's region, and its call."""
-    found: set[str] = set()
+    wrong: set[str] = set()
     for call in problem.calls:
         for value in (*call.inputs, *(into.value for into in call.into)):
             if value in taken and call.waits_for != taken[value][1]:
-                found.add(taken[value][0])
-        in_place = problem.regions[call.region].outputs[:1]
-        if call.kind is CallKind.ISSUE and in_place[0].storage is Storage.INPUT:
-            place = storage_of.get(call.inputs[0])
-            if place is None:
-                found.add(call.region)
-            beside = (value for value, other in storage_of.items() if other == place)
-            taken.update((value, (call.region, call.name)) for value in beside)
+                wrong.add(taken[value][0])
+        first_output = problem.regions[call.region].outputs[:1]
+        if call.kind is CallKind.ISSUE and first_output[0].storage is Storage.INPUT:
+            buffer = storage_of.get(call.inputs[0])
+            if buffer is None:
+                wrong.add(call.region)
+            in_buffer = (value for value, other in storage_of.items() if other == buffer)
+            taken.update((value, (call.region, call.name)) for value in in_buffer)
         for output, value in problem.made_by(call):
             storage_of[value] = _storage(call, output, storage_of)
     results = (value for half in problem.halves for value in half.results if value in taken)
-    return frozenset((*found, *(taken[value][0] for value in results if value is not None)))
+    return frozenset((*wrong, *(taken[value][0] for value in results if value is not None)))
 
 
 def _storage(

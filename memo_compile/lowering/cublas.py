@@ -1,9 +1,9 @@
-"""What cuBLAS keeps on a CUDA device for good: workspaces that torch makes for its handles.
+"""Counts the workspaces that cuBLAS keeps on a CUDA device for good.
 
-Each thread has a handle of its own, and a workspace belongs to a handle and a stream. So a step has
-two: the forward's thread has one, and autograd's thread, which runs the backward, has the other.
-cublasLt, which multiplies and adds a bias, has its own beside them, as measured with torch 2.11.
-Read in torch's ``CublasHandlePool.cpp`` (2.11 to 2.13).
+Torch makes one for each handle and stream, and each thread has its own handle. So a step has two:
+one in the forward's thread, one in autograd's, which runs the backward. cublasLt, which multiplies
+and adds a bias, has its own, as measured with torch 2.11. Read in torch's ``CublasHandlePool.cpp``
+(2.11 to 2.13).
 """
 
 import re
@@ -40,9 +40,9 @@ def workspaces_bytes(major: int, setting: str | None = None, lt_setting: str | N
 
 
 def libraries_bytes(major: int, flushed: int) -> int:
-    """What a step's libraries keep on a GPU of compute capability ``major``, and tuning takes.
+    """Bytes that libraries keep on a GPU of compute capability ``major``, and that tuning takes.
 
-    ``flushed`` is its L2 cache in bytes where Inductor tunes kernels: it writes as much between two
-    timings. The backend and ``memo plan`` count by this.
+    ``flushed`` is the size of its L2 cache where Inductor tunes kernels: it writes as much between
+    two timings.
     """
     return workspaces_bytes(major, cublas_setting(), cublas_lt_setting()) + align(flushed)

@@ -1,15 +1,15 @@
 """Eager versions of operators that exist for Inductor only, or that take too much memory in eager.
 
-Inductor replaces random operators by pure functions of a seed before memo sees the graph. Here
-the same seed gives the same numbers as well, so that a mask can be recomputed; they differ from
-those of Inductor's kernels. On a CPU they come from a generator of that seed. A device's generator
-takes its seed from the host, which would wait for the device: there the numbers are SplitMix64's
+Inductor replaces random operators by pure functions of a seed before memo sees the graph. Here too
+the same seed gives the same numbers, so that a mask can be recomputed; they differ from those of
+Inductor's kernels. On a CPU they come from a generator with that seed. A device's generator takes
+its seed from the host, which would wait for the device. So there SplitMix64 makes the numbers
 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), by operators that read
-the seed where it is.
+the seed on the device.
 
 Eager's ``copy``, ``slice_scatter`` and their like copy the whole storage of their first input,
-which in a step is the arena, and their result keeps that copy alive. What wraps a custom operator
-that writes (``auto_functionalized_v2``) does so for all that is written.
+which in a step is the arena, and their result keeps that copy alive. ``auto_functionalized_v2``,
+which wraps a custom operator that writes, does so for each tensor that is written.
 """
 
 import functools
@@ -60,16 +60,16 @@ def _randint(
 
 
 PIECE = 2**20
-"""Numbers that are drawn at once on a device: what is taken beside the result stays small."""
+"""Numbers that are drawn at once on a device, so that the memory beside the result stays small."""
 PIECE_ITEM_BYTES = 2 * torch.int64.itemsize
-"""Taken for each of them."""
+"""Bytes beside the result for each of them."""
 
 _STEP, _FIRST, _SECOND = (
     number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-"""SplitMix64's constants, as numbers of 64 bits with a sign."""
+"""SplitMix64's constants, as signed 64-bit numbers."""
 _FLOAT_BITS = 24
-"""A float32 has so many."""
+"""Bits of a float32's fraction."""
 
 
 def _in_pieces(
@@ -78,7 +78,7 @@ def _in_pieces(
     dtype: torch.dtype,
     number: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """A tensor of ``size`` with what ``number`` makes of each 64 random bits of ``seed``."""
+    """Returns a tensor of ``size``; ``number`` makes each element from 64 random bits."""
     result = torch.empty(list(size), dtype=dtype, device=seed.device)
     flat = result.view(-1)
     for start in range(0, flat.numel(), PIECE):
@@ -88,7 +88,7 @@ def _in_pieces(
 
 
 def _bits(seed: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """SplitMix64's numbers ``start`` to ``end``, 64 bits each."""
+    """Returns SplitMix64's numbers ``start`` to ``end``, 64 bits each."""
     bits = torch.arange(start + 1, end + 1, device=seed.device).mul_(_STEP).add_(seed)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         bits.bitwise_xor_(_shifted(bits, shift)).mul_(factor)
@@ -96,24 +96,24 @@ def _bits(seed: torch.Tensor, start: int, end: int) -> torch.Tensor:
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Shifted down, with zeros above: torch's own shift repeats the sign."""
+    """Shifts right, filling with zeros: torch's own shift repeats the sign."""
     return (bits >> by).bitwise_and_(2 ** (64 - by) - 1)
 
 
 def _uniform(bits: torch.Tensor, half: int = 0) -> torch.Tensor:
-    """Numbers of [0, 1), of one half of the ``bits``, which is overwritten."""
-    own = bits.view(torch.int32)[half::2].bitwise_right_shift_(32 - _FLOAT_BITS)
-    return own.bitwise_and_(2**_FLOAT_BITS - 1).float().mul_(2.0**-_FLOAT_BITS)
+    """Returns numbers of [0, 1) from one 32-bit half of each of ``bits``, which is overwritten."""
+    integers = bits.view(torch.int32)[half::2].bitwise_right_shift_(32 - _FLOAT_BITS)
+    return integers.bitwise_and_(2**_FLOAT_BITS - 1).float().mul_(2.0**-_FLOAT_BITS)
 
 
 def _normal(bits: torch.Tensor) -> torch.Tensor:
-    """Box and Muller's: a length and an angle, of the two halves."""
+    """Returns normal numbers by Box and Muller: a length and an angle, from the two halves."""
     length = _uniform(bits).add_(2.0 ** -(_FLOAT_BITS + 1)).log_().mul_(-2).sqrt_()
     return _uniform(bits, half=1).mul_(2 * math.pi).cos_().mul_(length)
 
 
 def _scatter(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """What ``view`` shows of a copy of the first input is overwritten with the second."""
+    """Returns an operator that copies ``base``, and ``source`` over ``view`` of the copy."""
 
     def run(base: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = base.clone()
@@ -130,14 +130,14 @@ def _as_strided_scatter(
     stride: Any,
     storage_offset: int | None = None,
 ) -> torch.Tensor:
-    """As ``_scatter``; what is overwritten may lie between and beside the elements of ``base``."""
-    own = base.storage_offset()
-    offset = own if storage_offset is None else storage_offset
-    begin = min(own, offset)
-    end = max(own + _extent(base.size(), base.stride()), offset + _extent(size, stride))
+    """As ``_scatter``; the view may also reach memory between and beside elements of ``base``."""
+    base_offset = base.storage_offset()
+    offset = base_offset if storage_offset is None else storage_offset
+    begin = min(base_offset, offset)
+    end = max(base_offset + _extent(base.size(), base.stride()), offset + _extent(size, stride))
     result = base.as_strided((end - begin,), (1,), begin).clone()
     result.as_strided(size, stride, offset - begin).copy_(src)
-    return result.as_strided(base.size(), base.stride(), own - begin)
+    return result.as_strided(base.size(), base.stride(), base_offset - begin)
 
 
 def _extent(size: Any, stride: Any) -> int:
@@ -153,15 +153,16 @@ def _copy(base: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
 
 
 def _auto_functionalized(operator: Any, **given: Any) -> Any:
-    """Torch's own with its copies of what ``operator`` writes made here, each as large as it is."""
-    bases = [None if base is None else _own(base) for base in given.pop("_all_bases")]
+    """Runs torch's own, with copies of only the tensors that ``operator`` writes, not storages."""
+    bases = [None if base is None else _compact_copy(base) for base in given.pop("_all_bases")]
     wrapped = torch.ops.higher_order.auto_functionalized_v2
     return wrapped(operator, _all_bases=bases, _only_clone_these_bases=(), **given)
 
 
-def _own(base: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(base.size(), base.stride(), dtype=base.dtype, device=base.device)
-    return made.copy_(base)
+def _compact_copy(base: torch.Tensor) -> torch.Tensor:
+    """Copies ``base`` with its strides, without the rest of its storage."""
+    copy = torch.empty_strided(base.size(), base.stride(), dtype=base.dtype, device=base.device)
+    return copy.copy_(base)
 
 
 _WITHOUT_ARANGE = (torch.uint16, torch.uint32, torch.uint64)
@@ -202,5 +203,5 @@ def _table() -> dict[Any, Callable[..., Any]]:
 
 
 def runnable(target: Any) -> Callable[..., Any]:
-    """``target``, or its eager version."""
+    """Returns the eager version of ``target``, or ``target``."""
     return _table().get(target, target)

@@ -1,4 +1,4 @@
-"""Lowering through Inductor: every allocation of a region becomes a view at a planned offset.
+"""Lowers a region by Inductor: each of its allocations becomes a view at a planned offset.
 
 Each region goes through ``compile_fx_inner`` once, with a wrapper class whose one override,
 ``run_wrapper_ir_passes``, sees the allocation lines after fusion and ordering. It records sizes
@@ -35,9 +35,9 @@ class _Recorder:
     poison: bool
     convolutions: tuple[Convolution, ...]
     layouts: Layouts = ()
-    """How the region's results lie, as it was traced: Inductor rewrites its graph."""
+    """The traced layouts of the region's results: Inductor rewrites its graph."""
     number: Callable[[Any], int] | None = None
-    """Evaluates sizes, where the graph's first input is a size."""
+    """Evaluates symbolic sizes, where the graph's first input is a size."""
     scan: LineScan | None = None
 
 
@@ -58,7 +58,7 @@ class ArenaWrapper(inductor_api.PythonWrapperCodegen):
         parent_wrapper: Any,
         partition_signatures: Any = None,
     ) -> Any:
-        """The wrapper of a graph; subgraphs of higher-order operators stay unplanned."""
+        """Returns the wrapper of a graph; subgraphs of higher-order operators stay unplanned."""
         if is_subgraph:
             return inductor_api.SubgraphPythonWrapperCodegen(
                 subgraph_name or "", parent_wrapper, partition_signatures
@@ -66,7 +66,7 @@ class ArenaWrapper(inductor_api.PythonWrapperCodegen):
         return ArenaWrapper()
 
     def run_wrapper_ir_passes(self, is_inference: bool) -> None:
-        """Replace Inductor's own buffer reuse by the plan."""
+        """Replaces Inductor's own buffer reuse by the plan."""
         recorder = _recorders[-1]
         self.header.writeline("from memo_runtime.current import current as memo_current")
         self.header.writeline("from memo_runtime.pages import own_mapping as memo_own_mapping")
@@ -76,7 +76,7 @@ class ArenaWrapper(inductor_api.PythonWrapperCodegen):
 
 
 class CachedArenaWrapper(ArenaWrapper):
-    """The same, where Inductor may find the code in its cache, so that no wrapper is made."""
+    """The same, with Inductor's cache allowed: where it has the code no wrapper is made."""
 
     supports_caching = True
 
@@ -108,8 +108,8 @@ INDUCTOR_SETTINGS: dict[str, Any] = {
     "memory_planning": False,
     "triton.cudagraphs": False,
 }
-"""Reuse is the plan's business; a partitioned graph would bypass the wrapper class, and so does a
-cached one, which is used only where ``RegionCache`` knows what the wrapper class said of it."""
+"""The plan decides about reuse. A partitioned graph would bypass the wrapper class. So does a
+cached one: it is used only where ``RegionCache`` has the profile that the class recorded."""
 
 
 @contextlib.contextmanager
@@ -130,31 +130,31 @@ def session(settings: Mapping[str, Any]) -> Iterator[None]:
 def lower(
     region: RegionGraph, *, poison: bool = False, cache: RegionCache | None = None
 ) -> LoweredRegion:
-    """``region`` compiled by Inductor, its buffers in the arena; or as ``cache`` knows it.
+    """Compiles ``region`` by Inductor, its buffers in the arena; or takes it from ``cache``.
 
-    Call it inside a ``session``. All outputs keep the strides they were traced with, since the
-    next region was traced with them too. Raises UnsupportedGraph: one does not.
+    Call it inside a ``session``. Raises UnsupportedGraph: an output does not keep the strides it
+    was traced with, for which the next region was made.
     """
-    found = tuple(filter(None, map(convolution_of, region.gm.graph.nodes)))
+    convolutions = tuple(filter(None, map(convolution_of, region.gm.graph.nodes)))
     layouts = region.output_layouts()
-    recorder = _Recorder(region=region, poison=poison, convolutions=found, layouts=layouts)
-    failed: Exception | None = None
+    recorder = _Recorder(region=region, poison=poison, convolutions=convolutions, layouts=layouts)
+    cache_error: Exception | None = None
     if cache is not None:
         try:
-            known = _with_cache(recorder, cache)
-        except Exception as error:  # of what was cached, or of the region: that shows below
-            failed = error
+            cached = _with_cache(recorder, cache)
+        except Exception as error:  # of the cache, or of the region: then it fails below too
+            cache_error = error
         else:
-            if known is not None:
-                return known
-    made = _made(recorder, _compiled(recorder, ArenaWrapper))
-    if failed is not None:
-        say_broken(failed)
-    return made
+            if cached is not None:
+                return cached
+    lowered = _lowered(recorder, _compiled(recorder, ArenaWrapper))
+    if cache_error is not None:
+        say_broken(cache_error)
+    return lowered
 
 
 def given_away(lowered: LoweredRegion, region: RegionGraph) -> set[int]:
-    """Inputs, which are the arena's, in whose place the code has put what goes to the user."""
+    """Returns the inputs in whose place, in the arena, the code has put results for the user."""
     results = [lowered.profile.outputs[at] for at in region.external_outputs]
     inputs = {result.index for result in results if result.storage is Storage.INPUT}
     return {*lowered.profile.overwrites}.intersection(inputs)
@@ -163,10 +163,10 @@ def given_away(lowered: LoweredRegion, region: RegionGraph) -> set[int]:
 def lower_symbolic(
     region: RegionGraph, number: Callable[[Any], int], *, poison: bool
 ) -> tuple[LineScan, Callable[[list[Any]], Any]] | None:
-    """A region whose first input is a size, as code; None: it has no kernels.
+    """Compiles a region whose first input is a size; None: it has no kernels.
 
-    ``number`` evaluates sizes. What is known of the code for another size: the scan's
-    ``profile()`` and ``views``, once its ``number`` is another. Call it inside a ``session``.
+    ``number`` evaluates sizes. To get the profile and views of the code at another size, set the
+    scan's ``number`` to another function. Call it inside a ``session``.
     """
     recorder = _Recorder(region=region, poison=poison, convolutions=(), number=number)
     compiled = _compiled(recorder, ArenaWrapper)
@@ -174,30 +174,29 @@ def lower_symbolic(
 
 
 CACHED_TRIES = 2
-"""What is cached and cannot be used is dropped, and cached anew; another process may be quicker."""
+"""A cached region that is unusable is dropped and cached anew; another process may be quicker."""
 
 
 def _with_cache(recorder: _Recorder, cache: RegionCache) -> LoweredRegion | None:
-    """The region as Inductor's cache has it, or new in there; None: it cannot be used."""
+    """Returns the region from Inductor's cache, or compiles it into the cache; None: unusable."""
     region = recorder.region
     tag = tag_of(region, recorder.convolutions, poison=recorder.poison)
     for _ in range(CACHED_TRIES):
-        # Inductor rewrites the graph, and may fail.
-        copied = replace(region, gm=fx_graphs.copied(region.gm))
-        mine = replace(recorder, region=copied)
+        copied = replace(region, gm=fx_graphs.copied(region.gm))  # Inductor rewrites the graph
+        attempt = replace(recorder, region=copied)
         with compile_caches.graph_cache(tag):
-            compiled = _compiled(mine, CachedArenaWrapper)
-        if mine.scan is not None or compile_caches.generated_code(compiled) is None:
-            lowered = _made(mine, compiled)
-            cache.remember(region, compiled, lowered)
+            compiled = _compiled(attempt, CachedArenaWrapper)
+        if attempt.scan is not None or compile_caches.generated_code(compiled) is None:
+            lowered = _lowered(attempt, compiled)
+            cache.keep(region, compiled, lowered)
             return lowered
-        if (known := cache.found(region, compiled)) is not None:
-            return known
+        if (cached := cache.find(region, compiled)) is not None:
+            return cached
     return None
 
 
 def _compiled(recorder: _Recorder, wrapper: type[ArenaWrapper]) -> Any:
-    """What Inductor makes of the recorder's region, or finds; ``scan`` is set if it was made."""
+    """Compiles the recorder's region, or finds it in the cache; then ``scan`` stays None."""
     region = recorder.region
     examples = region.example_inputs()
     results = results_of(region.gm.graph)
@@ -223,8 +222,8 @@ def _compiled(recorder: _Recorder, wrapper: type[ArenaWrapper]) -> Any:
         )
 
 
-def _made(recorder: _Recorder, compiled: Any) -> LoweredRegion:
-    """What was compiled now, with what the wrapper class has seen of it."""
+def _lowered(recorder: _Recorder, compiled: Any) -> LoweredRegion:
+    """Returns what was just compiled, with the profile that the wrapper class has recorded."""
     scan = recorder.scan
     if scan is None:  # a region without kernels: Inductor returns its forward as it is
         return aten.lower(recorder.region)

@@ -1,4 +1,4 @@
-"""Reads Inductor's wrapper lines: which buffer is born, reused, aliased and freed on which line.
+"""Reads Inductor's wrapper lines: on which line each buffer is allocated, reused, aliased, freed.
 
 The line classes (AllocateLine, FreeIfNotReusedLine, ReuseLine, ReinterpretLine, FreeLine,
 ExternKernelAllocLine, MultiOutputLine) have the same fields in torch 2.11 to 2.13.
@@ -19,6 +19,7 @@ from memo_compile.lowering.workspace import (
     CAST,
     CONVOLUTION,
     Convolution,
+    at_line,
     cast_bytes,
     convolution_bytes,
     is_attention,
@@ -63,10 +64,7 @@ class LineScan:
         convolutions: Sequence[Convolution],
         number: Callable[[Any], int] | None = None,
     ) -> None:
-        """``convolutions`` are those of the region's graph.
-
-        ``number`` evaluates a size that depends on the graph's first input, which is a size.
-        """
+        """``convolutions`` are those of the region's graph; ``number`` evaluates symbolic sizes."""
         self._wrapper = wrapper
         self._has_symbol = number is not None
         self.number: Callable[[Any], int] = number or int
@@ -78,19 +76,21 @@ class LineScan:
         self._births: dict[str, tuple[int, Any]] = {}
         self._frees: dict[str, int] = {}
         self._handed_over: set[str] = set()
+        """Names whose memory another name has taken over."""
         self._outside: dict[str, tuple[int, Any, str]] = {}
-        """Name -> the line that allocates it, its node, its kind."""
+        """Result of an extern kernel -> the line that allocates it, its node, its kind."""
         self._named: dict[str, int] = {}
-        """Name of what an extern kernel allocates -> the line that gives it this name."""
+        """Result of an extern kernel -> the line that gives it this name."""
         self._copied: list[tuple[int, Sequence[Any], str]] = []
         """Line, the nodes whose bytes are taken beside the arena while it runs, kind."""
         self._workspaces: list[OutsideBuffer] = []
         self.attention: list[AttentionLine] = []
         self._called_at: dict[str, int] = {}
-        """Extern kernel -> its line: all that it returns is there from then on."""
+        """Extern kernel -> its line: all that it returns exists from then on."""
         self._tuple_of: dict[str, str] = {}
-        """Name of one of several results of an extern kernel -> the name of all."""
+        """One of several results of an extern kernel -> the tuple of all."""
         self._arena: dict[str, int] = {}
+        """Buffer in the arena -> its index in the table of views."""
         self._read_lines()
         names = self.graph.get_output_names()
         self._outputs = {self._groups.root(name) for name in names}
@@ -106,7 +106,7 @@ class LineScan:
     def _strides(self) -> list[tuple[int, ...] | None]:
         """The strides that Inductor has chosen for each result."""
         chosen = inductor_api.chosen_strides(self.graph)
-        return [None if own is None else tuple(map(self.number, own)) for own in chosen]
+        return [None if s is None else tuple(map(self.number, s)) for s in chosen]
 
     def _removed(self, name: str) -> bool:
         return name in self.graph.removed_buffers
@@ -129,16 +129,14 @@ class LineScan:
                 self._read_scatter(number, line.node)
 
     def _read_scatter(self, number: int, node: Any) -> None:
-        """What torch's own scatter on a CPU allocates for itself, while its line runs."""
+        """Notes what torch's own scatter on a CPU allocates for itself while its line runs."""
         written = node.inputs[0]
         numbers = math.prod(map(self.number, written.get_size()))
         averages = node.kwargs.get("reduce") == "mean" and len(node.inputs) > 2
         averaged = math.prod(map(self.number, node.inputs[2].get_size())) if averages else 0
         size_bytes = cast_bytes(_kernel_name(node), written.get_dtype(), numbers, averaged)
         if size_bytes and self._region.device.type == "cpu":
-            self._workspaces.append(
-                OutsideBuffer(kind=CAST, size_bytes=size_bytes, start=number, end=number + 1)
-            )
+            self._workspaces.append(at_line(CAST, size_bytes, number))
 
     def _read_extern(self, number: int, node: Any) -> None:
         name, kind = node.get_name(), _kernel_name(node)
@@ -159,7 +157,7 @@ class LineScan:
             self._named[name] = number
 
     def _read_convolution(self, number: int, node: Any, written: Sequence[Any]) -> None:
-        """What a convolution on a CPU allocates for itself, while its line runs."""
+        """Notes what a convolution on a CPU allocates for itself while its line runs."""
         name = _kernel_name(node)
         if not is_convolution(name) or self._region.device.type != "cpu":
             return
@@ -176,11 +174,9 @@ class LineScan:
             item_bytes=operands[1].get_dtype().itemsize,
             is_backward=is_backward,
         )
-        alike = [found for found in self._convolutions if found.key == plain.key] or [plain]
+        alike = [traced for traced in self._convolutions if traced.key == plain.key] or [plain]
         size_bytes = max(map(convolution_bytes, alike))
-        self._workspaces.append(
-            OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=number, end=number + 1)
-        )
+        self._workspaces.append(at_line(CONVOLUTION, size_bytes, number))
 
     def _read_multi_output(self, number: int, line: Any) -> None:
         node = self.graph.name_to_buffer.get(line.result_name)
@@ -197,7 +193,7 @@ class LineScan:
             self._tuple_of[line.result_name] = line.arg_name
 
     def _size_bytes(self, node: Any) -> int:
-        """Bytes of the storage of ``node``, aligned."""
+        """Returns the bytes of the storage of ``node``, aligned."""
         elements = self.graph.get_allocation_storage_size(node)
         try:
             return align(self.number(elements) * node.get_dtype().itemsize)
@@ -207,7 +203,7 @@ class LineScan:
             ) from error
 
     def _ends(self) -> dict[str, int]:
-        """Group root -> the line after its storage's last use."""
+        """Returns, per root of a group, the line after its storage's last use."""
         members: dict[str, list[str]] = {}
         names = [*self._births, *self._outside, *self.graph.graph_inputs, *self._frees]
         names += list(self._groups._parent)
@@ -216,41 +212,41 @@ class LineScan:
         ends = {}
         for root, group in members.items():
             alive = [n for n in group if n not in self._handed_over and not self._removed(n)]
-            known = [self._frees[name] for name in alive if name in self._frees]
-            complete = alive and len(known) == len(alive)
-            ends[root] = max(known) + 1 if complete else len(self._lines)
+            frees = [self._frees[name] for name in alive if name in self._frees]
+            all_freed = alive and len(frees) == len(alive)
+            ends[root] = max(frees) + 1 if all_freed else len(self._lines)
         return ends
 
     def _choose_arena(self) -> None:
-        """Buffers for the arena: static, on the region's device, not behind a user's output.
+        """Chooses the buffers of the arena: static, on the region's device, no result of the user.
 
-        What an extern kernel allocates is copied into one where it leaves the region, so that it is
-        a saved tensor like any other. Random states stay where the kernel has put them.
+        A result that an extern kernel allocates is copied into a buffer where it leaves the region,
+        so that it is a saved tensor like any other. Random states stay where the kernel put them.
         """
-        left = (name for name in self._named if name in self._outputs - self._on_host)
-        for name in (*self._births, *left):
+        leaving = (name for name in self._named if name in self._outputs - self._on_host)
+        for name in (*self._births, *leaving):
             node = self._node(name)
             device = node.get_device()
             fits = device is not None and device.type == self._region.device.type
-            is_own = self._groups.root(name) == name and name not in self._external
-            if fits and is_own and not self._removed(name) and self._is_known(node):
+            is_root = self._groups.root(name) == name and name not in self._external
+            if fits and is_root and not self._removed(name) and self._is_static(node):
                 self._arena[name] = len(self._arena)
 
     def _node(self, name: str) -> Any:
-        """Inductor's node of a buffer that is allocated, here or by an extern kernel."""
+        """Returns Inductor's node of a buffer, allocated here or by an extern kernel."""
         return self._births[name][1] if name in self._births else self._outside[name][1]
 
-    def _born(self, name: str) -> int:
-        """The line on which the buffer of ``name`` in the arena is written first."""
+    def _first_write(self, name: str) -> int:
+        """Returns the line on which a buffer of the arena is written first."""
         return self._births[name][0] if name in self._births else self._named[name]
 
-    def _is_known(self, node: Any) -> bool:
+    def _is_static(self, node: Any) -> bool:
         """True where the node's size and strides are numbers, or depend on the one symbol."""
         return self._has_symbol or inductor_api.is_static(node)
 
     @property
     def views(self) -> list[ViewSpec]:
-        """How the arena's buffers are read."""
+        """The layouts of the arena's buffers."""
         return [self._view_spec(self._node(name)) for name in self._arena]
 
     def _view_spec(self, node: Any) -> ViewSpec:
@@ -261,7 +257,7 @@ class LineScan:
         )
 
     def require_traced_strides(self, layouts: Layouts) -> None:
-        """Raise UnsupportedGraph: a result does not lie as in ``layouts``, which were traced.
+        """Raises UnsupportedGraph: a result has other strides than traced (``layouts``).
 
         The next region's code was made for the traced strides.
         """
@@ -275,25 +271,25 @@ class LineScan:
                     f"where {layout.stride} were traced"
                 )
 
-    def _results(self) -> set[str]:
-        """Buffers that a forward region makes for the user in the host's memory."""
+    def _user_results(self) -> set[str]:
+        """Returns the buffers of a forward region that are results for the user, on a CPU."""
         if self._region.is_backward or self._region.device.type != "cpu":
             return set()
         return {
             name
             for name, (_, node) in self._births.items()
-            if name in self._external and node.get_device().type == "cpu" and self._is_known(node)
+            if name in self._external and node.get_device().type == "cpu" and self._is_static(node)
         }
 
     def rewrite(self, *, poison: bool) -> Iterator[Any]:
-        """The lines with arena buffers in place of allocations, and poison where lives end."""
+        """Yields the lines with views of the arena for allocations, and with poison on demand."""
         ends = self._ends()
         dying: dict[int, list[str]] = {}
         for name in self._arena:
             if poison and name not in self._outputs:
                 dying.setdefault(ends[name] - 1, []).append(name)
         inputs = self._inputs()
-        results = self._results()
+        results = self._user_results()
         copied = {self._named[name]: name for name in self._arena if name in self._named}
         for number, line in enumerate(self._lines):
             yield self._replaced(line, results)
@@ -308,7 +304,7 @@ class LineScan:
                 yield f"memo_current.input_done({position})"
 
     def _replaced(self, line: Any, results: set[str]) -> Any:
-        """``line``, or the statement that stands for it."""
+        """Returns ``line``, or the statement in its place."""
         plans = isinstance(line, inductor_api.MemoryPlanningLine)
         if not plans or isinstance(line, inductor_api.NullLine):
             return line
@@ -318,8 +314,8 @@ class LineScan:
         if isinstance(line, inductor_api.AllocateLine) and name in self._arena:
             return f"{name} = memo_current.views[{self._arena[name]}]"
         if isinstance(line, inductor_api.AllocateLine) and name in results:
-            written = self._wrapper.codegen_python_shape_tuple
-            size, stride = (written(get()) for get in (line.node.get_size, line.node.get_stride))
+            to_text = self._wrapper.codegen_python_shape_tuple
+            size, stride = to_text(line.node.get_size()), to_text(line.node.get_stride())
             return f"{name} = memo_own_mapping({size}, {stride}, {line.node.get_dtype()})"
         return line
 
@@ -328,14 +324,14 @@ class LineScan:
         return list(self.graph.graph_input_names)[int(self._has_symbol) :]
 
     def profile(self) -> RegionProfile:
-        """The region's buffers, outputs and memory outside, in lines."""
+        """Returns the region's buffers, outputs and memory outside, with lifetimes in lines."""
         ends = self._ends()
         buffers = tuple(
             RegionBuffer(
                 name=name,
                 size_bytes=self._size_bytes(self._node(name)),
-                start=self._born(name),
-                end=max(ends[name], self._born(name) + 1),
+                start=self._first_write(name),
+                end=max(ends[name], self._first_write(name) + 1),
             )
             for name in self._arena
         )
@@ -353,7 +349,7 @@ class LineScan:
         )
 
     def _overwrites(self) -> tuple[int, ...]:
-        """Inputs whose memory a kernel's result takes."""
+        """Returns the inputs over which a kernel writes its result."""
         taken = (
             line.node.get_name() for line in self._lines if isinstance(line, inductor_api.ReuseLine)
         )
@@ -361,7 +357,7 @@ class LineScan:
         return tuple(at for at, name in enumerate(inputs) if name in roots)
 
     def _region_output(self, index: int, name: str) -> tuple[str, RegionOutput]:
-        """Its storage, and where that lies."""
+        """Returns the root of the output's storage, and where that lies."""
         root, inputs = self._groups.root(name), self._inputs()
         if root in self._arena:
             return root, RegionOutput(storage=Storage.ARENA, index=self._arena[root])
@@ -376,10 +372,10 @@ class LineScan:
         return root, RegionOutput(storage=Storage.EXTERNAL, size_bytes=size, start=start)
 
     def _outside_buffers(self, ends: dict[str, int]) -> Iterator[OutsideBuffer]:
+        """Yields memory outside: workspaces, results of extern kernels, other devices' buffers."""
         yield from self._workspaces
         for start, written, kind in self._copied:
-            size_bytes = sum(map(self._size_bytes, written))
-            yield OutsideBuffer(kind=kind, size_bytes=size_bytes, start=start, end=start + 1)
+            yield at_line(kind, sum(map(self._size_bytes, written)), start)
         for name, (start, node, kind) in self._outside.items():
             root, size_bytes = self._groups.root(name), self._size_bytes(node)
             end = max(ends[root], start + 1)
@@ -390,8 +386,8 @@ class LineScan:
                 yield OutsideBuffer(kind=kind, size_bytes=size_bytes, start=start, end=end)
         for name, (start, node) in self._births.items():
             root = self._groups.root(name)
-            left = name not in self._arena and root == name and root not in self._outputs
-            if left and not self._removed(name) and self._is_known(node):
+            is_outside = name not in self._arena and root == name and root not in self._outputs
+            if is_outside and not self._removed(name) and self._is_static(node):
                 size = self._size_bytes(node)
                 end = max(ends[root], start + 1)
                 yield OutsideBuffer(kind="other device", size_bytes=size, start=start, end=end)

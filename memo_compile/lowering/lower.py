@@ -1,4 +1,4 @@
-"""Which lowering runs a region, and what happens to graphs that memo does not plan."""
+"""Lowers regions as the options say, each distinct one once; and graphs that memo does not plan."""
 
 import contextlib
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger("memo")
 def lower_regions(
     regions: Iterable[RegionGraph], config: MemoConfig, runner: PassRunner
 ) -> dict[str, LoweredRegion]:
-    """Every region by its name, lowered as ``config.lowering`` says."""
+    """Lowers every region as ``config.lowering`` says; returns them by name."""
     by_inductor = config.lowering != "aten"
     store = config.store() if by_inductor else None
     cache = None if store is None else RegionCache(store=store)
@@ -43,36 +43,36 @@ def lower_regions(
         vector_probe.probe_once(store)
     session = inductor.session(config.inductor_options) if by_inductor else contextlib.nullcontext()
     with session:
-        found = {}
+        by_name = {}
         for region in regions:
             lowered = _once(region, config, runner, cache)
             inputs, outputs = region.input_layouts(), region.output_layouts()
             profile = replace(lowered.profile, input_layouts=inputs, output_layouts=outputs)
-            found[region.name] = replace(lowered, profile=profile)
+            by_name[region.name] = replace(lowered, profile=profile)
     if cache is not None:
         log.info("memo: regions so far, from the cache and not: %s", region_cache.counts)
-    return found
+    return by_name
 
 
-_KNOWN: list[dict[Hashable, LoweredRegion]] = []
-"""What was lowered, by content, in each context of ``lowered_once`` that is open."""
+_LOWERED: list[dict[Hashable, LoweredRegion]] = []
+"""Lowered regions by content, for each open context of ``lowered_once``."""
 
 
 @contextlib.contextmanager
 def lowered_once() -> Iterator[None]:
     """Inside, regions of equal content are lowered once; they share their code."""
-    _KNOWN.append({})
+    _LOWERED.append({})
     try:
         yield
     finally:
-        _KNOWN.pop()
+        _LOWERED.pop()
 
 
 def _once(
     region: RegionGraph, config: MemoConfig, runner: PassRunner, cache: RegionCache | None
 ) -> LoweredRegion:
-    """``region`` lowered, or what its like became."""
-    if not _KNOWN or region.kind is not CallKind.RUN:
+    """Lowers ``region``, or takes the code of an equal one (``lowered_once``)."""
+    if not _LOWERED or region.kind is not CallKind.RUN:
         return _lowered(region, config, runner, cache)
     by_name = region.op_by_op or config.lowering == "aten"  # buffers have the names of nodes there
     key = (
@@ -80,17 +80,15 @@ def _once(
         *(region.is_backward, str(region.device), region.op_by_op, region.donated),
         *(config.lowering, repr(config.inductor_options), "poison" in config.debug),
         tuple(node.name for node in region.gm.graph.nodes) if by_name else (),
-        tuple(map(_tag_of, region.gm.graph.nodes)) if config.recomputes else None,
+        # ``RoundValues`` reads the tag.
+        tuple(node.meta.get("partitioner_tag") for node in region.gm.graph.nodes)
+        if config.recomputes
+        else None,
     )
-    if key not in _KNOWN[-1]:
-        _KNOWN[-1][key] = _lowered(region, config, runner, cache)
-    found = _KNOWN[-1][key]
-    return replace(found, profile=replace(found.profile, name=region.name))
-
-
-def _tag_of(node: fx.Node) -> Any:
-    """What ``RoundValues`` asks of a node, beside what it computes."""
-    return node.meta.get("partitioner_tag")
+    if key not in _LOWERED[-1]:
+        _LOWERED[-1][key] = _lowered(region, config, runner, cache)
+    lowered = _LOWERED[-1][key]
+    return replace(lowered, profile=replace(lowered.profile, name=region.name))
 
 
 def _lowered(
@@ -101,38 +99,39 @@ def _lowered(
         return collective_profile.lower(region)
     if region.op_by_op or config.lowering == "aten":
         return aten.lower(region, poison=poison)
-    own: list[GraphPass] = [OwnOutputs(external_outputs=region.external_outputs)]
+    passes: list[GraphPass] = [OwnOutputs(external_outputs=region.external_outputs)]
     if config.recomputes:
-        own.append(RoundValues())
+        passes.append(RoundValues())
     if region.device.type == "cuda":  # each kernel is launched there, and launches cost time
-        own.append(SpreadSeeds(external_outputs=region.external_outputs))
-    copied = fx_graphs.copied(region.gm)  # lowering rewrites it, and others still read the first
-    own_region = replace(region, gm=runner.run(copied, own, stage=region.name))
+        passes.append(SpreadSeeds(external_outputs=region.external_outputs))
+    copied = fx_graphs.copied(region.gm)  # Inductor rewrites it, and others still read the first
+    prepared = replace(region, gm=runner.run(copied, passes, stage=region.name))
 
-    def alone() -> LoweredRegion:
-        mine = own_region
+    def lower_for_its_sizes() -> LoweredRegion:
+        """Lowers by Inductor, again without donated inputs that it made results for the user."""
+        current = prepared
         while True:
-            before = fx_graphs.copied(mine.gm) if mine.donated else mine.gm
-            found = inductor.lower(mine, poison=poison, cache=cache)
-            given = inductor.given_away(found, mine)
+            before = fx_graphs.copied(current.gm) if current.donated else current.gm
+            lowered = inductor.lower(current, poison=poison, cache=cache)
+            given = inductor.given_away(lowered, current)
             if not given:
-                return found
-            mine = replace(mine, gm=before, donated=tuple(sorted({*mine.donated} - given)))
+                return lowered
+            current = replace(current, gm=before, donated=tuple(sorted({*current.donated} - given)))
 
     def at_others(sizes: OtherSizes) -> fx.GraphModule:
-        return runner.run(sizes.graph(region.gm), own, stage=f"{region.name}-other-size")
+        return runner.run(sizes.graph(region.gm), passes, stage=f"{region.name}-other-size")
 
     varying = varying_sizes.current()
     if varying is None:
-        return alone()
-    own_region = replace(own_region, donated=())
-    return varying.lower(own_region, poison=poison, alone=alone, at_others=at_others)
+        return lower_for_its_sizes()
+    prepared = replace(prepared, donated=())
+    return varying.lower(prepared, poison=poison, alone=lower_for_its_sizes, at_others=at_others)
 
 
 def plain_inner(
     gm: fx.GraphModule, examples: Sequence[Any], config: MemoConfig, kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
-    """A graph without a plan (inference): plain Inductor, or op by op under the aten lowering."""
+    """Compiles a graph without a plan (inference): by plain Inductor, or op by op."""
     if config.lowering == "aten":
         return aten.interpret(gm)
     with (

@@ -1,12 +1,12 @@
-"""Regions that were lowered before, in this process or in another.
+"""Finds regions that were lowered before, in this process or in another.
 
-Inductor's own cache of graphs holds a region's code. Beside the code memo needs what it read while
-Inductor wrote it: buffers, their lives, how they are seen. That is a JSON file of memo's, found by
-the key under which Inductor found the code, and used only with exactly that code.
+Inductor's own cache of graphs holds a region's code. Memo also needs what it recorded while
+Inductor wrote the code: buffers, their lifetimes and layouts. That is a JSON file of memo's, under
+the key of the code in Inductor's cache, and used only with exactly that code.
 
 The key has all that the code depends on: Inductor's own key of graph, inputs, settings and torch,
-and memo's ``tag_of``. Code for another table of views would compute wrong gradients, so whatever
-does not fit is not used: the region is lowered anew.
+and memo's ``tag_of``. Code for another table of views would compute wrong gradients, so a record
+that does not fit is not used: the region is lowered anew.
 """
 
 import functools
@@ -33,20 +33,20 @@ from memo_compile.torch_private import compile_caches, inductor_api
 log = logging.getLogger("memo")
 
 _VIEW = re.compile(r"memo_current\.(?:views\[|poison\()(\d+)")
-"""How code names an entry of its table of views."""
+"""An entry of the table of views in generated code."""
 
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What came of the regions of this process that were looked for."""
+    """How many regions of this process were found."""
 
     hits: int = 0
     misses: int = 0
     """Inductor had no code; now it has."""
     refused: int = 0
-    """Inductor had code, and what memo must know of it was missing or did not fit."""
+    """Inductor had code, and memo's record of it was missing or did not fit."""
     uncached: int = 0
-    """Inductor caches no such graph."""
+    """Inductor does not cache such a graph."""
 
 
 counts = CacheCounts()
@@ -54,19 +54,19 @@ counts = CacheCounts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeRecord:
-    """What memo knows of a region's code, beside the code itself."""
+    """Memo's record of a region's code."""
 
     code_sha256: str
     profile: RegionProfile
-    """Of whatever region was first lowered to the code; its name is no part of it."""
+    """Of the first region that was lowered to the code, without its name."""
     views: tuple[Layout, ...]
     attention: tuple[AttentionLine, ...]
 
 
 def tag_of(region: RegionGraph, convolutions: tuple[Convolution, ...], *, poison: bool) -> str:
-    """What a region's code and its profile depend on beside the graph that Inductor sees."""
+    """Returns a digest of what code and profile depend on beside the graph that Inductor sees."""
     external = region.external_outputs
-    said = {
+    contents = {
         "memo": code_digest(),
         "poison": poison,
         "external": sorted(external),
@@ -80,21 +80,19 @@ def tag_of(region: RegionGraph, convolutions: tuple[Convolution, ...], *, poison
         "threads": torch.get_num_threads(),
         "vectors": compile_caches.vector_instructions(region.device.type == "cpu"),
     }
-    return f"memo-{digest_of(said)}"
+    return f"memo-{digest_of(contents)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionCache:
-    """The files beside Inductor's cache."""
+    """Memo's records of the code in Inductor's cache."""
 
     store: FileStore
 
-    def remember(self, region: RegionGraph, compiled: Any, lowered: LoweredRegion) -> None:
-        """``lowered``, whose code Inductor has just put into its cache, is found again."""
-        code, key = (
-            compile_caches.generated_code(compiled),
-            compile_caches.graph_cache_key(compiled),
-        )
+    def keep(self, region: RegionGraph, compiled: Any, lowered: LoweredRegion) -> None:
+        """Writes the record of ``lowered``, whose code Inductor has just put into its cache."""
+        code = compile_caches.generated_code(compiled)
+        key = compile_caches.graph_cache_key(compiled)
         if code is None or key is None:
             counts.uncached += 1
             return
@@ -112,12 +110,10 @@ class RegionCache:
             return
         self.store.write(_key(key), plain(record), variant=record.code_sha256[:16])
 
-    def found(self, region: RegionGraph, compiled: Any) -> LoweredRegion | None:
-        """What Inductor had in its cache as a lowered region; None: unusable, and there no more."""
-        code, key = (
-            compile_caches.generated_code(compiled),
-            compile_caches.graph_cache_key(compiled),
-        )
+    def find(self, region: RegionGraph, compiled: Any) -> LoweredRegion | None:
+        """Returns the lowered region of cached code; None: unusable, and dropped from the cache."""
+        code = compile_caches.generated_code(compiled)
+        key = compile_caches.graph_cache_key(compiled)
         assert code is not None, "what comes from the cache has code"
         assert key is not None, "what comes from the cache has a key"
         damaged = compile_caches.other_code(compiled)
@@ -136,7 +132,7 @@ class RegionCache:
         return None
 
     def _records(self, key: str, region: RegionGraph, code: str) -> Iterator[CodeRecord]:
-        """What is remembered of exactly this code."""
+        """Yields the usable records of exactly this code."""
         for body in self.store.read(_key(key)):
             try:
                 record: CodeRecord = restore(body, CodeRecord, "region")
@@ -153,7 +149,7 @@ def _say_broken(reason: str) -> None:
 
 
 def say_broken(error: Exception) -> None:
-    """Say, once for each reason, that a region could not be lowered with the cache."""
+    """Says, once for each reason, that a region could not be lowered with the cache."""
     _say_broken(described(error))
 
 
@@ -179,15 +175,15 @@ def _view(layout: Layout) -> ViewSpec:
 
 
 def _dtype(layout: Layout) -> torch.dtype:
-    """The type of a layout's numbers. Raises InputError: there is none, or of another size."""
-    found = getattr(torch, layout.dtype, None)
-    if not isinstance(found, torch.dtype) or found.itemsize != layout.item_bytes:
+    """Returns the dtype of a layout. Raises InputError: there is none, or of another size."""
+    dtype = getattr(torch, layout.dtype, None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != layout.item_bytes:
         raise InputError(f"{layout.dtype} is no type of {layout.item_bytes} bytes")
-    return found
+    return dtype
 
 
 def _require_fits(record: CodeRecord, region: RegionGraph, code: str) -> None:
-    """Raise InputError where a record cannot be of this code, or of this region."""
+    """Raises InputError where a record cannot be of this code, or of this region."""
     profile, views = record.profile, record.views
     used = max((int(number) for number in _VIEW.findall(code)), default=-1)
     if used >= len(views) or len(views) != len(profile.buffers):

@@ -1,17 +1,15 @@
-"""Regions that differ in one size only are lowered once, with that size as a symbol.
+"""Lowers regions that differ in one size only once, with that size as a symbol.
 
-When a graph is compiled for another length, its regions are the same but for numbers: sizes,
-strides, and integers among arguments. Two regions with equal texts say what each number is of the
-length: a multiple, a square, or that and a constant. With the length as a symbol in their place the
-region goes through Inductor, once; for later lengths there is nothing to lower. Where the graph was
-traced with symbols, these say what the region is at another length, before there is one; else it is
-lowered for its first length alone.
+When a graph is compiled for another length, its regions differ in numbers only: sizes, strides, and
+integers among arguments. Comparing two such regions gives each number as a formula of the length n:
+a * n, a * n * n, or a * n + c. With a symbol for n in these places the region goes through Inductor
+once, and later lengths need no lowering. A graph that was traced with symbols shows its regions at
+another length beforehand; otherwise a region is lowered for its first length alone.
 
-Code that is used for a length it is not right for would compute wrong gradients. So nothing is
-believed that was guessed: for each length the region is cut anew, and the symbolic graph, with that
-length in the symbol's place, must have every number of it, in arguments and in each value's size
-and strides as torch's own rules derive them. What torch and Inductor assumed of the symbol while
-they wrote the code (guards) must hold for the length. Else the region is lowered for itself.
+Code that is wrong for a length would compute wrong gradients. So formulas are proved for each
+length: the region is cut anew, and the symbolic graph at that length must have all of its numbers,
+in arguments and in each value's size and strides as torch's own rules derive them. What torch and
+Inductor assumed of the symbol (guards) must hold too. Else the region is lowered by itself.
 """
 
 import contextlib
@@ -43,13 +41,14 @@ from memo_compile.torch_private.symbols import SizeSymbols, plain
 log = logging.getLogger("memo")
 
 MAX_KNOWN = 4
-"""Regions and symbolic codes that are remembered for one text, at most; the oldest goes."""
+"""Most regions and symbolic codes that are kept for one text; the oldest goes."""
 
 MAX_REFUSALS = 2
-"""A length that equals another size may be one that torch takes for it; the next need not be."""
+"""Failed symbolic lowerings of a text before no more are tried. Torch may take a length that equals
+another size for that size; with the next length it may work."""
 
 SMALLEST = 2
-"""Torch takes a size that varies to be at least this: 1 broadcasts, 0 is empty."""
+"""Torch assumes that a size which varies is at least this: 1 broadcasts, 0 is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +60,14 @@ class Formula:
     constant: int = 0
 
     def at(self, n: Any) -> Any:
-        """For a number, or for a symbol."""
+        """Returns the formula's value; ``n`` is a number or a symbol."""
         if not self.square and not self.scale:
             return self.constant
         return self.square * n * n + self.scale * n + self.constant
 
 
 def formula(first: int, second: int, base: tuple[int, int]) -> Formula | None:
-    """The simplest of the size, which gives ``first`` and ``second`` for those in ``base``."""
+    """Returns the simplest formula that is ``first`` and ``second`` at the two sizes ``base``."""
     if first == second:
         return Formula(constant=first)
     n, m = base
@@ -91,7 +90,7 @@ class Written:
 
 
 def written(gm: fx.GraphModule) -> Written:
-    """``gm`` taken apart. Raises UnsupportedGraph: it holds graphs or tensors of its own."""
+    """Takes ``gm`` apart. Raises UnsupportedGraph: it holds graphs or tensors of its own."""
     names: dict[fx.Node, str] = {}
     arguments: list[int] = []
     layouts: list[Any] = []
@@ -113,14 +112,14 @@ def written(gm: fx.GraphModule) -> Written:
         names[node] = f"v{len(names)}"
         target = _start(node) if node.op == "placeholder" else str(node.target)
         once = " once" if runs_once(node) else ""
-        is_given = node.op == "placeholder"
-        given = "" if is_given else fx.node.map_aggregate((node.args, node.kwargs), word)
+        is_input = node.op == "placeholder"
+        given = "" if is_input else fx.node.map_aggregate((node.args, node.kwargs), word)
         lines.append(f"{node.op} {target}{once} {given} {_value(node.meta.get('val'), layouts)}")
     return Written(text="\n".join(lines), arguments=tuple(arguments), layouts=tuple(layouts))
 
 
 def _value(value: Any, layouts: list[Any]) -> str:
-    """What a value is; its sizes and strides go to ``layouts``."""
+    """Returns ``value`` as text without its sizes and strides, which go to ``layouts``."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise UnsupportedGraph(f"a value is {value.layout}")
@@ -132,8 +131,8 @@ def _value(value: Any, layouts: list[Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """A region that was lowered for itself, and the sizes for which the graph was compiled."""
+class _RegionAt:
+    """A region at some sizes of the graph."""
 
     numbers: tuple[float, ...]
     written: Written
@@ -145,7 +144,7 @@ class _Code:
 
     symbol: SizeSymbols
     position: int
-    """Which of the graph's numbers the symbol stands for."""
+    """The position of the symbol's size among the graph's sizes."""
     arguments: tuple[Formula, ...]
     layouts: tuple[Any, ...]
     scan: LineScan
@@ -157,7 +156,7 @@ class _Code:
         return _equal(symbol, self.arguments, self.layouts, region, n) and symbol.admits(n)
 
     def lowered(self, name: str, n: int) -> LoweredRegion:
-        """The code for ``n``."""
+        """Returns the code for size ``n``."""
         self.scan.number = self.symbol.at((n,))
         profile, compiled = self.scan.profile(), self.compiled
 
@@ -180,20 +179,20 @@ def _equal(
     region: Written,
     n: int,
 ) -> bool:
-    given = (formula.at(n) for formula in arguments)
-    made = map(symbol.at((n,)), layouts)
-    return tuple(given) == region.arguments and tuple(made) == region.layouts
+    """True where the symbolic numbers at ``n`` are those of ``region``."""
+    at_n = tuple(formula.at(n) for formula in arguments), tuple(map(symbol.at((n,)), layouts))
+    return at_n == (region.arguments, region.layouts)
 
 
 @dataclass(slots=True)
 class VaryingCounts:
-    """What became of the regions of graphs that are compiled for several lengths."""
+    """How the regions of graphs that are compiled for several lengths were lowered."""
 
     reused: int = 0
     symbolic: int = 0
     """Lowered with a symbol."""
     alone: int = 0
-    """Lowered for one length: the first, or what no symbolic code serves."""
+    """Lowered for one length: the first, or one that no symbolic code serves."""
 
 
 @dataclass(eq=False)
@@ -204,7 +203,8 @@ class VaryingRegions:
     others: OtherSizes | None = None
     """Sizes for which nothing was compiled yet, of a graph that was traced with symbols."""
     _numbers: tuple[float, ...] = ()
-    _seen: dict[str, list[_Seen]] = field(default_factory=dict)
+    """The graph's sizes that it is compiled for now."""
+    _lowered_alone: dict[str, list[_RegionAt]] = field(default_factory=dict)
     _codes: dict[str, list[_Code]] = field(default_factory=dict)
     _refusals: Counter[str] = field(default_factory=Counter)
     """How often torch could not lower a text with a symbol."""
@@ -222,55 +222,55 @@ class VaryingRegions:
         alone: Callable[[], LoweredRegion],
         at_others: Callable[[OtherSizes], fx.GraphModule],
     ) -> LoweredRegion:
-        """``region``, which nothing has rewritten, by code with a symbol where that is right.
+        """Lowers ``region``: by code with a symbol where that is right, else by ``alone``.
 
-        ``at_others`` makes its graph at other sizes.
+        ``at_others`` returns its graph at other sizes.
         """
         try:
-            mine = written(region.gm)
+            region_text = written(region.gm)
         except UnsupportedGraph as error:
             log.debug("memo: region %s is of its sizes only: %s", region.name, error)
             self.counts.alone += 1
             return alone()
-        key = self._key(region, mine, poison)
+        key = self._key(region, region_text, poison)
         codes = self._codes.setdefault(key, [])
         for code in codes:
             n = self._numbers[code.position]
-            if isinstance(n, int) and n >= SMALLEST and code.is_of(mine, n):
+            if isinstance(n, int) and n >= SMALLEST and code.is_of(region_text, n):
                 self.counts.reused += 1
                 return code.lowered(region.name, n)
-        seen = self._seen.setdefault(key, [])
-        if not seen and self.others is not None:
-            seen += self._foreseen(mine, self.others, at_others)
-        for before in seen if self._refusals[key] < MAX_REFUSALS else ():
-            made = self._symbolic(region, mine, before, key, poison=poison)
-            if made is not None:
+        earlier = self._lowered_alone.setdefault(key, [])
+        if not earlier and self.others is not None:
+            earlier += self._at_other_sizes(region_text, self.others, at_others)
+        for other in earlier if self._refusals[key] < MAX_REFUSALS else ():
+            new_code = self._symbolic(region, region_text, other, key, poison=poison)
+            if new_code is not None:
                 self.counts.symbolic += 1
-                codes[:] = [*codes, made][-MAX_KNOWN:]
-                return made.lowered(region.name, int(self._numbers[made.position]))
+                codes[:] = [*codes, new_code][-MAX_KNOWN:]
+                return new_code.lowered(region.name, int(self._numbers[new_code.position]))
         self.counts.alone += 1
-        seen[:] = [*seen, _Seen(numbers=self._numbers, written=mine)][-MAX_KNOWN:]
+        now = _RegionAt(numbers=self._numbers, written=region_text)
+        earlier[:] = [*earlier, now][-MAX_KNOWN:]
         return alone()
 
-    def _foreseen(
+    def _at_other_sizes(
         self,
-        mine: Written,
+        region_text: Written,
         others: OtherSizes,
         at_others: Callable[[OtherSizes], fx.GraphModule],
-    ) -> list[_Seen]:
-        """The region at other sizes; empty where that is not known, or is another region."""
+    ) -> list[_RegionAt]:
+        """Returns the region at other sizes; empty where that fails, or is another region."""
         try:
-            found = written(at_others(others))
+            other = written(at_others(others))
         except Exception as error:  # of torch at other sizes: then the next length tells
             log.debug("memo: a region is of its sizes only so far: %s", described(error))
             return []
-        if found.text != mine.text:
-            return []
-        return [_Seen(numbers=others.others, written=found)]
+        same = other.text == region_text.text
+        return [_RegionAt(numbers=others.others, written=other)] if same else []
 
-    def _key(self, region: RegionGraph, mine: Written, poison: bool) -> str:
-        said = (
-            mine.text,
+    def _key(self, region: RegionGraph, region_text: Written, poison: bool) -> str:
+        contents = (
+            region_text.text,
             sorted(region.external_outputs),
             region.static_inputs,
             region.is_backward,
@@ -278,25 +278,27 @@ class VaryingRegions:
             poison,
             torch.get_num_threads(),
         )
-        return hashlib.sha256(repr(said).encode()).hexdigest()
+        return hashlib.sha256(repr(contents).encode()).hexdigest()
 
     def _symbolic(
-        self, region: RegionGraph, mine: Written, before: _Seen, key: str, *, poison: bool
+        self, region: RegionGraph, region_text: Written, other: _RegionAt, key: str, *, poison: bool
     ) -> _Code | None:
-        """Code with a symbol for what differs from ``before``; None: nothing of that kind does."""
-        changed = _changed(before.numbers, self._numbers)
+        """Lowers with a symbol for the size that differs from ``other``; None: it cannot."""
+        changed = _changed(other.numbers, self._numbers)
         if changed is None or any(map(convolution_of, region.gm.graph.nodes)):
             return None
-        base = (int(before.numbers[changed]), int(self._numbers[changed]))
-        pairs = zip(before.written.arguments, mine.arguments, strict=True)
+        base = (int(other.numbers[changed]), int(self._numbers[changed]))
+        pairs = zip(other.written.arguments, region_text.arguments, strict=True)
         arguments = [formula(*pair, base) for pair in pairs]
-        pairs = zip(before.written.layouts, mine.layouts, strict=True)
+        pairs = zip(other.written.layouts, region_text.layouts, strict=True)
         layouts = [formula(*pair, base) for pair in pairs]
-        if None in arguments or None in layouts or mine.layouts == before.written.layouts:
+        if None in arguments or None in layouts or region_text.layouts == other.written.layouts:
             return None
         formulas = tuple(of for of in arguments if of is not None)
         try:
-            return self._lowered(region, mine, before, changed, formulas, layouts, poison=poison)
+            return self._lowered(
+                region, region_text, other, changed, formulas, layouts, poison=poison
+            )
         except Exception as error:  # of torch with a symbol: the region is lowered for itself
             self._refusals[key] += 1
             note = f"region {region.name} is lowered anew for each length: {described(error)}"
@@ -307,30 +309,33 @@ class VaryingRegions:
     def _lowered(
         self,
         region: RegionGraph,
-        mine: Written,
-        before: _Seen,
+        region_text: Written,
+        other: _RegionAt,
         changed: int,
         arguments: tuple[Formula, ...],
         layouts: Sequence[Formula | None],
         *,
         poison: bool,
     ) -> _Code:
-        """Raises UnsupportedGraph: the symbolic graph is not that of both lengths."""
-        first, n = int(before.numbers[changed]), int(self._numbers[changed])
+        """Lowers the region with a symbol for the graph's size at position ``changed``.
+
+        Raises UnsupportedGraph: the symbolic graph is not that of both lengths.
+        """
+        first, n = int(other.numbers[changed]), int(self._numbers[changed])
         symbol = SizeSymbols([n])
         rewritten = _WithSymbol(region.gm, symbol, arguments, layouts)
-        made = tuple(rewritten.made)
-        if not _equal(symbol, arguments, made, mine, n):
+        symbolic_layouts = tuple(rewritten.layouts)
+        if not _equal(symbol, arguments, symbolic_layouts, region_text, n):
             raise UnsupportedGraph("with a symbol it has other values")
-        if not _equal(symbol, arguments, made, before.written, first):
+        if not _equal(symbol, arguments, symbolic_layouts, other.written, first):
             raise UnsupportedGraph("its numbers are no function of the length")
         static = tuple(at + 1 for at in region.static_inputs)
-        own = replace(region, gm=rewritten.gm, static_inputs=static)
+        symbolic_region = replace(region, gm=rewritten.gm, static_inputs=static)
         with symbol.tracing():
-            found = inductor.lower_symbolic(own, symbol.at((n,)), poison=poison)
-        if found is None:
+            lowered = inductor.lower_symbolic(symbolic_region, symbol.at((n,)), poison=poison)
+        if lowered is None:
             raise UnsupportedGraph("it has no kernels")
-        scan, compiled = found
+        scan, compiled = lowered
         if not symbol.admits(n) or not symbol.was_used_by(scan.graph):
             raise UnsupportedGraph("torch has taken the length for a constant")
         scan.require_traced_strides(region.output_layouts())
@@ -338,14 +343,14 @@ class VaryingRegions:
             symbol=symbol,
             position=changed,
             arguments=arguments,
-            layouts=tuple(map(plain, made)),
+            layouts=tuple(map(plain, symbolic_layouts)),
             scan=scan,
             compiled=compiled,
         )
 
 
 def _changed(before: Sequence[float], now: Sequence[float]) -> int | None:
-    """The first position of a number that differs; the others that do are formulas of it.
+    """Returns the first position of a number that differs, if all others are formulas of it.
 
     None where they are not, or where one is no size.
     """
@@ -356,15 +361,15 @@ def _changed(before: Sequence[float], now: Sequence[float]) -> int | None:
     if any(not isinstance(n, int) or n < SMALLEST for at in changed for n in pairs[at]):
         return None
     sizes = [(int(first), int(second)) for first, second in (pairs[at] for at in changed)]
-    found = [formula(*pair, sizes[0]) for pair in sizes]
-    return None if not found or None in found else changed[0]
+    formulas = [formula(*pair, sizes[0]) for pair in sizes]
+    return None if not formulas or None in formulas else changed[0]
 
 
 class _WithSymbol:
-    """A region's graph rewritten: a size is its first input, and stands where ``arguments`` say.
+    """Rewrites a region's graph: a size is its first input, and ``arguments`` are formulas of it.
 
-    Of sizes and strides only those of the inputs are taken from ``layouts``; torch's rules make the
-    others, which are then in ``made``.
+    Inputs have the sizes and strides of ``layouts``. Those of all other values come from torch's
+    rules; all are in the attribute ``layouts``, to be compared.
     """
 
     def __init__(
@@ -380,17 +385,17 @@ class _WithSymbol:
         self._size.meta["val"] = symbol.values[0]
         self._nodes: dict[fx.Node, fx.Node] = {}
         self._numbers: dict[Formula, fx.Node] = {}
-        self.made: list[Any] = []
+        self.layouts: list[Any] = []
         remaining = iter(layouts)
         for node in gm.graph.nodes:
-            before: list[Any] = []
-            _value(node.meta.get("val"), before)
-            value = self._copied(node, [next(remaining) for _ in before])
-            _value(value, self.made)
+            old_layout: list[Any] = []
+            _value(node.meta.get("val"), old_layout)
+            value = self._copied(node, [next(remaining) for _ in old_layout])
+            _value(value, self.layouts)
         self.gm = fx_graphs.graph_module(gm, self._graph)
 
     def _copied(self, node: fx.Node, layout: Sequence[Formula | None]) -> Any:
-        """The value of the copy."""
+        """Copies ``node``, and returns the value of the copy."""
         value = None
         if node.op == "placeholder":
             new = self._graph.placeholder(str(node.target))
@@ -410,7 +415,7 @@ class _WithSymbol:
         return value
 
     def _changed(self, value: Any) -> Any:
-        """An argument, with nodes of the new graph, and in place of numbers what they are."""
+        """Returns an argument with nodes of the new graph, and formulas in place of numbers."""
         return with_numbers(value, self._nodes, lambda _: self._number(next(self._arguments)))
 
     def _number(self, of: Formula) -> Any:
@@ -421,18 +426,17 @@ class _WithSymbol:
         return self._numbers[of]
 
     def _computed(self, of: Formula) -> fx.Node:
-        """The node that computes ``of`` the size."""
-        size = self._size
+        """Returns the node that computes the formula."""
         terms: list[fx.Node] = []
         if of.square:
-            squared = self._call(operator.mul, size, size)
-            terms.append(
-                squared if of.square == 1 else self._call(operator.mul, squared, of.square)
-            )
+            terms.append(self._times(self._call(operator.mul, self._size, self._size), of.square))
         if of.scale:
-            terms.append(size if of.scale == 1 else self._call(operator.mul, size, of.scale))
+            terms.append(self._times(self._size, of.scale))
         total = terms[0] if len(terms) == 1 else self._call(operator.add, *terms)
         return self._call(operator.add, total, of.constant) if of.constant else total
+
+    def _times(self, node: fx.Node, factor: int) -> fx.Node:
+        return node if factor == 1 else self._call(operator.mul, node, factor)
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         node = self._graph.call_function(target, args)
@@ -443,7 +447,7 @@ class _WithSymbol:
 
 
 def _start(placeholder: fx.Node) -> str:
-    """Where an input begins, as far as code depends on it."""
+    """Says where an input begins, as far as code depends on it."""
     value = placeholder.meta.get("val")
     if not isinstance(value, torch.Tensor):
         raise UnsupportedGraph("an input is no tensor")
@@ -451,12 +455,12 @@ def _start(placeholder: fx.Node) -> str:
 
 
 def _misaligned(value: torch.Tensor) -> int:
-    """Elements by which a value begins behind an address that kernels take for aligned."""
+    """Returns how many elements a value begins behind an address that kernels take as aligned."""
     return int(value.storage_offset()) * value.itemsize % KERNEL_ALIGNMENT_BYTES // value.itemsize
 
 
 def _fake(value: torch.Tensor, symbol: SizeSymbols, layout: Sequence[Formula | None]) -> Any:
-    """A placeholder's value, aligned as it was."""
+    """Returns a placeholder's value with a symbolic layout, aligned as it was."""
     numbers = [of.at(symbol.values[0]) for of in layout if of is not None]
     size, stride = numbers[: value.dim()], numbers[value.dim() :]
     start = _misaligned(value)
@@ -469,17 +473,17 @@ def _fake(value: torch.Tensor, symbol: SizeSymbols, layout: Sequence[Formula | N
 
 
 _current: list[VaryingRegions] = []
-"""Those of the graph that is compiled for another length, on top. Lowering holds torch's lock."""
+"""The regions of the graph that is being compiled, on top. Lowering holds torch's lock."""
 
 
 def current() -> VaryingRegions | None:
-    """Those of the graph that is being compiled; None where its sizes do not vary."""
+    """Returns the regions of the graph that is being compiled; None: its sizes do not vary."""
     return _current[-1] if _current else None
 
 
 @contextlib.contextmanager
 def varying(regions: VaryingRegions, numbers: Sequence[float]) -> Iterator[None]:
-    """Inside, a graph is compiled for ``numbers``, and ``regions`` are its."""
+    """Inside, the graph of ``regions`` is compiled for ``numbers``."""
     regions._numbers = tuple(numbers)
     _current.append(regions)
     try:
@@ -490,7 +494,7 @@ def varying(regions: VaryingRegions, numbers: Sequence[float]) -> Iterator[None]
 
 @contextlib.contextmanager
 def foreseeing(others: OtherSizes | None) -> Iterator[None]:
-    """Inside, regions of the graph that is being compiled are known at ``others`` too."""
+    """Inside, regions of the graph that is being compiled can be derived at ``others`` too."""
     regions = current()
     if regions is not None:
         regions.others = others

@@ -1,8 +1,8 @@
-"""Which vector instructions work here, remembered from one process to the next.
+"""Remembers from one process to the next which vector instructions work here.
 
-Torch finds out by programs that it compiles, loads and drops again, a second in every process that
-lowers for the CPU. Where all that the processor has worked before, with this torch and this
-compiler, that is not asked again.
+Torch finds out by compiling and loading small programs: a second in every process that lowers for
+the CPU. Where all instructions of the processor have worked before, with this torch and compiler,
+that is skipped.
 """
 
 import functools
@@ -13,14 +13,14 @@ from memo_compile.torch_private import compile_caches
 
 @functools.cache
 def probe_once(store: FileStore) -> None:
-    """Find out, by what ``store`` remembers where it can; once in a process.
+    """Probes the vector instructions, once in a process; skipped if ``store`` says that all work.
 
-    A set that did not work is asked for in every process, as torch does it.
+    A set that did not work is probed in every process, as torch does it.
     """
     depends = compile_caches.vector_probe()
     if depends is None:
         return
     key = {"kind": "vector-probe", "code": code_digest(), "depends": depends}
-    known = any(body is True for body in store.read(key))
-    if compile_caches.probe_vectors(known) and not known:
+    all_work = any(body is True for body in store.read(key))
+    if compile_caches.probe_vectors(all_work) and not all_work:
         store.write(key, True)

@@ -1,4 +1,4 @@
-"""Memory that libraries take beside their results, which no traced graph shows.
+"""Counts memory that libraries take beside their results, which no traced graph shows.
 
 CPU: oneDNN copies a convolution's operands and result into layouts of its own, and torch's own
 implementations unfold its source; measured with torch 2.13 on AVX-512: oneDNN's usual kernels with
@@ -27,7 +27,7 @@ from memo_compile.torch_private import inductor_api
 
 FLOAT32_BYTES = 4
 ROW_GRANULE = 128
-"""Rows are rounded up to a multiple of this, the kernel's block of queries."""
+"""Rows are rounded up to a multiple of the kernel's block of queries."""
 WIDTH_GRANULE = 32
 """Head widths are rounded up to a multiple of this."""
 RING_BUFFERS = 4
@@ -36,36 +36,41 @@ RING_BUFFERS = 4
 WIDE_HEAD = 128
 """Memory-efficient attention sums wider heads of 16-bit numbers in memory, in float32."""
 EFFICIENT_GRANULE = 64
-"""Its blocks of rows and of columns; WIDE_HEAD of each from that width of heads on."""
+"""Rows and columns of its blocks; WIDE_HEAD of each for wider heads."""
 EFFICIENT_BLOCKS = 200
-"""Of keys, at most, in all heads of all batches: their gradients' sums of wide heads."""
+"""Most blocks of keys, in all heads of all batches, whose gradients' sums exist for wide heads."""
 EFFICIENT_LOCK_BYTES = 16
-"""Beside the sums of a block."""
+"""Bytes beside the sums of a block."""
 
 CHANNEL_BLOCK_BYTES = 64
 """oneDNN's own layouts round channels up to blocks of this size."""
 GROUP_BLOCK = 16
 """Where oneDNN has no kernel for its groups, it rounds the channels of each up to this."""
 PARTIAL_SUMS_BYTES = 2 * 2**20
-"""Partial sums of a weight's gradient, at most; each thread has its own."""
+"""Most bytes of partial sums of a weight's gradient; each thread has its own."""
 
 _FLASH_BACKWARD = re.compile("^flash_attn::_flash_attn_(varlen_)?backward$")
 """The package flash-attn's own operators."""
 
 CONVOLUTION = "convolution workspace"
-"""Kind of what ``convolution_bytes`` counts."""
+"""Kind of the buffers that ``convolution_bytes`` counts."""
 
 _FOURIER = re.compile(r"(?:^|[._])_fft_(r2c|c2r|c2c)(?=$|[._])")
 _SCATTER = re.compile(r"(?:^|[._])(?:gather|scatter(?:_add|_reduce)?)_?(?=$|[._])")
 _HALVES = (torch.bfloat16, torch.float16)
 CAST = "copies of another dtype"
-"""Kind of what ``cast_bytes`` and ``cast_workspace`` count."""
+"""Kind of the buffers that ``cast_bytes`` and ``cast_workspace`` count."""
 _BILINEAR = "upsample_bilinear2d"
 _RANDOM = ("inductor_random", "inductor_randint")
 _POOLING = ("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices")
 
 _CONVOLUTION = re.compile(r"(?:^|[._])convolution(_backward)?(?=$|[._])")
-"""Found in the names of operators, and of Inductor's kernels, that are convolutions."""
+"""Matches the names of convolutions: operators, and Inductor's kernels."""
+
+
+def at_line(kind: str, size_bytes: int, line: int) -> OutsideBuffer:
+    """Returns memory outside that exists while ``line`` runs."""
+    return OutsideBuffer(kind=kind, size_bytes=size_bytes, start=line, end=line + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +94,14 @@ class Convolution:
 
     @property
     def key(self) -> tuple[bool, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """What Inductor's kernel tells of it."""
+        """The part of it that Inductor's kernel shows."""
         return self.is_backward, self.result, self.source, self.weight
 
 
 def convolution_bytes(of: Convolution) -> int:
-    """What a convolution allocates for itself on a CPU. Of random ones a hundredth took more.
+    """Bytes that a convolution allocates for itself on a CPU (1 % of random ones took more).
 
-    Torch's own implementations unfold the source. oneDNN copies into layouts of its own: with
+    Torch's own implementations unfold the source. oneDNN copies into layouts of its own; with
     channels last, and for some sizes, it copies nothing. Its backward reads the source for two
     gradients, and sums the weight's in float32. A transposed convolution runs as the backward of
     another, and is unfolded where it is dilated.
@@ -105,9 +110,9 @@ def convolution_bytes(of: Convolution) -> int:
 
 
 def _unfolded_bytes(of: Convolution) -> int:
-    """Torch's own: columns of the source, in a backward for both gradients, and copied operands.
+    """Bytes of torch's own: the source's columns, in a backward for both gradients, and copies.
 
-    The columns of one group are so small that the heap may not use their places for the next.
+    Columns of all groups count: they are so small that the heap may not reuse their places.
     """
     images = 1 if "Dilated" in of.backend else of.source[0]
     numbers = (1 + of.is_backward) * images * of.groups * _columns(of)
@@ -118,9 +123,9 @@ def _unfolded_bytes(of: Convolution) -> int:
 
 
 def _summed_bytes(of: Convolution) -> int:
-    """Products of 16-bit numbers are summed in float32, where the processor has none for them.
+    """Bytes of float32 sums for 16-bit products, where the processor has no such instructions.
 
-    Each thread multiplies an image's columns, or makes them: for the gradient of a source.
+    Each thread multiplies an image's columns, or for the gradient of a source makes them.
     """
     if of.item_bytes >= FLOAT32_BYTES:
         return 0
@@ -131,13 +136,13 @@ def _summed_bytes(of: Convolution) -> int:
 
 
 def _columns(of: Convolution) -> int:
-    """Numbers in the columns of one image, of one group."""
+    """Returns how many numbers the columns of one image have, in one group."""
     ends = of.source if of.is_transposed else of.result
     return math.prod(of.weight[1:]) * math.prod(ends[2:])
 
 
 def _copied_bytes(of: Convolution) -> int:
-    """Copies that oneDNN makes."""
+    """Bytes of the copies that oneDNN makes."""
     result, source, weight, item_bytes = of.result, of.source, of.weight, of.item_bytes
     channels, outputs = max(1, source[1]), max(1, result[1])
     blocked = max(1, CHANNEL_BLOCK_BYTES // item_bytes)
@@ -147,37 +152,37 @@ def _copied_bytes(of: Convolution) -> int:
     weight_bytes *= _rounded(weight[0], blocked) * _rounded(weight[1], blocked)
     if weight[0] != outputs or math.prod(result[2:]) > math.prod(source[2:]):
         result_bytes *= 2
-    found = source_bytes + result_bytes + weight_bytes + _without_kernel_bytes(of)
+    num_bytes = source_bytes + result_bytes + weight_bytes + _without_kernel_bytes(of)
     if of.is_backward or of.is_transposed:
-        found += source_bytes
+        num_bytes += source_bytes
     if of.is_backward and of.is_transposed:
-        found += result_bytes
+        num_bytes += result_bytes
     if of.is_backward:
-        found += weight_bytes // item_bytes * max(item_bytes, FLOAT32_BYTES)
-        found += min(PARTIAL_SUMS_BYTES, 2 * (source_bytes + result_bytes))
-    return found
+        num_bytes += weight_bytes // item_bytes * max(item_bytes, FLOAT32_BYTES)
+        num_bytes += min(PARTIAL_SUMS_BYTES, 2 * (source_bytes + result_bytes))
+    return num_bytes
 
 
 def _without_kernel_bytes(of: Convolution) -> int:
-    """What is on top where oneDNN has no kernel of its own for the shape."""
-    found = 0
+    """Bytes beside ``_copied_bytes`` where oneDNN has no kernel of its own for the shape."""
+    num_bytes = 0
     is_volume = len(of.source) > 4
     unfolds = of.is_transposed or (of.is_backward and (of.is_strided or is_volume))
     if of.is_dilated and unfolds:
         depth = of.source[2] if is_volume else 1  # a slice of a volume at a time
         threads = min(torch.get_num_threads(), of.source[0])
-        found = threads * _columns(of) // depth * FLOAT32_BYTES
+        num_bytes = threads * _columns(of) // depth * FLOAT32_BYTES
     usual = not (of.is_dilated or of.is_transposed) and all(n in (1, 3) for n in of.weight[2:])
     if of.groups == 1 or usual or not of.is_backward:
-        return found
+        return num_bytes
     ends = _rounded(of.weight[0] // of.groups, GROUP_BLOCK), _rounded(of.weight[1], GROUP_BLOCK)
-    found += of.groups * math.prod((*ends, *of.weight[2:])) * FLOAT32_BYTES
+    num_bytes += of.groups * math.prod((*ends, *of.weight[2:])) * FLOAT32_BYTES
     if of.item_bytes < FLOAT32_BYTES:
-        found += of.groups * math.prod((*ends, *of.weight[2:])) * FLOAT32_BYTES
-        found += 2 * FLOAT32_BYTES * (math.prod(of.source) + math.prod(of.result))
+        num_bytes += of.groups * math.prod((*ends, *of.weight[2:])) * FLOAT32_BYTES
+        num_bytes += 2 * FLOAT32_BYTES * (math.prod(of.source) + math.prod(of.result))
         if of.is_strided:
-            found += GROUP_BLOCK * of.item_bytes * math.prod(of.source)
-    return found
+            num_bytes += GROUP_BLOCK * of.item_bytes * math.prod(of.source)
+    return num_bytes
 
 
 def _rounded(channels: int, blocked: int) -> int:
@@ -190,15 +195,13 @@ def is_convolution(name: str) -> bool:
 
 
 def convolution_of(node: fx.Node) -> Convolution | None:
-    """The convolution that ``node`` runs on a CPU, also into given buffers; None for another."""
-    found = _CONVOLUTION.search(op_name(node)) if node.op == "call_function" else None
-    if found is None or not isinstance(node.target, torch._ops.OpOverload):
+    """Returns the convolution that ``node`` runs on a CPU, also into given buffers; None: none."""
+    match = _CONVOLUTION.search(op_name(node)) if node.op == "call_function" else None
+    if match is None or not isinstance(node.target, torch._ops.OpOverload):
         return None
-    made = node if isinstance(node.meta.get("val"), torch.Tensor) else argument(node, "out0")
-    operands = argument(node, "grad_output") if found[1] else made
-    result, source, weight = map(
-        _fake, (operands, argument(node, "input"), argument(node, "weight"))
-    )
+    output = node if isinstance(node.meta.get("val"), torch.Tensor) else argument(node, "out0")
+    result = _fake(argument(node, "grad_output") if match[1] else output)
+    source, weight = _fake(argument(node, "input")), _fake(argument(node, "weight"))
     if result is None or source is None or weight is None or source.device.type != "cpu":
         return None
     settings = {name: argument(node, name) for name in inductor_api.CONVOLUTION_SETTINGS}
@@ -207,7 +210,7 @@ def convolution_of(node: fx.Node) -> Convolution | None:
         source=tuple(source.shape),
         weight=tuple(weight.shape),
         item_bytes=source.itemsize,
-        is_backward=bool(found[1]),
+        is_backward=bool(match[1]),
         groups=settings["groups"],
         is_transposed=settings["transposed"],
         is_dilated=max(settings["dilation"]) > 1,
@@ -217,26 +220,25 @@ def convolution_of(node: fx.Node) -> Convolution | None:
 
 
 def convolution_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
-    """What a CPU's convolution ``node``, which runs on ``line``, allocates for itself."""
-    found = convolution_of(node)
-    if found is None:
+    """Returns what ``node``, if a convolution on a CPU, allocates for itself on ``line``."""
+    convolution = convolution_of(node)
+    if convolution is None:
         return None
-    size_bytes = convolution_bytes(found)
-    return OutsideBuffer(kind=CONVOLUTION, size_bytes=size_bytes, start=line, end=line + 1)
+    return at_line(CONVOLUTION, convolution_bytes(convolution), line)
 
 
 def pooling_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
-    """What maximum pooling takes op by op: whole numbers, several for each of its results.
+    """Returns what maximum pooling takes op by op: several integers for each of its results.
 
     Inductor makes one kernel of it, which takes none.
     """
     if node.op != "call_function" or op_name(node) not in _POOLING:
         return None
-    made = node.meta["val"]
-    result = made[0] if isinstance(made, tuple | list) else made
+    value = node.meta["val"]
+    result = value[0] if isinstance(value, tuple | list) else value
     numbers = 2 * len(argument(node, "kernel_size")) + 3
     size_bytes = align(numbers * torch.int64.itemsize * result.numel())
-    return OutsideBuffer(kind="pooling workspace", size_bytes=size_bytes, start=line, end=line + 1)
+    return at_line("pooling workspace", size_bytes, line)
 
 
 def is_fourier(node: fx.Node) -> bool:
@@ -245,26 +247,24 @@ def is_fourier(node: fx.Node) -> bool:
 
 
 def fourier_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
-    """What a Fourier transform on a CPU takes: its source with the dimensions in another order.
+    """Returns what a Fourier transform on a CPU takes: its source with dimensions reordered.
 
-    Back to real numbers over several dimensions it has complex ones in between. Measured with torch
-    2.13; ``tests/numerics/test_fourier.py`` measures again.
+    A transform to real numbers over several dimensions also makes complex ones in between. Measured
+    with torch 2.13; ``tests/numerics/test_fourier.py`` measures again.
     """
-    found = _FOURIER.search(op_name(node)) if node.op == "call_function" else None
-    source = None if found is None else _fake(argument(node, "self"))
-    if found is None or source is None or source.device.type != "cpu":
+    match = _FOURIER.search(op_name(node)) if node.op == "call_function" else None
+    source = None if match is None else _fake(argument(node, "self"))
+    if match is None or source is None or source.device.type != "cpu":
         return None
-    copies = 3 if found[1] == "c2r" and len(argument(node, "dim")) > 1 else 1
-    size_bytes = align(copies * source.nbytes)
-    return OutsideBuffer(kind="Fourier workspace", size_bytes=size_bytes, start=line, end=line + 1)
+    copies = 3 if match[1] == "c2r" and len(argument(node, "dim")) > 1 else 1
+    return at_line("Fourier workspace", align(copies * source.nbytes), line)
 
 
 def cast_bytes(name: str, dtype: torch.dtype, numbers: int, averaged: int = 0) -> int:
-    """What ``name`` takes on a CPU where it gathers or scatters 16-bit numbers, or averages.
+    """Bytes that operator ``name`` takes on a CPU to gather or scatter 16-bit numbers, or average.
 
-    Its result of ``numbers`` numbers in float32, whether it is new or given; Inductor's
-    ``scatter_reduce_`` is one, which it calls where there are several threads. One that takes the
-    mean of ``averaged`` numbers counts them, in another result, and masks where there are none.
+    It makes its result, ``numbers`` numbers, in float32. (Inductor calls ``scatter_reduce_`` where
+    there are several threads.) A mean of ``averaged`` numbers also takes their counts, and a mask.
     """
     if _SCATTER.search(name) is None:
         return 0
@@ -275,17 +275,15 @@ def cast_bytes(name: str, dtype: torch.dtype, numbers: int, averaged: int = 0) -
 
 
 def cast_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
-    """What operators on a CPU copy into another dtype, or layout, op by op.
+    """Returns what operators on a CPU copy into another dtype, or layout, op by op.
 
-    Means of 16-bit numbers have these in float32, magnitudes of complex numbers a complex result,
-    ``any`` one byte for each number. Images are made larger or smaller with channels last, but of
-    some sizes not. Measured with torch 2.13; ``tests/numerics/test_casts.py`` measures again.
+    Means cast 16-bit numbers to float32, magnitudes of complex numbers make a complex result,
+    ``any`` takes a byte for each number, and bilinear upsampling mostly copies to channels last.
+    Measured with torch 2.13; ``tests/numerics/test_casts.py`` measures again.
     """
-    is_known = node.op == "call_function" and namespace(node) == "aten"
-    size_bytes = align(_cast_bytes(node)) if is_known else 0
-    if not size_bytes:
-        return None
-    return OutsideBuffer(kind=CAST, size_bytes=size_bytes, start=line, end=line + 1)
+    is_aten = node.op == "call_function" and namespace(node) == "aten"
+    size_bytes = align(_cast_bytes(node)) if is_aten else 0
+    return at_line(CAST, size_bytes, line) if size_bytes else None
 
 
 def _cast_bytes(node: fx.Node) -> int:
@@ -309,20 +307,17 @@ def _cast_bytes(node: fx.Node) -> int:
 
 
 def random_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
-    """What random numbers take op by op on a device: the bits that they are made of."""
-    if node.op != "call_function" or op_name(node) not in _RANDOM:
+    """Returns what random numbers take op by op on a device: the bits that they are made of."""
+    is_random = node.op == "call_function" and op_name(node) in _RANDOM
+    if not is_random or (value := node.meta["val"]).device.type == "cpu":
         return None
-    made = node.meta["val"]
-    if made.device.type == "cpu":
-        return None
-    size_bytes = align(min(made.numel(), PIECE) * PIECE_ITEM_BYTES)
-    return OutsideBuffer(kind="random bits", size_bytes=size_bytes, start=line, end=line + 1)
+    return at_line("random bits", align(min(value.numel(), PIECE) * PIECE_ITEM_BYTES), line)
 
 
 def with_workspaces(
     lowered: Mapping[str, LoweredRegion], graphs: Mapping[str, RegionGraph]
 ) -> dict[str, LoweredRegion]:
-    """``lowered`` with what attention on a CUDA device takes for itself, while its kernel runs."""
+    """Adds to ``lowered`` what attention kernels on a CUDA device take for themselves."""
     return {name: _with_workspaces(region, graphs[name]) for name, region in lowered.items()}
 
 
@@ -335,14 +330,14 @@ def _with_workspaces(lowered: LoweredRegion, region: RegionGraph) -> LoweredRegi
     if not sizes:
         return lowered
     profile = lowered.profile
-    found = [
+    workspaces = [
         _attention(sizes[operator], line, line + 1)
         for operator, line in lowered.attention
         if operator in sizes
     ]
     unseen = sizes.keys() - {operator for operator, _ in lowered.attention}
-    found += [_attention(sizes[operator], 0, profile.num_lines) for operator in sorted(unseen)]
-    return replace(lowered, profile=replace(profile, outside=(*profile.outside, *found)))
+    workspaces += [_attention(sizes[operator], 0, profile.num_lines) for operator in sorted(unseen)]
+    return replace(lowered, profile=replace(profile, outside=(*profile.outside, *workspaces)))
 
 
 def _attention(size_bytes: int, start: int, end: int) -> OutsideBuffer:
@@ -355,9 +350,9 @@ def is_attention(operator: str) -> bool:
 
 
 def attention_bytes(node: fx.Node) -> int:
-    """What an attention kernel allocates for itself while it runs; 0 for another operator."""
-    if found := _FLASH_BACKWARD.search(called_operator(node)):
-        return _flash_package_bytes(node, has_lengths=bool(found[1]))
+    """Bytes that an attention kernel allocates for itself while it runs; 0 for other operators."""
+    if match := _FLASH_BACKWARD.search(called_operator(node)):
+        return _flash_package_bytes(node, has_lengths=bool(match[1]))
     if node.op != "call_function" or "attention" not in op_name(node):
         return 0
     is_backward, is_ring = "backward" in op_name(node), "ring" in op_name(node)
@@ -379,9 +374,9 @@ def attention_bytes(node: fx.Node) -> int:
 
 
 def _efficient_bytes(query: torch.Tensor, key: torch.Tensor, *, is_backward: bool) -> int:
-    """Memory-efficient attention, (B, H, T, D): sums in float32, and a number for each row.
+    """Bytes of memory-efficient attention, (B, H, T, D): sums in float32, a number for each row.
 
-    The numbers of rows are computed beside the kernel where the heads are float32.
+    Where heads are float32 the rows' numbers are computed beside the kernel.
     """
     batch, heads, rows, width = query.shape
     is_wide = query.itemsize < FLOAT32_BYTES and width > WIDE_HEAD
@@ -401,7 +396,7 @@ def _efficient_bytes(query: torch.Tensor, key: torch.Tensor, *, is_backward: boo
 
 
 def called_operator(node: fx.Node) -> str:
-    """The operator's name; of one that is wrapped because it writes, that one's. Else ""."""
+    """Returns the operator's name, of a wrapped one that writes too; "" for no operator."""
     target: object = node.target
     if node.op == "call_function" and "auto_functionalized" in str(target):
         target = node.args[0]
@@ -409,7 +404,7 @@ def called_operator(node: fx.Node) -> str:
 
 
 def _flash_package_bytes(node: fx.Node, *, has_lengths: bool) -> int:
-    """A backward of the package flash-attn: (B, T, H, D), or (T, H, D) of sequences in a row.
+    """Bytes of a backward of the package flash-attn: (B, T, H, D), or packed (T, H, D).
 
     Its kernel takes what that of torch does (``mha_bwd``, ``mha_varlen_bwd``).
     """

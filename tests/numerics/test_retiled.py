@@ -170,7 +170,7 @@ def test_what_an_input_that_is_gone_forbids_is_tried_in_the_next_call():
         return PlannedGraph(run=lambda x: x + 1, assembly=retiled(plan)._planned[1])
 
     step = retiled(plan)
-    step._called = _Call.now([torch.ones(1)])
+    step._first_call = _Call.now([torch.ones(1)])
     assert step._planned.assembly is not None
     step._planned.assembly.retile(Infeasible("in these tiles", floor_bytes=9))
     assert torch.equal(step(torch.ones(1)), torch.full((1,), 2.0))
