@@ -1,7 +1,7 @@
-"""Inductor lowers for a GPU that is not here: no driver, no CUDA build, no kernel compiled.
+"""Lets Inductor lower for a GPU that is not here: no driver, no CUDA build, no compiled kernel.
 
-Read in torch 2.11.0 and 2.13.0, triton 3.6 and 3.7. What Inductor asks of the device is answered
-from figures, and nothing may run what is lowered.
+Inductor's questions about the device are answered from figures; nothing that is lowered can run.
+Read in torch 2.11.0 and 2.13.0, triton 3.6 and 3.7.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from memo_compile.gpus import GpuFacts
 
 
 def decomposed(operator: Any) -> Callable[..., Any]:
-    """Torch's own Python version of ``operator``, by which Inductor takes it apart."""
-    found: Callable[..., Any] = decomposition_table[operator]
-    return found
+    """Returns torch's decomposition of ``operator``, which Inductor uses."""
+    decomposition: Callable[..., Any] = decomposition_table[operator]
+    return decomposition
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def _answering(owner: Any, name: str, answer: Any) -> Iterator[None]:
-    """``owner.name`` is a function that answers so."""
+    """Inside, ``owner.name`` is a function that returns ``answer``."""
 
     def call(*_: Any, **__: Any) -> Any:
         return answer

@@ -16,9 +16,9 @@ from memo_compile.torch_private.fx_graphs import detect_fake_mode, real_tensors
 
 
 def own_tracing_context(examples: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """A fresh TracingContext: Inductor asserts that ``output_strides`` is empty at each compile.
+    """Returns a fresh TracingContext: Inductor asserts that its ``output_strides`` is empty.
 
-    The mode is that of ``examples``: what was traced before may be lowered inside another trace.
+    The fake mode is that of ``examples``: a graph may be lowered inside another graph's trace.
     """
     with tracing(None):
         mode = detect_fake_mode(examples)
@@ -26,10 +26,9 @@ def own_tracing_context(examples: Sequence[Any]) -> contextlib.AbstractContextMa
 
 
 def functorch_patch(**settings: Any) -> contextlib.AbstractContextManager[None]:
-    """Functorch's configuration with ``settings``, keys that this version lacks left out."""
+    """Patches functorch's configuration; leaves out keys that this version lacks."""
     names = functorch_config._config  # type: ignore[attr-defined]
-    known = {key: value for key, value in settings.items() if key in names}
-    return functorch_config.patch(known)
+    return functorch_config.patch({key: value for key, value in settings.items() if key in names})
 
 
 def keep_graph() -> bool:
@@ -38,7 +37,7 @@ def keep_graph() -> bool:
 
 
 def in_backward() -> bool:
-    """True in what autograd calls while it executes a graph."""
+    """True in code that autograd calls while it executes a graph."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -49,11 +48,11 @@ engine_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """True when the backward in progress executes a node, which is no leaf."""
 
 keep_while_backward_runs: Any = torch.autograd.Variable._execution_engine.queue_callback
-"""Autograd calls what it is given when this backward has ended, and drops it after an exception."""
+"""Keeps a callback until this backward has ended, and calls it then; drops it after an error."""
 
 
 def free_stopped_backward() -> None:
-    """Free what autograd holds of a backward in this thread that an exception has stopped.
+    """Frees what autograd holds of a backward in this thread that an exception has stopped.
 
     The nodes that were ready to run stay in the thread's queue until its next backward (torch 2.11,
     2.13), with all that they have saved. This runs one, of a single number.
@@ -63,7 +62,7 @@ def free_stopped_backward() -> None:
 
 
 def captures(node: Any) -> bool:
-    """True where the backward returns what reaches this leaf: torch then raises (2.11, 2.13)."""
+    """True where ``autograd.grad`` returns this leaf's gradient: torch raises (2.11, 2.13)."""
     with contextlib.suppress(RuntimeError):
         engine_will_run(node)
         return False
@@ -77,25 +76,25 @@ def has_gradient_hook(leaf: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def fresh_static_tracing() -> Iterator[TracingContext]:
-    """A tracing context for compiling at run time, outside Dynamo: all sizes are numbers."""
+    """Inside, graphs can be compiled at run time, outside Dynamo: all sizes are numbers."""
     context = TracingContext(torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True))
     with tracing(context):
         yield context
 
 
 def written_inputs(context: TracingContext, num_inputs: int) -> frozenset[int]:
-    """Positions among a graph's inputs of those that it writes into, once it was compiled.
+    """Returns the positions of inputs that a compiled graph writes into.
 
-    All of them where AOTAutograd merged some, so that its positions are others, or says nothing.
+    All of them where AOTAutograd says nothing, or has merged inputs, so that positions differ.
     """
-    known = context.fw_metadata
-    if known is None or len(known.input_info) != num_inputs:
+    metadata = context.fw_metadata
+    if metadata is None or len(metadata.input_info) != num_inputs:
         return frozenset(range(num_inputs))
-    return frozenset(at for at, given in enumerate(known.input_info) if given.mutates_data)
+    return frozenset(at for at, info in enumerate(metadata.input_info) if info.mutates_data)
 
 
 def written_now(num_inputs: int) -> frozenset[int]:
-    """As ``written_inputs``, of the graph that Dynamo has a backend compile."""
+    """As ``written_inputs``, of the graph that a backend compiles for Dynamo now."""
     context = TracingContext.try_get()
     return frozenset(range(num_inputs)) if context is None else written_inputs(context, num_inputs)
 
@@ -106,7 +105,7 @@ def is_batched(value: Any) -> bool:
 
 
 def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that ``value`` is made of, where it is a subclass that says so; else none.
+    """Returns the tensors inside of a traceable subclass; of another tensor none.
 
     A DTensor of torch 2.13 names its mesh as well.
     """
@@ -118,26 +117,26 @@ def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def storages_of(values: Sequence[Any]) -> list[tuple[Any, int]]:
-    """(weak reference, bytes) of the tensors' storages; ``expired()``: it is gone (2.11, 2.13)."""
-    found = {}
+    """Returns (weak reference, bytes) of each storage; ``expired()``: it is freed (2.11, 2.13)."""
+    references = {}
     for value in values:
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
-            found[storage._cdata] = (_StorageRef(storage), storage.nbytes())
-    return list(found.values())
+            references[storage._cdata] = (_StorageRef(storage), storage.nbytes())
+    return list(references.values())
 
 
 def sharing_storage(values: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Positions of the tensors that lie in one storage, where there are several (2.11, 2.13)."""
-    found: dict[int, list[int]] = {}
+    """Groups the positions of tensors that share a storage with another (2.11, 2.13)."""
+    positions: dict[int, list[int]] = {}
     for at, value in enumerate(values):
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            found.setdefault(value.untyped_storage()._cdata, []).append(at)
-    return [tuple(same) for same in found.values() if len(same) > 1]
+            positions.setdefault(value.untyped_storage()._cdata, []).append(at)
+    return [tuple(same) for same in positions.values() if len(same) > 1]
 
 
 class _StorageRef(StorageWeakRef):
-    """Lets go of its storage only while there is a torch: torch's own complains at exit."""
+    """Does not free its reference while Python exits: torch's own complains then."""
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():
@@ -145,11 +144,10 @@ class _StorageRef(StorageWeakRef):
 
 
 def allow_second_backward() -> None:
-    """Tell AOTAutograd that no saved tensor is donated: memo restores its frame itself.
+    """Tells AOTAutograd that no saved tensor is donated: memo restores its frame itself.
 
     Otherwise the runtime refuses retain_graph=True, because the handle looks like a temporary. The
-    list itself is emptied: where an input is a tensor subclass, torch reads it from the metadata of
-    the subclass, which shares it with the one of the graph (2.11, 2.13).
+    list itself is emptied: the metadata of tensor subclasses shares it (2.11, 2.13).
     """
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
@@ -157,16 +155,15 @@ def allow_second_backward() -> None:
 
 
 def results_of_their_own() -> tuple[int, ...]:
-    """Positions among a forward's results of those that alias nothing in the user's program.
+    """Returns the positions of a forward's results that alias nothing in the user's program.
 
-    While the forward is compiled, AOTAutograd's context tells; written inputs come first (2.11,
-    2.13).
+    To be called while the forward is compiled; written inputs come before the results (2.11, 2.13).
     """
     context = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
         return ()
-    known = context.fw_metadata
-    apart = (OutputType.non_alias, OutputType.unsafe_view_alias)
-    first = known.num_mutated_inp_runtime_indices
-    found = (at for at, output in enumerate(known.output_info) if output.output_type in apart)
-    return tuple(first + at for at in found)
+    metadata = context.fw_metadata
+    no_alias = (OutputType.non_alias, OutputType.unsafe_view_alias)
+    first = metadata.num_mutated_inp_runtime_indices
+    outputs = enumerate(metadata.output_info, start=first)
+    return tuple(at for at, output in outputs if output.output_type in no_alias)

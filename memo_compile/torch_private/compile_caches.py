@@ -1,10 +1,9 @@
 """Private torch APIs of Inductor's and AOTAutograd's caches. Read in torch 2.11.0 and 2.13.0.
 
-An entry is a pickle of torch's own, in torch's own folder, under a key that is a digest of the
-graph, its inputs, the settings and torch's sources. One of Inductor's holds a graph's generated
-code and what Inductor knows of it; one of AOTAutograd's what runs around forward and backward, and
-a name for each of these. A file's name is the digest of its content, which torch itself does not
-compare.
+An entry is a pickle of torch's, in torch's folder, under a key that is a digest of the graph, its
+inputs, the settings and torch's sources. Inductor's entries hold a graph's generated code and its
+metadata; AOTAutograd's hold what runs around forward and backward, and a name for each of these.
+A file's name is the digest of its content, which torch itself does not compare.
 """
 
 import contextlib
@@ -39,20 +38,20 @@ def caches_graphs() -> bool:
 def graph_cache(tag: str) -> Iterator[None]:
     """Inside, graphs come from Inductor's cache on this machine, or go there.
 
-    ``tag`` is part of their keys, beside the user's own tag. A partitioner has no part in one
-    graph, and memo's own would keep every graph out of the cache. A file whose content is not that
-    of its name is dropped before torch reads it.
+    ``tag`` is part of their keys, beside the user's own tag. Memo's partitioner is turned off: it
+    would keep every graph out of the cache, and has no part in one half. Damaged files are dropped
+    before torch reads them.
     """
     settings = {
         "fx_graph_cache": True,
         "fx_graph_remote_cache": False,
         "custom_partitioner_fn": None,
     }
-    own = torch.compiler.config.cache_key_tag
+    users_tag = torch.compiler.config.cache_key_tag
     with (
         _checked_entries(FxGraphCache),
         inductor_config.patch(settings),
-        torch.compiler.config.patch(cache_key_tag=f"{own}{tag}"),  # type: ignore[attr-defined]
+        torch.compiler.config.patch(cache_key_tag=f"{users_tag}{tag}"),  # type: ignore[attr-defined]
     ):
         yield
 
@@ -81,14 +80,14 @@ def _checked_entries(cache: Any) -> Iterator[list[str]]:
 
 
 def _entries(folder: str) -> list[Path]:
-    """The files of a key; names with a dot are of files that are being written."""
+    """Returns the files of a key; a name with a leading dot is of a file that is being written."""
     with contextlib.suppress(FileNotFoundError):
         return [path for path in Path(folder).iterdir() if not path.name.startswith(".")]
     return []
 
 
 def _drop_damaged(path: Path) -> None:
-    """Remove an entry whose name is not the digest of its content. Raises OSError."""
+    """Removes an entry whose name is not the digest of its content. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         if sha256_hash(path.read_bytes()) != path.name:
             say_unused(path, "it is damaged")
@@ -96,26 +95,27 @@ def _drop_damaged(path: Path) -> None:
 
 
 def graph_cache_key(compiled: object) -> str | None:
-    """The key of what Inductor compiled, or found; None where it is not to be cached."""
+    """Returns the cache key of what Inductor compiled or found; None: it is not cached."""
     return getattr(compiled, "_fx_graph_cache_key", None)
 
 
 def generated_code(compiled: object) -> str | None:
-    """The source of the wrapper; None for a graph without kernels, whose forward is returned."""
+    """Returns the wrapper's source; None for a graph without kernels."""
     return getattr(compiled, "source_code", None)
 
 
 def vector_instructions(compiles: bool) -> str:
-    """Which vector instructions code for this processor uses; no part of torch's keys.
+    """Names the vector instructions of code for this processor; no part of torch's keys.
 
-    Torch finds out by compiling for each, which where ``compiles`` it does for its kernels too.
+    Those of Inductor's kernels only where it ``compiles`` for the CPU anyway: torch finds them out
+    by compiling.
     """
-    found = cpu_vec_isa.pick_vec_isa() if compiles else ""
-    return f"{torch.backends.cpu.get_cpu_capability()} {found}"
+    isa = cpu_vec_isa.pick_vec_isa() if compiles else ""
+    return f"{torch.backends.cpu.get_cpu_capability()} {isa}"
 
 
 def vector_probe() -> list[str] | None:
-    """What the probe of vector instructions depends on beside torch; None: torch runs none.
+    """Returns what torch's probe of vector instructions depends on; None: torch runs none.
 
     Torch compiles a program for each instruction set that the processor has, and loads it in a
     process of its own: a second at the start of every process.
@@ -123,30 +123,26 @@ def vector_probe() -> list[str] | None:
     flags, compiler = cpu_vec_isa.x86_isa_checker(), shutil.which(cpp_builder.get_cpp_compiler())
     if not flags or compiler is None or inductor_config.cpp.vec_isa_ok is not None:
         return None
-    real = Path(compiler).resolve()
-    there = real.stat()
-    return [*flags, str(real), str(there.st_size), str(there.st_mtime_ns)]
+    path = Path(compiler).resolve()
+    stat = path.stat()
+    return [*flags, str(path), str(stat.st_size), str(stat.st_mtime_ns)]
 
 
 def probe_vectors(all_work: bool) -> bool:
-    """Find the vector instructions that kernels use: True where all that the processor has work.
+    """Makes torch probe the vector instructions; True: all that the processor has work.
 
-    With ``all_work`` that is believed, and no program runs. Else torch's list begins with the
-    widest, which have the others among them: where these work, no program runs for others (a
-    compiler or a torch of old may lack the widest, not those before). Torch asks once in a process.
+    With ``all_work`` that is believed, and no program runs. Else the widest set is probed first,
+    which includes the others: if it works, no program runs for them. Torch asks once in a process.
     """
     flags = set(cpu_vec_isa.x86_isa_checker())
-    sets = [
-        known for known in cpu_vec_isa.supported_vec_isa_list if set(str(known).split()) <= flags
-    ]
+    sets = [isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= flags]
     all_work = all_work or bool(sets and sets[0])
-    believed = {"cpp.vec_isa_ok": True} if all_work else {}
-    with inductor_config.patch(believed):
+    with inductor_config.patch({"cpp.vec_isa_ok": True} if all_work else {}):
         return len(cpu_vec_isa.valid_vec_isa_list()) == len(sets)
 
 
 def other_code(compiled: Any) -> Path | None:
-    """The file whose code torch loaded for a hit, where it is another than the entry's code."""
+    """Returns the file that torch loaded for a hit, if its code is not the entry's; else None."""
     path = Path(get_path(compiled.cache_key, "py")[2])
     with contextlib.suppress(FileNotFoundError):
         if path.read_bytes() != compiled.source_code.encode():
@@ -155,10 +151,8 @@ def other_code(compiled: Any) -> Path | None:
 
 
 def forget(key: str, damaged: Path | None) -> None:
-    """Nothing is cached under ``key``, and ``damaged`` is gone, where files can be removed."""
-    _remove(*_entries(FxGraphCache._get_tmp_dir_for_key(key)))
-    if damaged is not None:
-        _remove(damaged)
+    """Removes what is cached under ``key``, and the file ``damaged``, as far as possible."""
+    _remove(*_entries(FxGraphCache._get_tmp_dir_for_key(key)), *([damaged] if damaged else []))
 
 
 def _remove(*paths: Path) -> None:
@@ -168,65 +162,65 @@ def _remove(*paths: Path) -> None:
 
 
 Half = Callable[[list[Any]], Any]
-"""What runs a forward or a backward; it empties the list that it is given."""
+"""Runs a forward or a backward; empties the list that it is given."""
 
 Recall = Callable[[str], tuple[Half, Half] | None]
-"""Forward and backward of what is remembered under a name; None: nothing that can be used."""
+"""Returns the forward and the backward kept under a name; None: nothing usable."""
 
 _recalls: list[tuple[Recall, list[str]]] = []
-"""What the graph that is being compiled asks, on top, and the folders of the keys that it has."""
+"""For the graph that is being compiled, on top: its ``Recall``, and the folders of its keys."""
 
 
 @dataclasses.dataclass(eq=False)
 class RememberedHalf(OutputCode):
-    """A forward or a backward that AOTAutograd's cache knows by a name.
+    """A forward or a backward that AOTAutograd's cache keeps by a name only.
 
-    In another process, where AOTAutograd finds its entry, ``autograd_cache`` says what runs.
+    In another process, where AOTAutograd finds its entry, the ``Recall`` says what runs.
     """
 
     run: Half | None
     is_backward: bool = False
     record: str = ""
-    """The name under which it is remembered; empty: it is not, nor what is around it."""
+    """The name under which it is kept; empty: neither it nor its entry is."""
     _boxed_call: bool = True
-    """Of the object, not of the class: what torch wraps around it copies that."""
+    """Of the object, not of the class: torch's wrappers copy the object's attributes."""
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        """Run it; ``inputs`` is a list, which is emptied."""
+        """Runs it; ``inputs`` is a list, which is emptied."""
         assert self.run is not None, "what is pickled does not run"
         return self.run(inputs)  # type: ignore[arg-type]
 
     def prepare_for_serialization(self) -> None:
-        """Of a copy that is pickled. Raises BypassAOTAutogradCache: it is not remembered."""
+        """Called on a copy that is pickled. Raises BypassAOTAutogradCache: it is not kept."""
         if not self.record:
             raise BypassAOTAutogradCache("memo does not remember this graph")
         self.run = None
 
     def post_compile(self, *_: Any, **__: Any) -> None:
-        """AOTAutograd has found it. Raises FXGraphCacheMiss: it is not remembered any more."""
+        """Called when AOTAutograd has found it. Raises FXGraphCacheMiss: it is not kept now."""
         recall, folders = _recalls[-1] if _recalls else (lambda _: None, [])
-        found = recall(self.record)
-        if found is None:
+        halves = recall(self.record)
+        if halves is None:
             for folder in folders:
                 _remove(*_entries(folder))
             raise FXGraphCacheMiss("memo does not remember this graph any more")
-        self.run = found[self.is_backward]
+        self.run = halves[self.is_backward]
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """Kernels are in the caches of the regions."""
 
 
 def remembers_autograd() -> bool:
-    """True where the user lets AOTAutograd remember graphs, which is torch's default."""
+    """True where the user lets AOTAutograd cache graphs, which is torch's default."""
     return bool(functorch_config.enable_autograd_cache)
 
 
 @contextlib.contextmanager
 def autograd_cache(recall: Recall) -> Iterator[None]:
-    """Inside, AOTAutograd's cache is asked on this machine for a graph whose halves are memo's own.
+    """Inside, AOTAutograd's cache on this machine is used for a graph whose halves are memo's.
 
-    They are ``RememberedHalf``s, and the partitioner has a ``uuid`` that stands for all that they
-    depend on beside what torch knows. On a hit neither partitioner nor inner compiler is called.
+    They are ``RememberedHalf``s, and the partitioner's ``uuid`` is a digest of what they depend on
+    beside torch's own key. On a hit neither partitioner nor inner compiler is called.
     """
     settings = {
         "enable_autograd_cache": True,
@@ -250,12 +244,12 @@ UNSAFE_VIEWS = ("_unsafe_view_ViewMeta", "resize__ViewMeta")
 
 
 def store_no_unsafe_views() -> None:
-    """From now on AOTAutograd's cache gets no graph whose results it would later cut out wrongly.
+    """Keeps graphs out of AOTAutograd's cache whose results it would later compute wrongly.
 
-    A result that is a view of another is made again from it, by the views between them. Those of
-    two kinds are pickled from memory that was freed: the process dies, or the entry has random
-    shapes (torch 2.11 to 2.13; issue 185630, fixed after them). The product of a hidden state of
-    three dimensions and a transposed weight is such a view. Plain Inductor stores a graph once its
+    A result that is a view of another is made again from it, by the views between them. Two kinds
+    of views are pickled from freed memory: the process dies, or the entry has random shapes (torch
+    2.11 to 2.13; issue 185630, fixed after them). The product of a hidden state of three dimensions
+    and a transposed weight is such a view. This stays on: plain Inductor stores a graph once its
     backward was compiled, which may be after all that memo does.
     """
     ViewMetaSequence.__getstate__ = _only_safe_views  # type: ignore[assignment,method-assign]

@@ -11,7 +11,7 @@ _NOBODY_ASKS = 0x6D656D6F
 
 
 def num_ranks() -> int:
-    """Ranks of the process group; 0 without one."""
+    """Returns the ranks of the default process group; 0 without one."""
     distributed = torch.distributed
     has_group = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if has_group else 0
@@ -25,16 +25,16 @@ def ranks_of_group(name: str) -> tuple[int, ...]:
 
 
 def backend_of_group(name: str) -> str:
-    """``gloo``, ``nccl`` ...: what carries that group's collectives."""
+    """Returns the backend of that group: ``gloo``, ``nccl`` ..."""
     names: Any = torch.distributed.distributed_c10d
     return str(torch.distributed.get_backend(names._resolve_process_group(name)))
 
 
 def is_gone(rank: int) -> bool:
-    """True where the process of ``rank`` has ended, as far as its connection (gloo) shows.
+    """True where the process of ``rank`` has ended, as far as gloo's connection to it shows.
 
-    What is sent stays here, since nobody ever asks for it: gloo only looks whether it could be. No
-    other backend is asked.
+    A message is sent that nobody receives: gloo only looks whether it could be. Other backends
+    cannot tell.
     """
     names: Any = torch.distributed.distributed_c10d
     try:
@@ -51,19 +51,19 @@ def is_gone(rank: int) -> bool:
 
 
 class ShardedParameter(NamedTuple):
-    """What ``fully_shard()`` holds of a parameter."""
+    """A parameter that ``fully_shard()`` shards."""
 
     shard: torch.nn.Parameter
     gathered: torch.nn.Parameter | None
-    """What the module has while it is gathered; None: it was not gathered yet."""
+    """The module's parameter while it is gathered; None: it was not gathered yet."""
     gathered_bytes: int
     """Of this rank; less than the parameter's where other ranks have parts of it all the time."""
 
 
 def sharded_parameters(module: torch.nn.Module) -> Iterator[ShardedParameter]:
-    """Those that are gathered for ``module``, which ``fully_shard()`` was called with."""
-    own: Any = module
-    state = own._get_fsdp_state()
+    """Yields the parameters gathered for ``module``, which ``fully_shard()`` was called with."""
+    sharded: Any = module
+    state = sharded._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
@@ -83,16 +83,16 @@ def is_in_flight(value: Any) -> bool:
 
 
 def arrived(value: torch.Tensor) -> torch.Tensor:
-    """The tensor behind one that is in flight, once it is there; differentiable."""
-    found: torch.Tensor = _Arrived.apply(value)
-    return found
+    """Waits for a tensor that is in flight, and returns the one behind it; differentiable."""
+    tensor: torch.Tensor = _Arrived.apply(value)
+    return tensor
 
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, value: Any) -> torch.Tensor:
-        found: torch.Tensor = value.wait()
-        return found
+        tensor: torch.Tensor = value.wait()
+        return tensor
 
     @staticmethod
     def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -100,42 +100,41 @@ class _Arrived(torch.autograd.Function):
 
 
 class JobStore:
-    """Texts that the ranks of a job leave for each other."""
+    """torch.distributed's store of a job: texts that its ranks leave for each other, by key."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        """Of torch."""
 
     def tell(self, key: str, text: str) -> None:
-        """Other ranks of this job find ``text`` under ``key``."""
+        """Sets ``key`` to ``text`` for all ranks of the job."""
         self._store.set(key, text)
 
     def get(self, key: str) -> str | None:
-        """What stands under ``key``; None: nothing."""
+        """Returns the text of ``key``; None: it has none."""
         return self.told_under([key])[0]
 
     def setdefault(self, key: str, text: str) -> str:
-        """What stands under ``key`` for good: ``text``, unless another rank was first."""
+        """Sets ``key`` to ``text`` unless another rank was first; returns what is set for good."""
         first: bytes = self._store.compare_set(key, "", text)
         return first.decode()
 
     def told_under(self, keys: Sequence[str]) -> list[str | None]:
-        """What stands under each of ``keys``; None: nothing."""
+        """Returns the text of each of ``keys``; None: it has none."""
         if not keys:
             return []
         if self._store.check(list(keys)):
             return [text.decode() for text in self._store.multi_get(list(keys))]
-        there = [key for key in keys if self._store.check([key])]
-        texts = dict(zip(there, self.told_under(there), strict=True))
+        set_keys = [key for key in keys if self._store.check([key])]
+        texts = dict(zip(set_keys, self.told_under(set_keys), strict=True))
         return [texts.get(key) for key in keys]
 
     def next_number(self, key: str) -> int:
-        """One more than any rank was given before under ``key``."""
+        """Returns one more than any rank got before for ``key``."""
         number: int = self._store.add(key, 1)
         return number
 
 
 def job_store() -> JobStore:
-    """Where the ranks of the job met."""
+    """Returns the store at which the ranks of the job met."""
     groups: Any = torch.distributed.distributed_c10d
     return JobStore(groups._get_default_store())

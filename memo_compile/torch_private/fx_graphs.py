@@ -13,54 +13,54 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """``graph`` with the attributes of ``root``; its code is written when it is first called.
+    """Returns ``graph`` as a module with the attributes of ``root``.
 
-    Mostly nodes are run one by one or lowered, and the code would be written for nothing.
+    Its code is written when it is first called: mostly nodes are run one by one, or lowered.
     """
     return _LazyGraphModule(root, graph)
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` with a graph of its own, to be rewritten; names and Dynamo's notes are kept."""
+    """Returns a copy of ``gm``, to be rewritten; names and Dynamo's notes are kept."""
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         args = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
-        made = nodes[node] = like_node(graph, node, *args)
-        made.meta.update(node.meta)
+        copy = nodes[node] = like_node(graph, node, *args)
+        copy.meta.update(node.meta)
         if node.op == "placeholder" and hasattr(node, "_dynamo_source"):
-            made._dynamo_source = node._dynamo_source  # where Dynamo found the input
+            copy._dynamo_source = node._dynamo_source  # where Dynamo found the input
     return like_dynamo(gm, graph)
 
 
 def like_dynamo(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """``graph`` with what Dynamo has noted at ``gm``; both have the same attributes."""
-    made = graph_module(gm, graph)
-    made.meta.update(gm.meta)
+    """Returns ``graph`` as a module with the attributes of ``gm``, and Dynamo's notes."""
+    module = graph_module(gm, graph)
+    module.meta.update(gm.meta)
     for name in ("_param_name_to_source", "_backend_id"):  # read by AOTAutograd, 2.11 and 2.13
         if hasattr(gm, name):
-            setattr(made, name, getattr(gm, name))
-    return made
+            setattr(module, name, getattr(gm, name))
+    return module
 
 
 def like_node(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """A node behind the others of ``graph``, named like ``node``, with these arguments.
+    """Appends a node to ``graph`` that is like ``node``, with these arguments.
 
-    ``create_node`` looks through all that it is given for raw symbols, and with each attribute that
-    is set a node is put anew into its graph's table of targets, which args do not change: together
-    most of the time of a copy (2.13).
+    Arguments are set afterwards, past torch's checks, which take most of the time of a copy:
+    ``create_node`` searches them for raw symbols, and each attribute that is set updates the
+    graph's table of targets (2.13).
     """
-    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    if made.name != node.name:
-        made.name = node.name
+    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    if copy.name != node.name:
+        copy.name = node.name
     for name, value in (("args", args), ("kwargs", kwargs)):
         if value:
-            object.__setattr__(made, name, value)
-    return made
+            object.__setattr__(copy, name, value)
+    return copy
 
 
 def wrong_fake(node: fx.Node) -> str:
-    """Why what torch says of the results of ``node`` is not true; empty where nothing is known.
+    """Says why the fake results of ``node`` are wrong; empty: nothing is known.
 
     CPU attention of float64 returns its log-sum-exp in float64. Torch 2.11 says float32, and a
     planned buffer of that type would lose half of it; 2.13 says float64.

@@ -1,4 +1,4 @@
-"""A user's model made of fakes: what model code does at that, and fakes refuse.
+"""Builds a user's model of fake tensors, also where model code does what fakes refuse.
 
 Read in torch 2.11.0 and 2.13.0.
 """
@@ -14,17 +14,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 MAX_REAL = 1024
-"""What is computed from real tensors of at most so many numbers alone is real."""
+"""A result that is computed only from real tensors of at most so many numbers is real."""
 
 
 @contextlib.contextmanager
 def model_of_fakes() -> Iterator[None]:
     """Tensors made inside take no memory; real ones may be mixed in.
 
-    A module of them may take another dtype, which torch refuses: it swaps parameters, and the mode
-    has weak references to them. It may be copied, as torch's ``TransformerEncoder`` does.
-    ``trunc_normal_`` reads what it draws; here it draws nothing. And a ``linspace`` between numbers
-    is real: models take the rates of their layers from one.
+    Four things work inside that fakes refuse: to change a module's dtype (torch swaps parameters,
+    and the mode has weak references to them); to copy a module (``TransformerEncoder``);
+    ``trunc_normal_``, which reads what it draws (here it draws nothing); and to read a ``linspace``
+    between numbers, which is real (models take the rates of their layers from one).
     """
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda _: mode  # a copy of a module is of the same mode
@@ -33,11 +33,11 @@ def model_of_fakes() -> Iterator[None]:
     def swapped(first: torch.Tensor, second: torch.Tensor) -> None:
         converter = mode.fake_tensor_converter
         memo = converter.tensor_memo
-        for own in (first, second):
-            for key in [key for key, known in memo.items() if known is own]:
+        for tensor in (first, second):
+            for key in [key for key, fake in memo.items() if fake is tensor]:
                 del memo[key]
-            if isinstance(own, FakeTensor) and own.constant is not None:
-                converter.invalidate_constant_aliases(own.constant)
+            if isinstance(tensor, FakeTensor) and tensor.constant is not None:
+                converter.invalidate_constant_aliases(tensor.constant)
         swap(first, second)
 
     with (
@@ -50,13 +50,13 @@ def model_of_fakes() -> Iterator[None]:
 
 
 class _FewNumbers(TorchFunctionMode):
-    """What keeps a ``linspace`` real, and what is computed from one."""
+    """Keeps a ``linspace`` real, and what is computed from small real tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
             return _copied(*args)
         kwargs = kwargs or {}
-        tensors = [own for own in tree_leaves((args, kwargs)) if isinstance(own, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if tensors:
             is_real = all(map(_is_few, tensors))
         else:
@@ -66,15 +66,15 @@ class _FewNumbers(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _copied(own: FakeTensor, memo: dict[int, Any]) -> Any:
-    """A copy of a fake, without the number that it may stand for: torch would make that a fake."""
-    constant, own.constant = own.constant, None
+def _copied(fake: FakeTensor, memo: dict[int, Any]) -> Any:
+    """Copies a fake without its constant, which torch would turn into a fake."""
+    constant, fake.constant = fake.constant, None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            return torch.Tensor.__deepcopy__(own, memo)
+            return torch.Tensor.__deepcopy__(fake, memo)
     finally:
-        own.constant = constant
+        fake.constant = constant
 
 
 def _is_few(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,4 @@
-"""Torch's partitioner of the joint graph: what it would save, and how it takes halves apart.
-
-Read in torch 2.11.0 and 2.13.0.
-"""
+"""Private torch APIs of the partitioner of the joint graph. Read in torch 2.11.0 and 2.13.0."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -30,11 +27,11 @@ class Partitioner(CustomPartitionerFn):
         return self._run(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str | None:
-        """What a cache knows it by; None: nothing does."""
+        """Returns its key in caches; None: it has none."""
         return self._uuid
 
     def __reduce__(self) -> Any:
-        """Caches digest Inductor's whole configuration; this is known by its ``uuid``."""
+        """Pickles as its ``uuid``: caches digest Inductor's whole configuration."""
         if self._uuid is None:
             raise TypeError("a partitioner that nothing is known by")
         return str, (self._uuid,)
@@ -46,12 +43,9 @@ class Partitioner(CustomPartitionerFn):
 def extract_halves(
     joint: fx.GraphModule, saved: list[fx.Node], *, num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward of ``joint`` when ``saved`` is kept, in AOTAutograd's order."""
+    """Returns forward and backward of ``joint`` with ``saved`` between, in AOTAutograd's order."""
     return partitioners._extract_fwd_bwd_modules(
-        joint,
-        list(saved),
-        saved_sym_nodes=[],
-        num_fwd_outputs=num_fwd_outputs,
+        joint, list(saved), saved_sym_nodes=[], num_fwd_outputs=num_fwd_outputs
     )
 
 
@@ -62,10 +56,10 @@ def min_cut_saved_names(
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None,
 ) -> list[str]:
-    """Names of the nodes that torch's own min-cut partitioner would save. ``joint`` is unchanged.
+    """Returns the names of nodes that torch's own min-cut partitioner would save.
 
-    Common subexpressions stay apart (``cse=False``), so that the names are those of ``joint``. The
-    halves that the partitioner makes of its choice take as long as the choice; nobody wants them.
+    ``joint`` stays unchanged. Common subexpressions stay apart (``cse=False``), so that the names
+    are those of ``joint``. The partitioner is stopped before it makes halves of its choice.
     """
     try:
         with functorch_patch(cse=False), _halves_are_not_made():

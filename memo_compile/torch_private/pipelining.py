@@ -24,7 +24,7 @@ def num_microbatches(schedule: Any) -> int:
 
 
 def room_for_graphs(num_stages: int) -> dict[str, Any]:
-    """What torch.compile is told so that each stage may have as many graphs as one alone.
+    """Returns options of torch.compile by which each stage may have as many graphs as one alone.
 
     Stages of one class share Dynamo's limit, and beyond it ``fullgraph`` is an error: three stages,
     two batch sizes and an evaluation are nine graphs. Empty where torch.compile (2.11) has no such
@@ -36,7 +36,7 @@ def room_for_graphs(num_stages: int) -> dict[str, Any]:
 
 
 def call_plainly(module: torch.nn.Module) -> None:
-    """What ``module`` raises comes out of it as it is.
+    """Makes errors of ``module`` come out of it unchanged.
 
     An exported stage is a ``GraphModule``, each of a class of its own, whose ``__call__`` looks at
     the frames of an error to print the line of its code. Where whole graphs are asked for, Dynamo
@@ -47,18 +47,18 @@ def call_plainly(module: torch.nn.Module) -> None:
 
 
 def receive_buffers(stages: Iterable[Any]) -> tuple[torch.UntypedStorage, ...]:
-    """Where what other ranks send comes in: for each microbatch inputs and gradients.
+    """Returns the memory that inputs and gradients of microbatches are received in.
 
-    They stay from step to step. Private in 2.13.0 (``stage._RecvInfo.buffer``); none where torch
-    keeps them elsewhere.
+    It stays from step to step. Private in 2.13.0 (``stage._RecvInfo.buffer``); none where torch
+    keeps it elsewhere.
     """
     infos = [
         info
         for stage in stages
-        for known in ("args_recv_info", "grad_recv_info")
-        for found in getattr(stage, known, {}).values()
-        for info in found
+        for name in ("args_recv_info", "grad_recv_info")
+        for of_microbatch in getattr(stage, name, {}).values()
+        for info in of_microbatch
     ]
     buffers = (getattr(info, "buffer", None) for info in infos)
-    storages = (own.untyped_storage() for own in buffers if isinstance(own, torch.Tensor))
-    return tuple({own._cdata: own for own in storages}.values())
+    storages = (each.untyped_storage() for each in buffers if isinstance(each, torch.Tensor))
+    return tuple({storage._cdata: storage for storage in storages}.values())

@@ -69,7 +69,7 @@ def test_what_torch_assumes_of_a_length_is_asked_of_another():
     assert not symbol.admits(1)  # which broadcasts
     with symbol.mode:
         value = torch.empty(2, symbol.values[0], 16)
-    assert symbol.number(value.stride(0), 5) == 80
+    assert symbol.at((5,))(value.stride(0)) == 80
     if value.shape[1] % 8 == 0:  # a guard
         pass
     assert [symbol.admits(n) for n in (32, 37)] == [True, False] or not symbol.is_free()
