@@ -205,8 +205,8 @@ def _stray_instances(tape: Tape, ranges: Sequence[Range]) -> list[Range]:
     strays: list[Range] = []
     templates = {tape.canonical(*where): where for where in ranges}
     for form, (start, end) in templates.items():
-        taken = sorted([*ranges, *strays])
-        for low, high in _complement(taken, 0, len(tape.nodes)):
+        occupied = sorted([*ranges, *strays])
+        for low, high in _complement(occupied, 0, len(tape.nodes)):
             strays += _occurrences(tape, form, end - start, low, high)
     return strays
 

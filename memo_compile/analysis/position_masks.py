@@ -259,9 +259,9 @@ def _cut(
     is_lower = target is _aten.tril.default
     if diagonal != (0 if is_lower else 1):
         raise _Unknown
-    kept = triangle.values.clone()
-    kept[1 if is_lower else 0] = 0
-    return _Triangle(shape, kept)
+    values = triangle.values.clone()
+    values[1 if is_lower else 0] = 0
+    return _Triangle(shape, values)
 
 
 def _keeps_rows(node: fx.Node, source_shape: Sequence[int], shape: Sequence[int]) -> bool:

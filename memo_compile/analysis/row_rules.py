@@ -232,8 +232,8 @@ def _reduction(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     reduced = _dims(node, "dim", len(before))
     if reduced is None or dim in reduced:
         return None
-    kept = argument(node, "keepdim") or op_name(node) == "prepare_softmax_online"
-    return dim if kept else dim - len([axis for axis in reduced if axis < dim])
+    keeps_dims = argument(node, "keepdim") or op_name(node) == "prepare_softmax_online"
+    return dim if keeps_dims else dim - len([axis for axis in reduced if axis < dim])
 
 
 def _matmul(node: fx.Node, rows: Rows) -> Carried | None:

@@ -53,7 +53,7 @@ class Chain:
 
 def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
     """Yields candidates: around each wide value, for each number of rows, in each stage."""
-    seen: set[tuple[frozenset[fx.Node], int]] = set()
+    keys: set[tuple[frozenset[fx.Node], int]] = set()
     for anchor in _anchors(region.gm):
         for num_rows in _row_counts(region.gm, anchor):
             dim = next(at for at, size in enumerate(shape_of(anchor)) if size > 1)
@@ -64,9 +64,9 @@ def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
                 continue
             for nodes, sums in _stages(region, dims):
                 key = (nodes | sums, num_rows)
-                if key in seen:
+                if key in keys:
                     continue
-                seen.add(key)
+                keys.add(key)
                 for length in lengths:
                     yield Chain(
                         nodes=nodes, sums=sums, dims=dims, num_rows=num_rows, tile_rows=length
@@ -189,8 +189,8 @@ def _items(node: fx.Node) -> list[fx.Node]:
 
 def _without_split_tuples(nodes: set[fx.Node]) -> set[fx.Node]:
     """Removes operators with several results, and these, unless all results are in ``nodes``."""
-    kept = {node for node in nodes if all(item in nodes for item in _items(node))}
-    return {node for node in kept if not is_item(node) or node.all_input_nodes[0] in kept}
+    complete = {node for node in nodes if all(item in nodes for item in _items(node))}
+    return {node for node in complete if not is_item(node) or node.all_input_nodes[0] in complete}
 
 
 def _is_sum(node: fx.Node, dims: Mapping[fx.Node, RowDim | None], row_wise: set[fx.Node]) -> bool:
@@ -221,12 +221,12 @@ def _lives(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, int, int]]:
     """Returns (first line, last line, bytes) of each storage that is neither input nor output."""
     nodes = list(gm.graph.nodes)
     line = {node: number for number, node in enumerate(nodes)}
-    kept = {storage_of(node) for node in nodes[-1].all_input_nodes}
+    outputs = {storage_of(node) for node in nodes[-1].all_input_nodes}
     lives: dict[fx.Node, tuple[int, int, int]] = {}
     for node in nodes:
         if node.op == "call_function" and is_tensor(node) and not is_view(node):
             maker = node.all_input_nodes[0] if op_name(node) == "" else node
-            if node not in kept:
+            if node not in outputs:
                 lives[node] = (line[maker], line[node], bytes_of(node))
         for source in node.all_input_nodes:
             root = storage_of(source)

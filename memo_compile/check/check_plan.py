@@ -390,9 +390,9 @@ class _Replay:
         owner: str | None = None
         if output.storage is Storage.ARENA:
             assert output.index is not None, f"{call.name}: ARENA output without a buffer"
-            inside = call.value_around(output.index)
+            value_around = call.value_around(output.index)
             buffer = f"{call.name}/{region.buffers[output.index].name}"
-            owner = buffer if inside is None else self.place_of.get(inside)
+            owner = buffer if value_around is None else self.place_of.get(value_around)
         elif output.storage is Storage.INPUT:
             assert output.index is not None, f"{call.name}: INPUT output without an input"
             owner = self.place_of.get(call.inputs[output.index])

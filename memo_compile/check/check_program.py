@@ -121,9 +121,9 @@ class _Tiles:
             yield from self._wrong_cover(ref, [tiles.rows[at].slice for tiles in tiling.runs])
             yield from self._wrong_rows(ref, at)
         for ref, layout in zip(tiling.outputs, tiling.output_layouts, strict=True):
-            made = self.layouts[ref]
-            if _plainly(made) != _plainly(layout):
-                yield f"{name}: its parts make {made}, expected {layout}"
+            part_layout = self.layouts[ref]
+            if _plainly(part_layout) != _plainly(layout):
+                yield f"{name}: its parts make {part_layout}, expected {layout}"
 
     def _wrong_operands(self, operands: tuple[Operand, ...]) -> Iterator[str]:
         """Yields faults of the slices of one value; ``operands`` has its operand in each run."""
@@ -155,18 +155,18 @@ class _Tiles:
             dims.add(part.dim)
             end += tiles.num_tiles * part.length
             text.append(f"{tiles.num_tiles} tiles of {part.length} rows")
-        (dim, *others) = dims
-        if others or dim is None or whole is None or end != whole.size[dim]:
+        (dim, *more_dims) = dims
+        if more_dims or dim is None or whole is None or end != whole.size[dim]:
             yield f"{self.call.region}: {' and '.join(text)} are not all of {value}, {whole}"
 
     def _wrong_rows(self, whole: Ref, output: int) -> Iterator[str]:
         """Yields runs whose ``output`` has not the layout of a slice of ``whole``."""
         held = self.layouts[whole]
         for tiles in self.tiling.runs:
-            made = self.problem.regions[tiles.region].output_layouts[output]
+            layout = self.problem.regions[tiles.region].output_layouts[output]
             part = tiles.rows[output].slice
-            if held is None or _plainly(made) != _plainly(held.part(part.dim, 0, part.length)):
-                yield f"{self.call.region}: a tile makes {made} of {held}"
+            if held is None or _plainly(layout) != _plainly(held.part(part.dim, 0, part.length)):
+                yield f"{self.call.region}: a tile makes {layout} of {held}"
 
     def _take_part(
         self, calls: Iterator[StepCall], source: Source, region: str, refs: Iterable[Ref]

@@ -230,7 +230,7 @@ class _Copier:
         for tensor, like in zip(value, symbolic, strict=True) if several else [(value, symbolic)]:
             size, stride = list(map(self.number, like.shape)), map(self.number, like.stride())
             steps = zip(size, tensor.stride(), stride, strict=True)
-            if list(tensor.shape) != size or any(n > 1 and step != own for n, own, step in steps):
+            if list(tensor.shape) != size or any(n > 1 and step != got for n, got, step in steps):
                 raise UnsupportedGraph(f"{node.name} has another layout than its symbols say")
 
     def _finish(self, node: fx.Node) -> None:

@@ -53,7 +53,7 @@ class MergeCommonSubexpressions:
 
 def _merge(graph: fx.Graph) -> set[fx.Node]:
     """Replaces later duplicates by the first; returns the nodes that stand for several now."""
-    seen: dict[Hashable, fx.Node] = {}
+    first_with: dict[Hashable, fx.Node] = {}
     survivors: set[fx.Node] = set()
     returned = set(_returned(graph))
     forward = forward_part(graph)
@@ -62,7 +62,7 @@ def _merge(graph: fx.Graph) -> set[fx.Node]:
             continue
         signature = _signature(node)
         key = None if signature is None else (node in forward, signature)
-        first = node if key is None else seen.setdefault(key, node)
+        first = node if key is None else first_with.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)

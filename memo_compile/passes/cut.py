@@ -452,10 +452,10 @@ def _storage_maker(node: fx.Node) -> fx.Node:
     return node
 
 
-def unique_name(base: str, taken: Mapping[str, Any], separator: str) -> str:
+def unique_name(base: str, names: Mapping[str, Any], separator: str) -> str:
     """Returns ``base``, or, if it is taken, with a number behind the ``separator``: ``base_2``."""
     numbered = (f"{base}{separator}{number}" for number in itertools.count(2))
-    return next(name for name in itertools.chain([base], numbered) if name not in taken)
+    return next(name for name in itertools.chain([base], numbered) if name not in names)
 
 
 def content_of(

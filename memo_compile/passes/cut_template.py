@@ -180,7 +180,9 @@ def is_same(first: Cut, second: Cut) -> bool:
         and _constants(first) == _constants(second)
         and _inputs(first.half_graph) == _inputs(second.half_graph)
         and first.regions.keys() == second.regions.keys()
-        and all(_is_same_region(own, second.regions[name]) for name, own in first.regions.items())
+        and all(
+            _is_same_region(region, second.regions[name]) for name, region in first.regions.items()
+        )
         and all(
             spec_of(first.nodes[name].meta["val"]) == spec_of(second.nodes[name].meta["val"])
             for name in first.leased

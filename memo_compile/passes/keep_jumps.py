@@ -47,10 +47,10 @@ class KeepJumps:
         weights = [placeholders[at] for at in self.weights if at < len(placeholders)]
         jumping = _moved_to_forward(gm, jumps(gm.graph, weights))
         results = [node for maker in jumping for node in (maker, *filter(is_item, maker.users))]
-        kept = [node for node in results if node.meta.get("recompute") not in _DECIDED]
-        for node in kept:
+        saved = [node for node in results if node.meta.get("recompute") not in _DECIDED]
+        for node in saved:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        return PassResult(gm, bool(kept))
+        return PassResult(gm, bool(saved))
 
 
 def _moved_to_forward(gm: fx.GraphModule, jumping: Iterable[fx.Node]) -> list[fx.Node]:

@@ -147,9 +147,9 @@ def _move(
     scaled = {number: tangent}
     for end in ends:
         later = [user for user in end.users if user not in head]
-        made = _scaled(end, tangent, scaled)
+        scaled_end = _scaled(end, tangent, scaled)
         for user in later:
-            user.replace_input_with(end, made)
+            user.replace_input_with(end, scaled_end)
 
 
 def _scaled(node: fx.Node, tangent: fx.Node, scaled: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -160,12 +160,12 @@ def recompute_graph(
             )
     wanted = [node_of_slot[slot] for slot in key.slots]
     recomputed = {*key.slots, *key.passing}
-    kept = {node: slot for slot, node in node_of_slot.items() if slot not in recomputed}
-    part = _part(layer, wanted, kept, key.region)
+    slot_of_kept = {node: slot for slot, node in node_of_slot.items() if slot not in recomputed}
+    part = _part(layer, wanted, slot_of_kept, key.region)
     gm = part.gm if key.rows is None else _first_rows(layer, part, wanted, key)
     placeholders = region.gm.graph.find_nodes(op="placeholder")
     positions = {node: at for at, node in enumerate(placeholders)}
-    slots = {placeholders[at]: slot for at, slot in layer.slot_of_input.items()} | kept
+    slots = {placeholders[at]: slot for at, slot in layer.slot_of_input.items()} | slot_of_kept
     static = tuple(
         index
         for index, node in enumerate(part.inputs)
@@ -189,11 +189,11 @@ def recompute_graph(
 
 
 def _part(
-    layer: ClassGraph, wanted: Sequence[fx.Node], kept: Mapping[fx.Node, int], name: str
+    layer: ClassGraph, wanted: Sequence[fx.Node], stops: Mapping[fx.Node, int], name: str
 ) -> Extract:
-    """Returns the nodes that ``wanted`` needs, back to placeholders and ``kept``."""
+    """Returns the nodes that ``wanted`` needs, back to placeholders and ``stops``."""
     changed = layer.changed()
-    part = extract(layer.region.gm, wanted, lambda node: node.op == "placeholder" or node in kept)
+    part = extract(layer.region.gm, wanted, lambda node: node.op == "placeholder" or node in stops)
     for node in reversed(list(part.copies)[len(part.inputs) :]):
         checked = node.op == "call_function" and not is_item(node)  # items: their operator is
         reason = _why_not_recomputed(node, changed) if checked else None

@@ -42,12 +42,12 @@ class SeparateResults:
         """Rewrite in place."""
         output, results = gm.graph.output_node(), results_of(gm.graph)
         separated: list[Any] = list(results)
-        own = set(self.own)
+        positions = set(self.own)
         users = results[: self.num_results]
         nodes = {at: result for at, result in enumerate(users) if isinstance(result, fx.Node)}
         values_in: dict[fx.Node, list[fx.Node]] = {}  # storage -> results that stay in it
         for at, node in nodes.items():
-            if at not in own and is_tensor(node):
+            if at not in positions and is_tensor(node):
                 values_in.setdefault(storage_of(node), []).append(node)
         for at in self.own:
             result = nodes.get(at)

@@ -188,8 +188,10 @@ class CallTables:
         if region.shares:  # outputs without a buffer need a number as well: `_with_shared`
             _ = [*map(number, call.outputs)]
         reads = [*map(number, call.inputs), *(number(into.value) for into in call.into)]
-        made = [[number(call.outputs[at]) for at in positions] for positions in region.outputs]
-        self.made.add(*map(list, itertools.zip_longest(*made, fillvalue=_NOTHING)))
+        made_values = [
+            [number(call.outputs[at]) for at in positions] for positions in region.outputs
+        ]
+        self.made.add(*map(list, itertools.zip_longest(*made_values, fillvalue=_NOTHING)))
         return self.reads.add(reads)
 
     def _region(self, profile: RegionProfile, inside: frozenset[int]) -> _Region:

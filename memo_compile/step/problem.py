@@ -495,9 +495,9 @@ def arena_buffers(problem: Problem) -> tuple[ArenaBuffer, ...]:
     buffers = []
     for index, call in enumerate(problem.calls):
         region, crossing = problem.regions[call.region], outputs[call.region]
-        inside = call.into_buffers()
+        inside_others = call.into_buffers()
         for position, buffer in enumerate(region.buffers):
-            if position in inside:
+            if position in inside_others:
                 continue
             end = starts[index] + buffer.end
             if position in crossing:
@@ -533,10 +533,10 @@ class ArenaValue(NamedTuple):
 def arena_values(problem: Problem) -> Iterator[ArenaValue]:
     """Yields the values that calls make in the arena, in order; several may share a buffer."""
     for at, call in enumerate(problem.calls):
-        buffers, inside = problem.regions[call.region].buffers, call.into_buffers()
+        buffers, inside_others = problem.regions[call.region].buffers, call.into_buffers()
         for output, value in problem.made_by(call):
             index = output.index
-            if output.storage is Storage.ARENA and index is not None and index not in inside:
+            if output.storage is Storage.ARENA and index is not None and index not in inside_others:
                 buffer = buffers[index]
                 yield ArenaValue(value, f"{call.name}/{buffer.name}", at, index, buffer.size_bytes)
 

@@ -128,8 +128,8 @@ def step_constant_bytes(problem: Problem) -> int:
     """Returns the memory that exists from the forward's entry to the backward's exit."""
     fixed = problem.fixed
     old_gradients = max(0, fixed.gradients - fixed.new_gradients)
-    given = fixed.parameters + fixed.buffers + fixed.optimizer_state + fixed.inputs
-    return given + old_gradients + fixed.earlier_outputs + fixed.libraries
+    before_step = fixed.parameters + fixed.buffers + fixed.optimizer_state + fixed.inputs
+    return before_step + old_gradients + fixed.earlier_outputs + fixed.libraries
 
 
 def beside_arena_bytes(problem: Problem) -> int:
