@@ -20,7 +20,7 @@ _DEAR = frozenset("convolution cholesky cholesky_solve triangular_solve inverse 
 def frozen_inputs(
     graph: fx.Graph, static_inputs: Collection[int], num_results: int
 ) -> set[fx.Node]:
-    """Returns parameters and buffers (``static_inputs``) of a joint graph without gradients."""
+    """Returns the ``static_inputs`` (positions of parameters and buffers) without a gradient."""
     gradients = results_of(graph)[num_results:]
     inputs = graph.find_nodes(op="placeholder")
     return {inputs[at] for at in static_inputs if at < len(gradients) and gradients[at] is None}

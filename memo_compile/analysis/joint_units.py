@@ -71,7 +71,7 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def tag_units(joint: fx.GraphModule, *, segments: bool = False) -> JointUnits:
-    """Writes each node's unit into its meta, if known; ``segments``: cuts large other ranges."""
+    """Writes each node's unit into its meta, if known; ``segments`` also cuts large non-layers."""
     forward = forward_nodes(joint)
     structure = find_layers(forward)
     if segments:

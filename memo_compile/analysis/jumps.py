@@ -153,7 +153,7 @@ def _is_called_by_program(node: fx.Node) -> bool:
 
 
 def _digits_of(node: fx.Node, digits: Mapping[fx.Node, Digits], fixed: Set[fx.Node]) -> Digits:
-    """Returns the digits of ``node`` from its inputs'; a tuple's are of its fractions."""
+    """Returns the digits of ``node``, from its inputs'; those of a tuple are of its fractions."""
     varying = {digits[source] for source in node.all_input_nodes} - {Digits.SAME}
     if is_item(node):
         return digits[node.all_input_nodes[0]] if _has_fractions(node) else Digits.SAME

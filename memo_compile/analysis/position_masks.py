@@ -182,7 +182,7 @@ def _two_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _one_entry(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the value of all entries, (1,), or () like ``tensor``: dtypes promote by that."""
+    """Returns the value of all entries, (1,); of shape () if ``tensor`` is, for dtype promotion."""
     first = tensor.reshape(-1)[:1]
     if not first.numel() or not bool((tensor == first).all()):
         raise _Unknown

@@ -83,7 +83,7 @@ def _cuts(tape: Tape, start: int, end: int) -> Iterator[int]:
 
 
 def _narrowest(tape: Tape, places: Sequence[int], start: int, middle: int) -> int | None:
-    """Returns the place with fewest bytes, then chains, across it, next to ``middle``, if any."""
+    """Returns the place that fewest bytes, then chains, cross, next to ``middle``; None: none."""
     borders = {cut: tape.border_bytes(cut, start) for cut in places}
     least = min(borders.values(), default=UNCUTTABLE_BYTES)
     if least >= UNCUTTABLE_BYTES:

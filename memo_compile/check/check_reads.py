@@ -46,7 +46,7 @@ class _Reads:
                 yield from self._run(call, self.problem.regions[call.region])
 
     def _copy(self, call: StepCall) -> Iterator[str]:
-        """Checks that a copy brings all elements of its value, and notes the layout."""
+        """Notes the layout of a copied value; yields a fault unless all elements are copied."""
         if call.reads:
             yield f"{call.name} copies bytes and reads nothing, got {reads_text(call.reads)}"
         if call.copy is None:
@@ -66,7 +66,7 @@ class _Reads:
             )
 
     def _gaps(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
-        """Complains of elements between the recomputed and the reloaded part of a value."""
+        """Yields the gaps between the recomputed and the reloaded part of a value."""
         buffers = (output.index for output in region.outputs)
         layout_of = dict(zip(buffers, region.output_layouts, strict=False))
         for into in call.into:
@@ -96,7 +96,7 @@ class _Reads:
     def _read(
         self, call: StepCall, value: str, read: Layout | None, expected: Layout | None
     ) -> Iterator[str]:
-        """Checks one read against the region's input and the value's layout."""
+        """Yields faults of one read, given the region's input and the value's layout."""
         if read is None or expected is None:
             if read is not expected:
                 yield f"{call.name} reads {value} as {read}, {call.region} takes {expected}"
