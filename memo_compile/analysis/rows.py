@@ -132,6 +132,7 @@ class _Walk:
     """Nodes without rows in this walk that must have them in the next."""
 
     def run(self) -> None:
+        """Fills ``dims``, node by node, and ``new_seeds``."""
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 continue

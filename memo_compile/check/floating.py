@@ -89,10 +89,11 @@ class FloatingCalls:
         return None
 
     def _precedes(self, before: StepCall, after: StepCall) -> bool:
-        floats = before.name in self.names, after.name in self.names
-        if floats[0] == floats[1]:
+        """True if all ranks begin ``before`` ahead of ``after``: the order of this module."""
+        first_floats, second_floats = before.name in self.names, after.name in self.names
+        if first_floats == second_floats:
             return self._numbers[before.name] < self._numbers[after.name]
-        if floats[0]:
+        if first_floats:
             return self._reading_unit(before) - 1 <= self._units[_unit(after)]
         return self._units[_unit(before)] < self._reading_unit(after) - 1
 

@@ -241,7 +241,7 @@ def _wide(units: JointUnits) -> set[fx.Node]:
 
 
 def _near_attention(node: fx.Node) -> bool:
-    """True for an input or a result of an attention kernel, through views."""
+    """True for an input of attention, also through views and items, and for its direct result."""
     stack, visited = [node], set()
     while stack:
         candidate = stack.pop()
