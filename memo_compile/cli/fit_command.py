@@ -139,9 +139,9 @@ def _lines(script: Path, answer: "FitAnswer") -> Iterator[str]:
     )
     yield from _wrapped(f"{script.name}: {answer.name} ({shapes})")
     yield f"  on {answer.device}, {format_bytes(answer.budget_bytes)} for the step"
-    for fitted in answer.found:
+    for fitted in answer.largest:
         yield from _lines_of(fitted)
-    if any(fitted.size for fitted in answer.found):
+    if any(fitted.size for fitted in answer.largest):
         options = {"memory_budget": answer.budget_bytes, **answer.options}
         yield from _wrapped(f"planned with options={options!r}")
     for note in _notes(answer):
@@ -180,7 +180,7 @@ def _notes(answer: "FitAnswer") -> Iterable[str]:
     """What is to be known of the answer, each once."""
     notes = (
         note
-        for fitted in answer.found
+        for fitted in answer.largest
         for note in (*fitted.notes, *(() if fitted.step is None else fitted.step.notes))
     )
     return dict.fromkeys(notes)
@@ -199,7 +199,7 @@ def _as_dict(script: Path, answer: "FitAnswer") -> dict[str, Any]:
         "budget_bytes": answer.budget_bytes,
         "fits": answer.fits,
         "options": dict(answer.options),
-        "found": [_fitted_dict(fitted) for fitted in answer.found],
+        "found": [_fitted_dict(fitted) for fitted in answer.largest],
     }
 
 

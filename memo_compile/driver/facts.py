@@ -25,7 +25,7 @@ class GraphFacts:
     """Facts about one Dynamo graph, read from its real example inputs and the AOT forward.
 
     ``untraced`` are parameters and buffers of layers that the graph lacks and the step has (see
-    ``offline.more_layers``). No reference is kept to a tensor: the model alone keeps them alive.
+    ``offline.longer_model``). No reference is kept to a tensor: the model alone keeps them alive.
     With ``gpu`` the step is planned for such a GPU, which need not be here; the inputs lie on the
     CPU then.
     """

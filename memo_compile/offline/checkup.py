@@ -72,9 +72,10 @@ def examine() -> Iterator[Finding]:
 def _versions() -> Iterator[Finding]:
     finding = functools.partial(Finding, group="versions")
 
-    def version(name: str, found: str | None, absent: str, **fault: Any) -> Finding:
-        """``fault`` says how bad it is, and what to do, where it is absent."""
-        return finding(name=name, value=found, text=found or absent, **({} if found else fault))
+    def version(name: str, installed: str | None, absent: str, **fault: Any) -> Finding:
+        """The line of one package; ``absent`` and ``fault`` apply where it is not installed."""
+        fault = {} if installed else fault
+        return finding(name=name, value=installed, text=installed or absent, **fault)
 
     yield version("python", platform.python_version(), "")
     yield version("memo", _version("memo-compile"), "not installed (running from a folder)")
@@ -204,11 +205,11 @@ def _solvers() -> Iterator[Finding]:
             yield finding(name=engine.name, value=None, text=f"not needed beside HiGHS ({missing})")
             continue
         problem = missing or try_engine(engine)
-        found = f"{package} {_version(package)}"
+        version = f"{package} {_version(package)}"
         yield finding(
             name=engine.name,
-            value=None if problem else found,
-            text=problem or f"solves ({found})",
+            value=None if problem else version,
+            text=problem or f"solves ({version})",
             health=Health.LIMITED if problem else Health.OK,
             remedy=f"install {package} again" if problem else "",
         )
@@ -222,11 +223,13 @@ def try_engine(engine: solver.Engine) -> str:
     program.minimise(-x - 2 * y)
     try:
         status = program.solve(time_limit_s=10.0)
-        found = tuple(map(program.integer_value, (x, y))) if status.has_solution else None
+        solution = tuple(map(program.integer_value, (x, y))) if status.has_solution else None
     # Engines fail in ways of their own (ctypes, cffi, assertion): all are the same finding.
     except Exception as error:
         return f"fails: {type(error).__name__}: {error}"
-    return "" if found == (1, 2) else f"wrong answer {found} ({status.value}) to a known model"
+    if solution == (1, 2):
+        return ""
+    return f"wrong answer {solution} ({status.value}) to a known model"
 
 
 def _memory() -> Iterator[Finding]:

@@ -1,7 +1,7 @@
-"""Which of its attention kernels torch takes on CUDA, for a graph that is traced without a GPU.
+"""Says which attention kernel torch takes on a GPU, for a graph that is traced without one.
 
 torch decides in C++, by the device at hand (``sdp_utils.cpp``, ``attention.cpp``, 2.11 to 2.13).
-Here its rules are applied to a device that is not here.
+This module applies the same rules to a GPU that is not at hand.
 """
 
 import enum
@@ -42,8 +42,8 @@ MASK_ALIGNMENT = 8
 
 def prefers_cudnn(gpu: GpuFacts) -> bool:
     """True where torch tries cuDNN first: on Hopper and Blackwell, unless it is told not to."""
-    told = torch_settings().get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
-    return gpu.major in (9, 10) and not told
+    is_deprioritised = torch_settings().get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    return gpu.major in (9, 10) and not is_deprioritised
 
 
 def kernel_for(
@@ -57,7 +57,7 @@ def kernel_for(
     is_causal: bool,
     enable_gqa: bool,
 ) -> Kernel:
-    """What torch takes on ``gpu`` for a step that trains; (B, H, T, D) each."""
+    """The kernel that torch takes on ``gpu`` for a training step; tensors are (B, H, T, D)."""
     order = [Kernel.FLASH, Kernel.EFFICIENT]
     if prefers_cudnn(gpu):
         order.insert(0, Kernel.CUDNN)
@@ -136,7 +136,7 @@ def _fits_cudnn(
 
 
 def _must_be_deterministic() -> bool:
-    """As cuDNN's backward is not."""
+    """True where torch may only run deterministic kernels, which cuDNN's backward is not."""
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled() and not warns
 
@@ -182,16 +182,15 @@ def attention_of(gpu: GpuFacts) -> Callable[..., torch.Tensor]:
         mask = None if attn_mask is None else _as_bias(attn_mask, query)
         if kernel is Kernel.CUDNN:
             cudnn = _aten._scaled_dot_product_cudnn_attention.default
-            given = (query, key, value, mask, True, dropout_p, is_causal)
-            made: torch.Tensor = cudnn(*given, False, scale=scale)[0]
-            return made
+            out: torch.Tensor = cudnn(
+                query, key, value, mask, True, dropout_p, is_causal, False, scale=scale
+            )[0]
+            return out
         if mask is not None:
             mask = _aligned(mask, query, key)
         efficient = _aten._scaled_dot_product_efficient_attention.default
-        found: torch.Tensor = efficient(
-            query, key, value, mask, True, dropout_p, is_causal, scale=scale
-        )[0]
-        return found
+        out = efficient(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+        return out
 
     setattr(attention, STANDS_FOR, functional.scaled_dot_product_attention)
     return attention
@@ -208,28 +207,28 @@ def _flash(
 ) -> torch.Tensor:
     width = query.shape[-1]
     scale = 1 / math.sqrt(width) if scale is None else scale
-    given = [query, key, value]
-    if more := -width % FLASH_PADDING:
-        given = [functional.pad(each, [0, more]) for each in given]
+    inputs = [query, key, value]
+    if padding := -width % FLASH_PADDING:
+        inputs = [functional.pad(tensor, [0, padding]) for tensor in inputs]
     flash = _aten._scaled_dot_product_flash_attention.default
-    out: torch.Tensor = flash(*given, dropout_p, is_causal, False, scale=scale)[0]
-    return out[..., :width] if more else out
+    out: torch.Tensor = flash(*inputs, dropout_p, is_causal, False, scale=scale)[0]
+    return out[..., :width] if padding else out
 
 
 def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """A mask of True and False as what is added to the scores."""
+    """The mask as numbers that are added to the scores: 0 for True, -inf for False."""
     if mask.dtype is not torch.bool:
         return mask
-    nothing, never = (
+    zero, minus_infinity = (
         torch.full((), number, dtype=query.dtype, device=mask.device) for number in (0.0, -math.inf)
     )
-    return torch.where(mask, nothing, never)
+    return torch.where(mask, zero, minus_infinity)
 
 
 def _aligned(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     mask = mask.expand(*query.shape[:3], key.shape[2])
     columns = mask.shape[-1]
-    if more := -columns % MASK_ALIGNMENT:
-        return functional.pad(mask, [0, more])[..., :columns]
+    if padding := -columns % MASK_ALIGNMENT:
+        return functional.pad(mask, [0, padding])[..., :columns]
     unaligned = any(step % MASK_ALIGNMENT for step in mask.stride()[:3])
     return mask.contiguous() if unaligned else mask

@@ -1,8 +1,8 @@
-"""What torch traces otherwise on CUDA than on a CPU, for a graph that is traced without a GPU.
+"""Replaces functions that torch traces otherwise on CUDA, in a graph that is traced without a GPU.
 
-Some functions are one operator there, with a backward of its own, and several here: read in torch's
-``layer_norm.cpp``, ``Dropout.cpp`` and ``attention.cpp``, 2.11 to 2.13. In the Dynamo graph each
-becomes a function that is traced as on CUDA; Inductor takes the operators apart again.
+Some functions are one operator with its own backward on CUDA, and several operators on a CPU: see
+torch's ``layer_norm.cpp``, ``Dropout.cpp`` and ``attention.cpp``, 2.11 to 2.13. In the Dynamo graph
+each becomes a function that is traced as on CUDA; Inductor takes the operators apart again.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,12 +41,12 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         given, weight, scale = ctx.saved_tensors
         backward = decomposed(_aten._fused_rms_norm_backward.default)
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
-        return (*backward(gradient, given, ctx.shape, scale, weight, wanted), None, None)
+        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
+        return (*backward(gradient, given, ctx.shape, scale, weight, needed), None, None)
 
 
 class _LayerNorm(torch.autograd.Function):
-    """``native_layer_norm`` of 16-bit numbers: its statistics are float32, and 16 bits on a CPU."""
+    """``native_layer_norm`` of 16-bit numbers, with statistics in float32 (a CPU has 16 bits)."""
 
     @staticmethod
     def forward(
@@ -72,9 +72,9 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         given, mean, scale, weight, bias = ctx.saved_tensors
         backward = decomposed(_aten.native_layer_norm_backward.default)
-        wanted = list(ctx.needs_input_grad[:3])
-        made = backward(gradient, given, ctx.shape, mean, scale, weight, bias, wanted)
-        return (*made, None, None)
+        needed = list(ctx.needs_input_grad[:3])
+        gradients = backward(gradient, given, ctx.shape, mean, scale, weight, bias, needed)
+        return (*gradients, None, None)
 
 
 def _layer_norm(
@@ -108,7 +108,7 @@ def _dropout(
 
 
 def for_gpu(gm: fx.GraphModule, gpu: GpuFacts) -> None:
-    """``gm``, Dynamo's graph, is traced as on ``gpu``."""
+    """Changes ``gm``, Dynamo's graph, so that it is traced as on ``gpu``."""
     instead: dict[Any, Callable[..., Any]] = {
         functional.scaled_dot_product_attention: attention_of(gpu),
         functional.layer_norm: _layer_norm,

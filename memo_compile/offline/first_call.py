@@ -1,8 +1,8 @@
-"""The first training step of a script, at the call that would compile it; nothing of it runs.
+"""Runs a script up to its first training step, and hands that call over instead of running it.
 
-``torch.compile(..., backend="memo")`` gives the script what it expects, but for the first call with
-gradients: that is handed over with its arguments, in the script's own context (autocast, hooks,
-attention kernels), and ends the script.
+While the script runs, ``torch.compile(..., backend="memo")`` returns a stand-in. Its first call
+with gradients is handed over with its arguments, in the script's own context (autocast, hooks,
+attention kernels), and then ends the script.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from memo_compile.offline.script import EnoughError, run_script
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstCall:
-    """What a script compiled, and how it calls it first."""
+    """The function that a script compiled for memo, and the arguments of its first call."""
 
     function: Callable[..., Any]
     """The script's own: a module, or a function that makes the loss."""
@@ -63,7 +63,7 @@ def at_first_call(
 
 @dataclass
 class _Watch:
-    """Stands in for torch.compile where the backend is memo."""
+    """Replaces torch.compile where the backend is memo, and waits for the first training call."""
 
     take: Callable[[FirstCall], None]
     is_taken: bool = False
@@ -93,10 +93,10 @@ class _Watch:
     def _caught(
         self, model: Any, original: Callable[..., Any], settings: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """What the script gets for ``model``."""
+        """The stand-in that the script gets for the compiled ``model``."""
         owner = getattr(model, "__self__", None)
         in_place = isinstance(owner, torch.nn.Module) and model.__name__ == "_call_impl"
-        function: Any = owner if in_place else model  # by module.compile()
+        function: Any = owner if in_place else model  # in place: by module.compile()
         self.compiled.append(_name(function))
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -112,9 +112,9 @@ class _Watch:
 
         if not isinstance(model, torch.nn.Module):
             return functools.wraps(model)(call)
-        made: Any = original(model, backend="eager")  # a module with the attributes of ``model``
-        made.forward = call
-        return made
+        stand_in: Any = original(model, backend="eager")  # a module with ``model``'s attributes
+        stand_in.forward = call
+        return stand_in
 
     def _take(
         self,
@@ -139,6 +139,7 @@ class _Watch:
             self.error = error
 
     def _require_one(self) -> None:
+        """Raises InputError where several things are compiled, of which none is the whole step."""
         if len(self.compiled) > 1:
             names = ", ".join(sorted(set(self.compiled)))
             raise InputError(

@@ -1,7 +1,7 @@
-"""What fits on a device of the step that a script trains: its longest sequence, its largest batch.
+"""Finds the longest sequence and the largest batch of a script's step that fit on a device.
 
-The step is planned for other sizes of its inputs, and never runs. The smallest plan of each size is
-asked first, as ``forecast.longest`` does.
+The step is planned with inputs of other sizes, and never runs. Of each size the smallest plan is
+made first, as ``forecast.longest`` does.
 """
 
 import math
@@ -37,10 +37,10 @@ TOKEN_GRANULE = 128
 """Sequences are searched in multiples of this, or of the script's own length if that is less."""
 
 ROUNDER = TOKEN_TILES
-"""Multiples of so many granules divide into tiles."""
+"""Counts of granules that are multiples of this divide into tiles."""
 
 MAX_TRIES = 20
-"""So many sizes are tried of a kind: mostly six to twelve are enough."""
+"""Most sizes that are tried of one kind; mostly six to twelve are enough."""
 
 MAX_SIZE = 2**40
 """No size above this is tried: a step that takes it is not bounded by memory."""
@@ -48,13 +48,13 @@ MAX_SIZE = 2**40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitQuestion:
-    """What is asked of a script's step."""
+    """Which sizes of a script's step are searched, and for which device."""
 
     vary: tuple[Vary, ...] = (Vary.SEQUENCE, Vary.BATCH)
     hardware: HardwareProfile | None = None
     """Another device than the one that the script's tensors lie on."""
     memory: str | None = None
-    """Bound on the device memory of the step; by default the script's, or what the device has."""
+    """Bound on the step's device memory; by default the script's budget, or all of the device."""
     host_budget: str | None = None
     multiple_of: int | None = None
     """Sizes are multiples of this."""
@@ -69,19 +69,19 @@ class Fitted:
     varied: Varied
     multiple_of: int
     size: int
-    """0: not even the smallest."""
+    """0 where not even the smallest size fits."""
     step: OfflineStep | None
     """The plan of that size."""
     floor_bytes: int | None = None
-    """What the smallest size needs, where ``size`` is 0 and it is known."""
+    """Bytes that the smallest size needs, where it does not fit; None where that is unknown."""
     refused: str = ""
-    """Why a larger size is no step at all, where that and not memory is the bound."""
+    """Why a larger size fails, where the user's code and not memory is the bound."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitAnswer:
-    """The answer."""
+    """The largest sizes that fit, and the options under which they do."""
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -89,20 +89,22 @@ class FitAnswer:
     device: str
     budget_bytes: int
     options: Mapping[str, Any]
-    """What to give torch.compile, so that the step is planned like this."""
-    found: tuple[Fitted, ...]
+    """For torch.compile, so that the step is planned like this."""
+    largest: tuple[Fitted, ...]
+    """One for each kind of size."""
 
     @property
     def fits(self) -> bool:
         """True when some size of each kind fits."""
-        return all(fitted.size > 0 for fitted in self.found)
+        return all(fitted.size > 0 for fitted in self.largest)
 
 
 Tried = Callable[[Vary, int, bool], None]
+"""Is called after each size that was tried, with whether it fits."""
 
 
 class Fitting:
-    """One script's step, planned for sizes that it does not have."""
+    """Plans one script's step with other sizes of its inputs than the script's."""
 
     def __init__(self, call: FirstCall, question: FitQuestion) -> None:
         self._call, self._question = call, question
@@ -110,23 +112,24 @@ class Fitting:
         self._arguments = Arguments(args=call.args, kwargs=call.kwargs, names=names)
         self._device = self._main_device()
         self._config = self._configured(resolve(call.options, call.mode))
+        self._budget_bytes = self._budget(self._config)
 
     def answer(self, say: Callable[[str], None], tried: Tried) -> FitAnswer:
-        """The largest sizes. ``say`` is told what is done next, ``tried`` what came out.
+        """Finds the largest sizes. ``say`` is called before slow work, ``tried`` after each size.
 
         Raises:
-            InputError: no input of the step has such a size, or other sizes are no step.
+            InputError: no input of the step has such a size, or the step fails with other sizes.
             UnsupportedGraph: the step does not trace into one graph.
         """
-        asked = [self._varied(what) for what in self._question.vary]
-        known = [varied for varied in asked if varied is not None]
-        if not known:
+        dims = [self._varied(what) for what in self._question.vary]
+        existing_dims = [varied for varied in dims if varied is not None]
+        if not existing_dims:
             raise InputError(
                 f"{self._call.name} is called with no tensor that has a "
                 f"{' or a '.join(what.value for what in self._question.vary)}; pass the inputs as "
                 "arguments of what is compiled, or name what varies: --dims NAME:DIM"
             )
-        found = tuple(self._fitted(varied, say, tried) for varied in known)
+        largest = tuple(self._fitted(varied, say, tried) for varied in existing_dims)
         hardware = self._question.hardware
         return FitAnswer(
             name=self._call.name,
@@ -134,7 +137,7 @@ class Fitting:
             device=str(self._device) if hardware is None else hardware.name,
             budget_bytes=self._budget_bytes,
             options=self.options(),
-            found=found,
+            largest=largest,
         )
 
     def _main_device(self) -> torch.device:
@@ -150,12 +153,11 @@ class Fitting:
         return self._arguments.varied(what)
 
     def _configured(self, config: MemoConfig) -> MemoConfig:
+        """``config`` with the question's host budget; 0 where the host is the device itself."""
         host = self._question.host_budget
         if host is None and config.host_budget is None and self._shares_memory(config):
             host = "0"
-        config = config if host is None else replace(config, host_budget=host)
-        self._budget_bytes = self._budget(config)
-        return config
+        return config if host is None else replace(config, host_budget=host)
 
     def _shares_memory(self, config: MemoConfig) -> bool:
         """True where a copy to the host would take the very memory that it frees."""
@@ -166,7 +168,7 @@ class Fitting:
         return (self._device.type if hardware is None else hardware.name) == "cpu"
 
     def _budget(self, config: MemoConfig) -> int:
-        """The bound of the question, the script's, or what the device has."""
+        """The question's bound in bytes, else the script's, else what the device has free."""
         hardware, memory = self._question.hardware, self._question.memory
         total = self._total_bytes()
         if memory is not None:
@@ -186,36 +188,31 @@ class Fitting:
         return GraphFacts([torch.empty(0, device=self._device)]).device_bytes()
 
     def _free_bytes(self) -> int:
-        """What the step may take on an idle device, with what of it lies there already."""
+        """Bytes that the step may take on an idle device; what it already holds there counts."""
         hardware = self._question.hardware
         if hardware is not None:
             taken = 0 if hardware.name == "cpu" else CONTEXT_BYTES
             return hardware.memory_bytes - taken
         if self._device.type == "cuda":
-            left = GraphFacts([torch.empty(0, device=self._device)]).bytes_left()
+            free_bytes = GraphFacts([torch.empty(0, device=self._device)]).bytes_left()
         else:
             usable = host_memory().usable_bytes
             held = sum(parameter.nbytes for parameter in self._parameters())
-            left = None if usable is None else usable + held
-        if left is None:
+            free_bytes = None if usable is None else usable + held
+        if free_bytes is None:
             raise InputError("memory: the host does not say what is free; give --memory SIZE")
-        return left
-
-    @property
-    def available_bytes(self) -> int:
-        """The bytes of the budget that a plan may take."""
-        return self.room.available_bytes
+        return free_bytes
 
     @property
     def room(self) -> Room:
-        """What the budget leaves to a plan."""
+        """The budget, and what counts under it beside a plan's peak."""
         hardware = self._question.hardware
         if hardware is None or hardware.name == self._device.type:
             return Room(budget_bytes=self._budget_bytes)
         return Room.on(hardware, self._budget_bytes)
 
     def options(self) -> Mapping[str, Any]:
-        """What to give torch.compile, so that the step is planned for the same memory."""
+        """Options for torch.compile, so that the step is planned for the same memory."""
         options: dict[str, Any] = {"memory_budget": self._budget_bytes}
         if self._config.host_budget is not None:
             options["host_budget"] = self._config.host_budget
@@ -227,20 +224,23 @@ class Fitting:
         return 1 if varied.what is Vary.BATCH else min(TOKEN_GRANULE, varied.size)
 
     def _fitted(self, varied: Varied, say: Callable[[str], None], tried: Tried) -> Fitted:
+        """Finds the largest size of one kind, and makes the backend's plan of it."""
         granule, what = self._granule(varied), varied.what
-        sizes = _Sizes(self, varied)
+        sizes = _TriedSizes(self, varied)
 
         def need(size: int) -> Need:
             say(f"{what.value} of {size:,}: tracing and planning")
-            found = sizes.need(size)
-            tried(what, size, found.fits)
-            return found
+            step_need = sizes.need(size)
+            tried(what, size, step_need.fits)
+            return step_need
 
-        size, untried, step = *self._largest(need, granule, varied.size), None
+        size, untried_notes = self._largest(need, granule, varied.size)
+        step = None
         if size:
             say(f"{what.value} of {size:,}: the fastest plan")
         while size and (step := sizes.fastest(size)) is None:
-            size -= granule  # what fits at any speed, fits: but the clock may end a placement
+            # The size was found to fit, but a placement may run out of time in this second plan.
+            size -= granule
         return Fitted(
             varied=varied,
             multiple_of=granule,
@@ -248,20 +248,20 @@ class Fitting:
             step=step,
             floor_bytes=None if size else sizes.floor_bytes(granule),
             refused=sizes.refusal(size),
-            notes=(*untried, *self._notes(varied, size)),
+            notes=(*untried_notes, *self._notes(varied, size)),
         )
 
     def _largest(
-        self, need: Callable[[int], Need], granule: int, own_size: int
+        self, need: Callable[[int], Need], granule: int, script_size: int
     ) -> tuple[int, tuple[str, ...]]:
-        """The largest multiple of ``granule`` that fits, 0 for none, and a note if it is not sure.
+        """The largest multiple of ``granule`` that fits (0: none), and a note if a larger one may.
 
-        Bytes grow with sizes, but for sizes that divide into no tiles (a batch of 17 short
-        sequences): so rounder ones are tried first.
+        Bytes grow with sizes, except where a size divides into no tiles (a batch of 17 short
+        sequences). So multiples of ROUNDER granules are tried first.
         """
         search = LengthSearch(
-            start=own_size // granule,
-            budget_bytes=self.available_bytes,
+            start=script_size // granule,
+            budget_bytes=self.room.available_bytes,
             constant_bytes=self._constant_bytes(),
             rounder=ROUNDER,
         )
@@ -276,7 +276,7 @@ class Fitting:
         )
 
     def _constant_bytes(self) -> int:
-        """Parameters, gradients, optimizer state; 0 where what is compiled is a function."""
+        """Bytes of parameters, gradients, optimizer state; 0 where a function is compiled."""
         parameters = self._parameters()
         state = self._config.optimizer_state_bytes_per_parameter
         return GraphFacts(parameters).constant_bytes(state) if parameters else 0
@@ -295,8 +295,8 @@ class Fitting:
         return notes
 
     def need(self, varied: Varied, size: int) -> Need:
-        """What a plan of few bytes takes at ``size``, and whether any plan fits."""
-        available = self.available_bytes
+        """The need of the step at ``size``. Raises what the user's code raises there."""
+        available = self.room.available_bytes
         if self._arguments.bytes_with(varied, size) > available:
             return Need(math.inf, False)
         inputs = self._arguments.with_size(varied, size)
@@ -311,17 +311,14 @@ class Fitting:
             )
 
     def least_bytes(self, varied: Varied, size: int) -> float:
-        """What greed's smallest plan takes at ``size``; infinite where that is unknown."""
+        """Bytes of greedy's smallest plan at ``size``; infinite where that is unknown."""
         inputs, hardware = self._arguments.with_size(varied, size), self._question.hardware
         with tracing(self._call.function, inputs.args, inputs.kwargs, hardware=hardware) as traced:
             config = offline_config(self._config, hardware)
             return self._bytes_of(lambda: _smallest(traced, config))
 
     def _bytes_of(self, plan: Callable[[], OfflineStep]) -> float:
-        """What the plan takes of what is available; where none fits what the floor takes at most.
-
-        Infinite where that is unknown.
-        """
+        """Bytes of ``plan()``, or of the floor that its refusal names; infinite without a floor."""
         try:
             return self.room.taken_bytes(plan().plan)
         except Infeasible as error:
@@ -342,7 +339,7 @@ class Fitting:
 
 
 def _smallest(traced: TracedModel, config: MemoConfig) -> OfflineStep:
-    """The plan of the fewest bytes that greed finds, in tiles where they are allowed."""
+    """Greedy's plan of the fewest bytes, in tiles where they are allowed."""
     tiles = 1 if config.exact else config.token_tiles or TOKEN_TILES
     policy = "greedy" if config.policy == "auto" else config.policy
     return _planned(traced, replace(config, memory_budget=1, policy=policy, token_tiles=tiles))
@@ -355,14 +352,14 @@ def _any_that_fits(traced: TracedModel, config: MemoConfig) -> OfflineStep:
 
 
 def _planned(traced: TracedModel, options: MemoConfig) -> OfflineStep:
-    known = traced.lowered(options)
-    facts, request = offline_facts(known), first_request(known)
-    _, made = planned_offline(known, options.at_any_speed(), facts, request)
-    return made
+    step = traced.lowered(options)
+    facts, request = offline_facts(step), first_request(step)
+    _, planned = planned_offline(step, options.at_any_speed(), facts, request)
+    return planned
 
 
-class _Sizes:
-    """What sizes need, and which of them are no step at all."""
+class _TriedSizes:
+    """The sizes of one kind that were tried: what they need, and with which the step fails."""
 
     def __init__(self, fitting: Fitting, varied: Varied) -> None:
         self._fitting, self._varied = fitting, varied
@@ -370,19 +367,19 @@ class _Sizes:
         self._refused: dict[int, str] = {}
 
     def need(self, size: int) -> Need:
-        """What ``size`` needs. Raises InputError: other sizes than the script's are no step."""
+        """What ``size`` needs. Raises InputError: the step fails with another size."""
         try:
             need = self._fitting.need(self._varied, size)
         except ConfigError:
             raise
-        except Exception as error:  # the user's code raises what it likes at a size it is not for
+        except Exception as error:  # the user's code may raise anything at an unusual size
             self._refuse(size, error)
             return Need(math.inf, False)
         self.needs[size] = need
         return need
 
     def _refuse(self, size: int, error: Exception) -> None:
-        """Raises ``error`` where ``size`` is the script's own, or smaller than one that works."""
+        """Notes why a larger size fails; raises for the script's size, and for smaller ones."""
         if size == self._varied.size:
             raise error
         if size < self._varied.size:
@@ -400,12 +397,9 @@ class _Sizes:
             return None
 
     def floor_bytes(self, size: int) -> int | None:
-        """What ``size``, which does not fit, needs; None where that is unknown.
-
-        Sizes whose inputs alone do not fit were not planned.
-        """
+        """Bytes that ``size``, which does not fit, needs; None where that is unknown."""
         num_bytes = self.needs[size].num_bytes if size in self.needs else math.inf
-        if math.isinf(num_bytes):
+        if math.isinf(num_bytes):  # not planned, as where the inputs alone do not fit
             try:
                 num_bytes = self._fitting.least_bytes(self._varied, size)
             except Exception as error:  # as in ``need``
@@ -413,20 +407,20 @@ class _Sizes:
         return None if math.isinf(num_bytes) else int(num_bytes) + self._fitting.room.missed_bytes
 
     def refusal(self, size: int) -> str:
-        """Why the next larger size that was tried is no step; empty where memory is the bound."""
-        larger = [tried for tried in (*self.needs, *self._refused) if tried > size]
+        """Why the step fails with the next larger size tried; empty where memory is the bound."""
+        larger = [other for other in (*self.needs, *self._refused) if other > size]
         return "" if not larger else self._refused.get(min(larger), "")
 
 
 def _declared_length(module: torch.nn.Module | None) -> int | None:
-    """What a Hugging Face model says of its positions."""
-    most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    return most if isinstance(most, int) else None
+    """``max_position_embeddings`` of a Hugging Face model; None where it has none."""
+    length = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    return length if isinstance(length, int) else None
 
 
 def require_fits(fit: FitAnswer) -> None:
     """Raises Infeasible: not even the smallest size of some kind fits; the message says which."""
-    for fitted in fit.found:
+    for fitted in fit.largest:
         if fitted.size:
             continue
         what, least = fitted.varied.what.value, fitted.multiple_of

@@ -1,4 +1,4 @@
-"""Will it fit? A model, a device and a budget answered by a plan that never runs."""
+"""Will a model fit on a device under a budget? Answered by a plan of its step that never runs."""
 
 import bisect
 import contextlib
@@ -13,9 +13,9 @@ from memo_compile.costs.models import find_model
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.gpus import missing_for_target, target_of, version_of
-from memo_compile.offline.asked_model import AskedModel, Say, is_shape, nobody_watches
 from memo_compile.offline.length_search import LengthSearch, Need, need_of
 from memo_compile.offline.offline_step import OfflineStep
+from memo_compile.offline.recorded_model import RecordedModel, Say, is_shape, say_nothing
 from memo_compile.offline.room import Room, is_exact
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.step.plans import Plan
@@ -42,10 +42,11 @@ START_SEQ = 32_768
 """The first length that ``longest`` tries where none is given."""
 
 MAX_FRAME_PLANS = 4
-"""Most plans of one of several frames; each counts what the last one holds beside its arena."""
+"""How often a step with several frames is planned, each time with a better estimate of what it
+holds beside its arena."""
 
 PLACEMENT_S = 2.0
-"""Most seconds for a placement: what the search has not found by then takes minutes mostly."""
+"""Most seconds for a placement: one that is not found by then mostly takes minutes."""
 
 UNBOUNDED_BYTES = 2**60
 """A budget in bytes under which everything is kept."""
@@ -56,7 +57,7 @@ NUM_LARGEST = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked."""
+    """Which model is planned, for which device and budget."""
 
     model: str
     hardware: HardwareProfile
@@ -69,7 +70,7 @@ class Question:
     optimizer: str = "adamw"
     policy: str = "auto"
     remembers: bool = True
-    """What is traced and lowered is remembered in the user's cache, and taken from there."""
+    """True where lowered steps are kept in the user's cache and read from there."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -88,13 +89,14 @@ class Question:
 
     @property
     def can_be_cut(self) -> bool:
-        """True for what can be divided over devices: a named shape."""
+        """True where the model can be divided over devices: it is a named shape."""
         return is_shape(self.model)
 
     def tp_of(self, least: float) -> int | None:
-        """The least tp of ``least`` or more, doubled from this one, that the model can be cut into.
+        """The smallest tp of at least ``least`` that divides the model.
 
-        None where there is none, or the model is no named shape.
+        Only the question's tp times 2, 4, 8... are tried. None where none of these divides the
+        model, or the model is no named shape.
         """
         if not self.can_be_cut or self.seq is None:
             return None
@@ -109,13 +111,8 @@ class Question:
 
     @property
     def room(self) -> Room:
-        """What the budget leaves to a plan."""
+        """The budget, and what counts under it beside a plan's peak."""
         return Room.on(self.hardware, self.budget_bytes, self.degrees.pp)
-
-    @property
-    def available_bytes(self) -> int:
-        """The bytes of the budget that a plan may take, with all its frames."""
-        return self.room.available_bytes
 
     def state_bytes_per_parameter(self, parameter_bytes: float) -> float:
         """Optimizer state of a parameter of that size, sharded over dp x cp (ZeRO-1)."""
@@ -126,37 +123,37 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorAtPeak:
-    """A buffer that is alive where most memory is in use."""
+    """A buffer that is alive at the peak."""
 
     name: str
     size_bytes: int
     source: str | None
     label: str
-    """For people: the role of what lies there, or its name; ``temporary`` is what a call needs."""
+    """For people: the tensor's role, or its name; ``temporary`` where only one call needs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakAt:
-    """Where in the step most memory is in use."""
+    """The call of the step during which most memory is in use."""
 
     call: str
     region: str
     phase: str
     layer: int | None
-    """Which layer of its class the call is a pass of; None for what is no layer."""
+    """Number of the layer within its class; None where the call is no layer's."""
     tensors: tuple[TensorAtPeak, ...]
     """The largest ones in the arena, largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The answer."""
+    """The plan that answers a question, with the sizes and seconds of the whole job."""
 
     question: Question
     name: str
     step: OfflineStep
     peak_bytes: int
-    """Peak of all micro-batches in flight, with what an estimate may miss."""
+    """Peak of all micro-batches in flight, including what an estimate may miss."""
     budget_bytes: int
     outside_bytes: int
     host_bytes: int
@@ -180,7 +177,7 @@ class Forecast:
 
     @property
     def lowered_by(self) -> dict[str, str | None]:
-        """Versions of what lowered the step for a GPU that is not here; empty for another."""
+        """Versions of torch and triton where they lowered the step for the GPU; else empty."""
         if target_of(self.question.hardware.name) is None:
             return {}
         return {name: version_of(name) for name in ("torch", "triton")}
@@ -193,31 +190,31 @@ class Forecast:
 
     @property
     def recompute_s(self) -> float:
-        """Seconds of one micro-batch in which activations are made a second time."""
-        again = (call for call in self.step.problem.calls if call.kind is CallKind.RECOMPUTE)
-        return sum(map(self.step.costs.call_s, again))
+        """Seconds of one micro-batch in which activations are recomputed."""
+        recomputing = (call for call in self.step.problem.calls if call.kind is CallKind.RECOMPUTE)
+        return sum(map(self.step.costs.call_s, recomputing))
 
     @property
     def mfu(self) -> float:
-        """In [0, 1]: the model's FLOPs, without recomputation, over what the device could do."""
+        """Model FLOPs without recomputation over the device's peak FLOPs in a step; in [0, 1]."""
         rate = self.question.hardware.peak_flops_per_s
         return self.step.model_flops / (self.step_s * rate) if self.step_s else 0.0
 
 
-def forecast(question: Question, say: Say = nobody_watches) -> Forecast:
-    """The plan of the step that is asked for; where nothing fits, that of the smallest peak.
+def forecast(question: Question, say: Say = say_nothing) -> Forecast:
+    """Plans the step of ``question``; where no plan fits, returns the plan of the smallest peak.
 
-    ``say`` is told what is done next.
+    ``say`` is called before each slow part of the work.
 
     Raises:
         InputError: the model or a degree cannot be used.
         MemoError: the model cannot be planned.
     """
-    with _asked(question, say) as model:
+    with _recorded_model(question, say) as model:
         return _forecast(question, model)
 
 
-def _forecast(question: Question, model: AskedModel) -> Forecast:
+def _forecast(question: Question, model: RecordedModel) -> Forecast:
     try:
         return _within_budget(question, model)
     except Infeasible as error:
@@ -228,14 +225,14 @@ def _forecast(question: Question, model: AskedModel) -> Forecast:
 
 
 def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
-    """Plans from the smallest budget that can be kept to none, evenly spaced; each as it is made.
+    """Plans at ``num_budgets`` evenly spaced budgets, from the smallest possible to no budget.
 
-    The first and the last are told with their own peak as the budget. Raises as
+    Yields each as it is made. The first and the last have their own peak as the budget. Raises as
     ``forecast``, and InputError for fewer than two budgets.
     """
     if num_budgets < 2:
         raise InputError(f"budgets: expected at least 2, got {num_budgets}")
-    with _asked(question) as model:
+    with _recorded_model(question) as model:
         least, most = (
             _forecast(replace(question, budget=budget), model) for budget in (1, UNBOUNDED_BYTES)
         )
@@ -248,50 +245,51 @@ def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
 
 
 def needed(question: Question) -> Need:
-    """What the step needs, and whether any plan of it fits."""
-    with _asked(question) as model:
+    """The bytes that the step needs, and whether any plan of it fits."""
+    with _recorded_model(question) as model:
 
         def whole() -> float:
             return _whole_bytes(question, model)
 
-        if question.degrees.pp > 1:  # greed's smallest plan is that of one frame
-            return need_of(question.available_bytes, whole, lambda: math.inf)
-        return need_of(question.available_bytes, lambda: _least_bytes(question, model), whole)
+        if question.degrees.pp > 1:  # greedy's smallest plan counts one frame only
+            return need_of(question.room.available_bytes, whole, lambda: math.inf)
+        return need_of(question.room.available_bytes, lambda: _least_bytes(question, model), whole)
 
 
-def _whole_bytes(question: Question, model: AskedModel) -> float:
-    """What the plan of the whole choice takes; infinite where none is known to be enough."""
+def _whole_bytes(question: Question, model: RecordedModel) -> float:
+    """Bytes of ``forecast``'s plan, or of the floor where none fits; infinite where unknown."""
     try:
         return question.room.taken_bytes(_forecast(question, model).step.plan)
     except Infeasible as error:
         return error.floor_bytes or math.inf
 
 
-def _least_bytes(question: Question, model: AskedModel) -> float:
-    """What the smallest plan in tiles takes, made without solvers; infinite where it is unknown.
+def _least_bytes(question: Question, model: RecordedModel) -> float:
+    """Bytes of the smallest plan in tiles, made without solvers; infinite where that is unknown.
 
-    A floor does not tell what lies beside its arena: where that matters, its plan is made.
+    A refusal's floor does not say how much of it lies beside the arena. Where that decides whether
+    the floor fits, the floor's plan is made.
     """
     room, policy = question.room, "greedy" if question.policy == "auto" else question.policy
     question = replace(question, policy=policy)
     try:
-        made = _plan(question, model, plan_bytes=1, token_tiles=TOKEN_TILES)
-        return room.taken_bytes(made.plan)
+        smallest = _plan(question, model, plan_bytes=1, token_tiles=TOKEN_TILES)
+        return room.taken_bytes(smallest.plan)
     except Infeasible as error:
         floor = error.floor_bytes
     if floor is None:
         return math.inf
     if floor <= room.available_bytes < room.counted_bytes(floor, 0):
-        made = _plan(question, model, plan_bytes=floor, token_tiles=TOKEN_TILES)
-        return room.taken_bytes(made.plan)
+        smallest = _plan(question, model, plan_bytes=floor, token_tiles=TOKEN_TILES)
+        return room.taken_bytes(smallest.plan)
     return room.counted_bytes(floor, model.constant_bytes(_state_bytes(question, model)))
 
 
 def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
-    """The longest sequence that fits, a multiple of SEQ_GRANULE x tp x cp; 0 where none does.
+    """Finds the longest sequence that fits, a multiple of SEQ_GRANULE x tp x cp; 0 where none does.
 
-    None above MAX_SEQ is tried. ``tried`` is told each length and whether it fits. Each is traced;
-    mostly four to six are.
+    No length above MAX_SEQ is tried. ``tried`` is called with each length and whether it fits. Each
+    length is traced; mostly four to six are.
 
     Raises as ``forecast``, and InputError: the length does not change the step.
     """
@@ -299,14 +297,14 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     most = max(1, MAX_SEQ // granule)
     search = LengthSearch(
         start=min(most, (question.seq or START_SEQ) // granule),
-        budget_bytes=question.available_bytes,
+        budget_bytes=question.room.available_bytes,
         constant_bytes=_constant_bytes(replace(question, seq=granule)),
     )
 
     def need(count: int) -> Need:
-        found = needed(replace(question, seq=count * granule))
-        tried(count * granule, found.fits)
-        return found
+        step_need = needed(replace(question, seq=count * granule))
+        tried(count * granule, step_need.fits)
+        return step_need
 
     search.largest(need, most)
     if search.low == most and search.is_flat:
@@ -318,22 +316,22 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
 
 
 def _constant_bytes(question: Question) -> int:
-    """Parameters, their gradients and optimizer state; 0 where the model is a function.
+    """Bytes of parameters, gradients and optimizer state; 0 where the model is a function.
 
-    Raises InputError: it is one of no length.
+    Raises InputError: the function takes no length.
     """
-    with _asked(question) as model:
+    with _recorded_model(question) as model:
         if model.facts.num_tokens is None:
             raise InputError(f"max-seq: {question.model} takes no seq; leave out --max-seq")
         return model.constant_bytes(_state_bytes(question, model))
 
 
-def _state_bytes(question: Question, model: AskedModel) -> float:
+def _state_bytes(question: Question, model: RecordedModel) -> float:
     return question.state_bytes_per_parameter(model.facts.parameter_bytes)
 
 
-def _asked(question: Question, say: Say = nobody_watches) -> AskedModel:
-    return AskedModel(
+def _recorded_model(question: Question, say: Say = say_nothing) -> RecordedModel:
+    return RecordedModel(
         model=question.model,
         seq=question.seq,
         batch=question.batch,
@@ -345,14 +343,15 @@ def _asked(question: Question, say: Say = nobody_watches) -> AskedModel:
     )
 
 
-def _within_budget(question: Question, model: AskedModel) -> Forecast:
-    """The answer; the budget is of all micro-batches in flight together.
+def _within_budget(question: Question, model: RecordedModel) -> Forecast:
+    """Plans one micro-batch so that all micro-batches in flight together are within the budget.
 
-    Each of n holds a frame of its own, of which an estimate may miss a part, so that an arena
-    counts k >= n times. With F = peak - arena, a plan for F + (budget - F) / k has an arena of
-    (budget - F) / k at most, and k of them with F are within the budget. F is first that of the
-    step that keeps everything. A plan may have a smaller F and a larger arena: then its F counts.
-    With a larger F a faster plan may be within the budget.
+    Each of the n micro-batches in flight holds an arena of its own, and an estimate may miss a part
+    of each: an arena counts k >= n times. Let F be what the step holds beside its arena (F = peak -
+    arena). A plan whose peak is at most F + (budget - F) / k has an arena of at most (budget - F) /
+    k; k such arenas and F are within the budget. But F is known only of a finished plan: first that
+    of the step that keeps everything is used, then that of the last plan. A later plan may have a
+    smaller F and a larger arena, or a larger F and be faster.
     """
     answer, room = _answer(question, model, _plan(question, model)), question.room
     for _ in range(MAX_FRAME_PLANS):
@@ -368,7 +367,7 @@ def _within_budget(question: Question, model: AskedModel) -> Forecast:
 
 
 def _is_faster_within(plan: Plan, plan_bytes: int) -> bool:
-    """True where a plan that ``plan`` was chosen from is faster, and needs at most these bytes."""
+    """True where the frontier of ``plan`` has a faster plan with a peak of at most these bytes."""
     step_s = plan.step_s or 0.0
     return any(
         point.step_s < step_s and plan.peak_bytes < point.peak_bytes <= plan_bytes
@@ -377,11 +376,11 @@ def _is_faster_within(plan: Plan, plan_bytes: int) -> bool:
 
 
 def _plan(
-    question: Question, model: AskedModel, *, plan_bytes: int | None = None, **more: Any
+    question: Question, model: RecordedModel, *, plan_bytes: int | None = None, **extra: Any
 ) -> OfflineStep:
-    """The plan within the budget, or of a peak of at most ``plan_bytes``."""
+    """The plan within the budget, or of a peak of at most ``plan_bytes``; ``extra`` are options."""
     options: dict[str, Any] = {
-        **more,
+        **extra,
         "policy": question.policy,
         "placement_time_limit_s": PLACEMENT_S,
         "optimizer_state_bytes_per_parameter": _state_bytes(question, model),
@@ -394,7 +393,8 @@ def _plan(
     return model.plan(replace(config, memory_budget=plan_bytes))
 
 
-def _answer(question: Question, model: AskedModel, step: OfflineStep) -> Forecast:
+def _answer(question: Question, model: RecordedModel, step: OfflineStep) -> Forecast:
+    """The forecast of a planned micro-batch: sizes of all in flight, speed of the whole job."""
     plan, room = step.plan, question.room
     assert plan.timeline is not None, "an offline plan is simulated"
     frames_bytes = plan.peak_bytes + (room.num_frames - 1) * plan.arena_bytes
@@ -423,10 +423,10 @@ def _answer(question: Question, model: AskedModel, step: OfflineStep) -> Forecas
 
 
 def _above_device(question: Question) -> tuple[str, ...]:
-    name, has_bytes = question.hardware.name, question.hardware.memory_bytes
-    if question.budget is None or question.budget_bytes <= has_bytes:
+    name, device_bytes = question.hardware.name, question.hardware.memory_bytes
+    if question.budget is None or question.budget_bytes <= device_bytes:
         return ()
-    return (f"the budget is above the {format_bytes(has_bytes)} that {name} has",)
+    return (f"the budget is above the {format_bytes(device_bytes)} that {name} has",)
 
 
 def _why_estimated(hardware: HardwareProfile) -> tuple[str, ...]:
@@ -442,7 +442,7 @@ def _why_estimated(hardware: HardwareProfile) -> tuple[str, ...]:
 
 
 def _peak_at(step: OfflineStep) -> PeakAt | None:
-    """The call during which most bytes are alive, and the largest tensors of the arena there."""
+    """Finds the call during which most bytes are alive, and the largest buffers there."""
     problem = step.problem
     if not problem.calls:
         return None
@@ -450,12 +450,13 @@ def _peak_at(step: OfflineStep) -> PeakAt | None:
     call = problem.calls[bisect.bisect_right(call_starts(problem)[:-1], line) - 1]
     alive = [buffer for buffer in arena_buffers(problem) if buffer.start <= line < buffer.end]
     alive.sort(key=lambda buffer: (-buffer.size_bytes, buffer.id))
-    values = {made.id: made.value for made in reversed([*arena_values(problem)])}
-    found = []
+    # The first value of a buffer names it.
+    values = {buffer.id: buffer.value for buffer in reversed([*arena_values(problem)])}
+    tensors = []
     for buffer in alive[:NUM_LARGEST]:
         value = values.get(buffer.id)
         info = None if value is None else problem.tensors.get(value)
-        found.append(
+        tensors.append(
             TensorAtPeak(
                 name=f"{problem.calls[buffer.call].name}/{value}" if value else buffer.id,
                 size_bytes=buffer.size_bytes,
@@ -468,5 +469,5 @@ def _peak_at(step: OfflineStep) -> PeakAt | None:
         region=call.region,
         phase=call.phase.value,
         layer=None if call.layer_class is None else call.instance,
-        tensors=tuple(found),
+        tensors=tuple(tensors),
     )

@@ -1,32 +1,34 @@
-"""The largest size that fits, found from the bytes that a few sizes need."""
+"""Searches the largest size that fits, guided by the bytes that the tried sizes need."""
 
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 NEAR = 1.2
-"""Greed's smallest plan, in tiles everywhere, may take so many times what the whole choice does."""
+"""Greedy's smallest plan, in tiles everywhere, takes at most so many times the bytes of the plan
+that the full search chooses."""
 
 LONGER, LONGEST = 4, 64
 """The next length is LONGER times the last while all fit and their bytes are unknown, and at most
 LONGEST times it otherwise."""
 
 HALVED_EACH = 6
-"""Every so many tries the search halves what is left, in case the fitted line misleads it."""
+"""Every so many tries the search halves the interval, in case the fitted line misleads it."""
 
 
 class Need(NamedTuple):
-    """What a plan of few bytes takes, infinite where it is unknown, and whether one fits."""
+    """What a step of some size needs."""
 
     num_bytes: float
+    """Of a small plan of the step; infinite where that is unknown."""
     fits: bool
 
 
 def need_of(available_bytes: int, least: Callable[[], float], whole: Callable[[], float]) -> Need:
-    """What a size needs, and whether it fits.
+    """The need of one size, found with as little planning as decides whether it fits.
 
-    ``least`` tells what greed's smallest plan takes, which is known soon. Only where that is just
-    too large the whole choice is asked as well.
+    ``least`` returns the bytes of greedy's smallest plan, in little time. ``whole`` returns those
+    of the full search, and is called only where the smallest plan is just too large.
     """
     num_bytes = least()
     if available_bytes < num_bytes <= NEAR * available_bytes:
@@ -35,7 +37,11 @@ def need_of(available_bytes: int, least: Callable[[], float], whole: Callable[[]
 
 
 class LengthSearch:
-    """The most granules that fit: ``low`` do, ``high`` do not; None: not known yet."""
+    """Searches the largest count of granules that fits.
+
+    ``low`` granules fit and ``_high`` do not (None: no count is known that does not). Between
+    these the next count is read off a line through the bytes of the counts that were tried.
+    """
 
     def __init__(
         self, *, start: int, budget_bytes: int, constant_bytes: int, rounder: int = 1
@@ -48,30 +54,30 @@ class LengthSearch:
         self._start, self._rounder = max(1, start), rounder
         self._budget_bytes, self._constant_bytes = budget_bytes, constant_bytes
         self._longer = self._shorter = 1
-        """Granules that the next length differs from ``low`` or ``high`` at least; doubled where
-        the line missed."""
-        self.num_told = 0
-        """How many counts were tried."""
+        """Least distance of the next count from ``low`` and from ``_high``; doubled where the line
+        missed."""
+        self.num_tried = 0
         self.is_flat = False
-        """The last two sizes that fit need as many bytes: a line says nothing of larger ones."""
+        """True where the last two counts that fit need equal bytes, so that a line says nothing of
+        larger ones."""
 
     def largest(
         self, need: Callable[[int], Need], most: int, max_tries: float = math.inf
     ) -> int | None:
-        """Ask ``need`` until ``low`` is the most granules that fit, ``most`` or fewer.
+        """Calls ``need`` until ``low`` is the largest count that fits, or ``most``.
 
-        None then; the count that would come next where so many tries did not tell.
+        Returns None then; after ``max_tries`` calls without an answer, the count to try next.
         """
         while self.low < most and (count := self.next_count()) is not None:
             count = min(count, most)
-            if self.num_told >= max_tries:
+            if self.num_tried >= max_tries:
                 return count
-            self.tell(count, need(count))
+            self.add(count, need(count))
         return None
 
-    def tell(self, count: int, need: Need) -> None:
-        """``count`` granules fit, or do not, and need as many bytes."""
-        self.num_told += 1
+    def add(self, count: int, need: Need) -> None:
+        """Takes in what ``count`` granules need."""
+        self.num_tried += 1
         if need.fits:
             self._longer = 1 if self.low < self._guess() else 2 * self._longer
             self._shorter = 1
@@ -83,13 +89,13 @@ class LengthSearch:
             self._high, self._high_bytes = count, need.num_bytes
 
     def next_count(self) -> int | None:
-        """What to try next; None when the answer is ``low``.
+        """The count to try next; None when ``low`` is the answer.
 
-        Uneven counts, which divide into no tiles and so may need far more, are tried only between
-        two neighbouring multiples of ``rounder``.
+        Counts that are no multiple of ``rounder`` divide into no tiles and so may need far more
+        bytes. They are tried only between two neighbouring multiples that are decided.
         """
         count = self._nearest_count()
-        if count is None or not self.num_told:
+        if count is None or not self.num_tried:
             return count
         above = (self.low // self._rounder + 1) * self._rounder
         if self._high is not None and above >= self._high:
@@ -97,6 +103,7 @@ class LengthSearch:
         return max(above, count // self._rounder * self._rounder)
 
     def _nearest_count(self) -> int | None:
+        """The count to try next, whether or not it is a multiple of ``rounder``."""
         if self._high is None and not self.low:
             return self._start
         if self._high is None and self.is_flat:
@@ -105,13 +112,16 @@ class LengthSearch:
             return min(max(self._guess(), self.low + self._longer), LONGEST * self.low)
         if self._high - self.low <= 1:
             return None
-        if self.num_told % HALVED_EACH == 0:
+        if self.num_tried % HALVED_EACH == 0:
             return (self.low + self._high) // 2
-        wanted = max(self._guess(), self.low + self._longer)
-        return max(self.low + 1, min(wanted, self._high - self._shorter))
+        guess = max(self._guess(), self.low + self._longer)
+        return max(self.low + 1, min(guess, self._high - self._shorter))
 
     def _guess(self) -> int:
-        """From a line through what is known; without one 0, or ``LONGER`` times where all fit."""
+        """The count whose bytes equal the budget, on a line through the last two known points.
+
+        Where no line rises: ``LONGER`` times ``low`` while every count fits, else 0.
+        """
         points = [
             (count, num_bytes)
             for count, num_bytes in (
@@ -121,7 +131,8 @@ class LengthSearch:
             )
             if count is not None and num_bytes < math.inf
         ]
-        (before, less), (after, more) = points[-2:] if len(points) > 1 else (*points, *points)
-        if more <= less:
+        (count_a, bytes_a), (count_b, bytes_b) = points[-2:] if len(points) > 1 else points * 2
+        if bytes_b <= bytes_a:
             return LONGER * self.low if self._high is None else 0
-        return int(before + (after - before) * (self._budget_bytes - less) / (more - less))
+        missing_bytes = self._budget_bytes - bytes_a
+        return int(count_a + (count_b - count_a) * missing_bytes / (bytes_b - bytes_a))

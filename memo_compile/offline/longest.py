@@ -17,7 +17,7 @@ from memo_compile.step.plans import ReportedPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongestFit:
-    """The largest size that fits, and the plan of it."""
+    """The largest size that fits, and its plan."""
 
     size: int
     """Tokens of a sequence, or samples of a batch."""
@@ -25,13 +25,13 @@ class LongestFit:
     """``size + multiple_of`` was not found to fit."""
     budget_bytes: int
     plan: ReportedPlan
-    """Of a step of ``size``: what the backend makes with ``costs="roofline"``."""
+    """Of a step of ``size``, as the backend makes it with ``costs="roofline"``."""
     options: Mapping[str, Any]
-    """What to give ``torch.compile(..., backend="memo")`` for this plan."""
+    """For ``torch.compile(..., backend="memo")``, to get this plan."""
     refused: str = ""
-    """Why a larger size is no step at all, where that and not memory is the bound."""
+    """Why a larger size fails, where the model's code and not memory is the bound."""
     notes: tuple[str, ...] = ()
-    """What is not known of the plan, because nothing ran."""
+    """What was not checked of the plan, because nothing ran."""
 
 
 def longest(
@@ -44,7 +44,7 @@ def longest(
     multiple_of: int | None = None,
     dims: str | None = None,
 ) -> LongestFit:
-    """The longest sequence for which a training step of ``call`` fits; nothing runs.
+    """Finds the longest sequence for which a training step of ``call`` fits; nothing runs.
 
     Args:
         call: ``functools.partial(model, ids, labels=labels)``: what is compiled, and what it is
@@ -75,23 +75,23 @@ def longest(
         multiple_of=multiple_of,
         dims=dims,
     )
-    answer = Fitting(_as_called(call, options), question).answer(lambda _: None, lambda *_: None)
+    answer = Fitting(_first_call(call, options), question).answer(lambda _: None, lambda *_: None)
     require_fits(answer)
-    (found,) = answer.found
-    assert found.step is not None, "what fits has a plan"
+    (fitted,) = answer.largest
+    assert fitted.step is not None, "what fits has a plan"
     return LongestFit(
-        size=found.size,
-        multiple_of=found.multiple_of,
+        size=fitted.size,
+        multiple_of=fitted.multiple_of,
         budget_bytes=answer.budget_bytes,
-        plan=found.step.plan,
+        plan=fitted.step.plan,
         options=answer.options,
-        refused=found.refused,
-        notes=tuple(dict.fromkeys((*found.notes, *found.step.notes))),
+        refused=fitted.refused,
+        notes=tuple(dict.fromkeys((*fitted.notes, *fitted.step.notes))),
     )
 
 
-def _as_called(call: Callable[[], Any], options: Mapping[str, Any] | None) -> FirstCall:
-    """The parts of ``call``. Raises InputError: its inputs cannot be seen."""
+def _first_call(call: Callable[[], Any], options: Mapping[str, Any] | None) -> FirstCall:
+    """``call`` taken apart. Raises InputError: it is no ``functools.partial`` with inputs."""
     if not isinstance(call, functools.partial) or not (call.args or call.keywords):
         raise InputError(
             "longest: expected functools.partial(model, *args, **kwargs), whose inputs are made "

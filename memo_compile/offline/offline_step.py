@@ -41,12 +41,12 @@ class OfflineStep:
     exact: bool
     """True when the backend makes the same plan; False for another device than the tensors'."""
     notes: tuple[str, ...] = ()
-    """What is not known of the plan because nothing ran."""
+    """What was not checked, because nothing ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineFacts:
-    """What an answer says beside the plan."""
+    """Costs and counts of a lowered step that answers need beside its plan."""
 
     costs: StepCosts
     model_flops: int
@@ -57,7 +57,7 @@ class OfflineFacts:
 
 
 def offline_config(config: MemoConfig, hardware: HardwareProfile | None) -> MemoConfig:
-    """``config`` for a step that never runs."""
+    """``config`` with roofline costs and without caches, for a step that never runs."""
     config = replace(config, costs="roofline", cache=False)
     if hardware is not None and hardware.name != "cpu":
         config = replace(config, inductor_options={**config.inductor_options, **_PLAIN_LOOPS})
@@ -65,56 +65,58 @@ def offline_config(config: MemoConfig, hardware: HardwareProfile | None) -> Memo
 
 
 def planned_offline(
-    known: KnownStep, config: MemoConfig, facts: OfflineFacts, request: PlanRequest | None = None
+    step: KnownStep, config: MemoConfig, facts: OfflineFacts, request: PlanRequest | None = None
 ) -> tuple[PlannedStep, OfflineStep]:
-    """The step planned for ``config``, at any speed but one that ends the plan (TooSlow)."""
+    """Plans ``step`` under ``config``. Raises TooSlow where ``config`` bounds the plan's speed."""
     request = request or PlanRequest()
-    planned = plan_known(known, _of_one_arena(known, config, request), request)
-    made = planned.plan
-    timeline = made.timeline
+    planned = plan_known(step, _for_one_arena(step, config, request), request)
+    plan = planned.plan
+    timeline = plan.timeline
     if timeline is None:  # everything is kept: no step is faster
         timeline = simulate(planned.problem, facts.costs)
         step_s = timeline.step_s
-        made = replace(made, timeline=timeline, step_lower_bound_s=step_s, compute_s=step_s)
+        plan = replace(plan, timeline=timeline, step_lower_bound_s=step_s, compute_s=step_s)
     observed = Observed(
         planning_s=planned.planning_s,
         lowering_s=facts.lowering_s,
         stall_s=timeline.stall_s,
     )
-    found = OfflineStep(
+    offline_step = OfflineStep(
         problem=planned.problem,
-        plan=ReportedPlan.of(made, observed),
-        costs=_with_recomputation(facts.costs, known, config, planned.problem),
+        plan=ReportedPlan.of(plan, observed),
+        costs=_with_recomputation(facts.costs, step, config, planned.problem),
         model_flops=facts.model_flops,
         exact=facts.exact,
         notes=tuple(_not_compared(facts.tiled, planned.plan)),
     )
-    return planned, found
+    return planned, offline_step
 
 
-def _of_one_arena(known: KnownStep, config: MemoConfig, request: PlanRequest) -> MemoConfig:
-    """``config`` with what its budget leaves to a plan, whose arena counts once."""
-    budget_bytes = config.budget_bytes(known.device_bytes())
+def _for_one_arena(step: KnownStep, config: MemoConfig, request: PlanRequest) -> MemoConfig:
+    """``config`` with the budget of one arena, where the arena counts ``arena_percent`` percent."""
+    budget_bytes = config.budget_bytes(step.device_bytes())
     if budget_bytes is None or config.arena_percent == 100:
         return config
-    beside_bytes = beside_arena_bytes(known.requested(request))
+    beside_bytes = beside_arena_bytes(step.requested(request))
     return replace(config, memory_budget=config.plan_bytes(budget_bytes, beside_bytes))
 
 
 def _with_recomputation(
-    costs: StepCosts, known: KnownStep, config: MemoConfig, problem: Problem
+    costs: StepCosts, step: KnownStep, config: MemoConfig, problem: Problem
 ) -> StepCosts:
-    """``costs`` with those of the recompute regions that ``problem`` calls."""
-    again = {call.region for call in problem.calls if call.kind is CallKind.RECOMPUTE}
-    if not again:
+    """``costs`` with the seconds of the recompute regions that ``problem`` calls."""
+    called = {call.region for call in problem.calls if call.kind is CallKind.RECOMPUTE}
+    if not called:
         return costs
-    made = known.library(config.host_store).regions.values()
-    more = {region.key.region: region.seconds for region in made if region.key.region in again}
-    return replace(costs, region_s={**costs.region_s, **more})
+    regions = step.library(config.host_store).regions.values()
+    recompute_s = {
+        region.key.region: region.seconds for region in regions if region.key.region in called
+    }
+    return replace(costs, region_s={**costs.region_s, **recompute_s})
 
 
 def _not_compared(tiled: Sequence[str], plan: Plan) -> Iterator[str]:
-    """What runs in slices of rows because rules say so."""
+    """Notes on what runs in slices of rows because rules about operators allow it."""
     if tiled:
         yield NOT_COMPARED.format(f"tiles of {', '.join(tiled)}")
     if recomputes_slices(plan.decisions):

@@ -1,8 +1,8 @@
 """Plans a training step without running it: ``memo_compile.plan``.
 
-The model is traced through Dynamo and AOTAutograd with memo's own partitioner, and goes through the
-stages of the backend but the last. No kernel is compiled and nothing is computed: the tensors may
-be fakes.
+The model is traced through Dynamo and AOTAutograd with memo's own partitioner, and goes through all
+stages of the backend but the last, which binds the plan to memory. No kernel is compiled and
+nothing is computed: the tensors may be fakes.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.gpus import GpuFacts, target_of
 from memo_compile.lowering.lower import lowered_once
 from memo_compile.offline import cuda_operators
-from memo_compile.offline.more_layers import MoreLayers, with_layers
+from memo_compile.offline.longer_model import LongerModel, with_layers
 from memo_compile.offline.offline_step import (
     OfflineFacts,
     OfflineStep,
@@ -62,7 +62,7 @@ NOTHING_TRAINS = (
 )
 
 FORWARD_AND_BACKWARD = 3
-"""A training step's useful FLOPs over those of its forward: two products for each of one."""
+"""A training step's useful FLOPs over those of its forward: a product has two in the backward."""
 
 
 def plan(
@@ -73,13 +73,14 @@ def plan(
     loss: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> ReportedPlan:
-    """The plan of one training step of ``model(*args, **kwargs)``; nothing runs.
+    """Plans one training step of ``model(*args, **kwargs)``; nothing runs.
 
     Tensors may be real, or fakes of one ``FakeTensorMode``, which take no memory. ``options`` are
     those of ``torch.compile(..., backend="memo")``. Without ``hardware`` the plan is for the device
     that the tensors lie on, and equal to the one that the backend makes with
-    ``costs="roofline"``. ``loss`` is applied to the model's result inside the step. What it
-    runs in slices of rows, which nothing has compared with the whole, is in ``report().notes``.
+    ``costs="roofline"``. ``loss`` is applied to the model's result inside the step. Notes in
+    ``report().notes`` name what the plan runs in slices of rows, which nothing has compared with
+    the whole.
 
     Raises:
         UnsupportedGraph: the model does not trace into one graph, or nothing needs a gradient.
@@ -102,18 +103,20 @@ def plan_step_offline(
     config: MemoConfig,
     hardware: HardwareProfile | None = None,
     loss: Callable[[Any], Any] | None = None,
-    more: MoreLayers | None = None,
+    longer_model: LongerModel | None = None,
 ) -> OfflineStep:
-    """What ``plan`` returns, with the problem and the costs behind it.
+    """The plan that ``plan`` returns, with the problem and the costs behind it.
 
-    With ``more`` the step is that of a model with more layers of the kind that ``model`` has.
+    With ``longer_model`` the step is that of a model with more layers like ``model``'s.
 
     Raises:
         MemoError: as ``plan``.
-        NotUniform: ``more`` is given, and the layers differ in how they are wired.
+        NotUniform: ``longer_model`` is given, and the layers differ in how they are wired.
     """
     config = offline_config(config, hardware)
-    with tracing(model, args, kwargs, hardware=hardware, loss=loss, more=more) as traced:
+    with tracing(
+        model, args, kwargs, hardware=hardware, loss=loss, longer_model=longer_model
+    ) as traced:
         try:
             device_bytes = hardware.memory_bytes if hardware else None
             facts = traced.facts()
@@ -130,12 +133,12 @@ def tracing(
     *,
     hardware: HardwareProfile | None,
     loss: Callable[[Any], Any] | None = None,
-    more: MoreLayers | None = None,
+    longer_model: LongerModel | None = None,
     runs: bool = False,
 ) -> "Iterator[TracedModel]":
-    """The Dynamo graph of ``model``; inside it can be captured and lowered, without kernels.
+    """Traces ``model`` with Dynamo; inside the block its graph can be captured and lowered.
 
-    With ``runs`` there are kernels, and what is lowered can be timed.
+    Kernels are compiled only with ``runs``, so that lowered regions can be timed.
     """
     step = _with_loss(model, loss)
     kernels = contextlib.nullcontext() if runs else _without_kernels(hardware)
@@ -153,48 +156,53 @@ def tracing(
             assert hardware is not None, "a target is given"
             cuda_operators.for_gpu(gm, gpu)
             stack.enter_context(lowering_for(gpu, hardware.memory_bytes))
-        yield TracedModel(gm=gm, examples=examples, hardware=hardware, more=more, gpu=gpu)
+        yield TracedModel(
+            gm=gm, examples=examples, hardware=hardware, longer_model=longer_model, gpu=gpu
+        )
 
 
 @dataclass(kw_only=True)
 class TracedModel:
-    """A Dynamo graph, which is lowered in one tiling after another, each once."""
+    """A Dynamo graph that is lowered in several tilings, in each of them once."""
 
     gm: fx.GraphModule
     examples: Sequence[Any]
     hardware: HardwareProfile | None = None
-    more: MoreLayers | None = None
+    longer_model: LongerModel | None = None
     gpu: GpuFacts | None = None
-    """The GPU that it is lowered for, though its tensors lie on the CPU."""
+    """The GPU that the graph is lowered for although its tensors lie on the CPU."""
     figures: dict[str, float] | None = None
     """As ``StepKnowledge.figures``."""
     _captured: dict[int | None, CapturedStep] = field(default_factory=dict)
-    """By what may be saved; all are cut from one joint graph."""
+    """Bound on the bytes of saved tensors -> the halves that were cut from the one joint graph."""
     _capture: StepCapture | None = None
     _planned: dict[Tiling, tuple[StepKnowledge, PlannedStep, OfflineStep]] = field(
         default_factory=dict
     )
 
     def facts(self) -> GraphFacts:
-        """What is known of the graph's inputs."""
-        return GraphFacts(self.examples, self.more.untraced if self.more else (), self.gpu)
+        """Parameters, inputs and device of the graph."""
+        untraced = self.longer_model.untraced if self.longer_model else ()
+        return GraphFacts(self.examples, untraced, self.gpu)
 
     def sizes(self, config: MemoConfig) -> Sizes:
-        """What the order of tiles is made of."""
+        """The sizes that decide in which order numbers of tiles are tried."""
         return sizes_of(products_bytes(self.gm), self.facts(), config)
 
     def attempt(self, graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
         """The plan in the tiles that ``options`` name. Raises TooSlow, Infeasible."""
-        tiles = tiling_of(options)
-        if tiles not in self._planned:
-            known, made_first = fastest(
+        tiling = tiling_of(options)
+        if tiling not in self._planned:
+            step, plans = fastest(
                 self.lowered(options, graph),
-                lambda own: planned_offline(own, options, offline_facts(own), first_request(own)),
+                lambda step: planned_offline(
+                    step, options, offline_facts(step), first_request(step)
+                ),
             )
-            self._planned[tiles] = known, *made_first
-        known, planned, made = self._planned[tiles]
-        require_fast(planned.plan, options, known)
-        return made
+            self._planned[tiling] = step, *plans
+        step, planned, offline_step = self._planned[tiling]
+        require_fast(planned.plan, options, step)
+        return offline_step
 
     def lowered(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> StepKnowledge:
         """The step in the tiles that ``options`` name, lowered."""
@@ -202,8 +210,8 @@ class TracedModel:
         forward, backward = fx_graphs.copied(captured.forward), fx_graphs.copied(captured.backward)
         captured = replace(captured, forward=forward, backward=backward)
         step = cut_step(captured, options, lambda _: True)  # nothing may be computed to judge tiles
-        if self.more is not None:
-            step = with_layers(step, self.more.num_layers)
+        if self.longer_model is not None:
+            step = with_layers(step, self.longer_model.num_layers)
         device = step.facts.device.type
         hardware = self.hardware
         for_cuda = device == "cuda" or (hardware is not None and hardware.name != device)
@@ -217,14 +225,14 @@ class TracedModel:
         )
 
     def recorded(self, options: MemoConfig) -> tuple[StepRecord, RegionMaker]:
-        """The step in the tiles that ``options`` name as a record, and what makes its regions."""
+        """A record of the step in the tiles of ``options``, and the maker of its regions."""
         try:
-            known, captured = self.lowered(options), self.captured(options)
+            step, captured = self.lowered(options), self.captured(options)
         except Exception as error:
             raise_bare(error)
-        movable = known.movable(known.requested(first_request(known)), options.host_store)
+        movable = step.movable(step.requested(first_request(step)), options.host_store)
         drops = options.drops_above()
-        halves = known.lowered.cut.forward, known.lowered.cut.backward
+        halves = step.lowered.cut.forward, step.lowered.cut.backward
         transients = tuple(_transients(*halves)) if (options.token_tiles or 1) > 1 else ()
         tiles = TilesRecord(
             tile_above=Threshold(bound_bytes=options.tile_above_bytes, sizes=transients),
@@ -235,98 +243,101 @@ class TracedModel:
         record = StepRecord(
             tiles=tiles,
             problem=movable.problem,
-            whole=known.whole,
+            whole=step.whole,
             classes=tuple(
                 ClassRecord(key=cls.key, slots=cls.slots, ops=cls.ops)
                 for cls in movable.classes.values()
             ),
             layers=movable.layers,
             token_granule=movable.token_granule,
-            facts=replace(offline_facts(known), lowering_s=0.0),
-            whole_compute_s=known.whole_compute_s(),
-            labels=known.labels(),
-            leased_bytes=known.leased_bytes(),
-            device_type=known.device_type,
+            facts=replace(offline_facts(step), lowering_s=0.0),
+            whole_compute_s=step.whole_compute_s(),
+            labels=step.labels(),
+            leased_bytes=step.leased_bytes(),
+            device_type=step.device_type,
         )
-        return record, known.library(options.host_store).maker
+        return record, step.library(options.host_store).maker
 
     def captured(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> CapturedStep:
-        """The step before it is cut."""
-        drops = self._drops_alike(options.drops_above())
+        """Forward and backward as graphs, before they are cut into regions.
+
+        ``options`` bound the bytes of a tensor that may be saved. The model is captured once; for
+        another bound the joint graph is divided into halves again.
+        """
+        drops = self._equivalent_bound(options.drops_above())
         if drops not in self._captured:
             if self._capture is None:
-                own = self.gm if graph is None else graph
-                step, self._capture = _captured(own, self.facts(), self.examples, options)
+                traced = self.gm if graph is None else graph
+                step, self._capture = _captured(traced, self.facts(), self.examples, options)
             else:
                 first = next(iter(self._captured.values()))
                 step = self._capture.captured_again(first, options)
             self._captured[drops] = step
         return self._captured[drops]
 
-    def _drops_alike(self, drops: int | None) -> int | None:
-        """A bound under which the step was captured, and the same may be saved; else ``drops``."""
-        for known, step in self._captured.items():
-            if drops is not None and known is not None:
-                pairs = ((size > drops, size > known) for size in step.droppable)
-                if all(now == before for now, before in pairs):
-                    return known
+    def _equivalent_bound(self, drops: int | None) -> int | None:
+        """A captured step's bound that lets the same tensors be saved as ``drops``; else that."""
+        for captured_drops, step in self._captured.items():
+            if drops is not None and captured_drops is not None:
+                sizes = step.droppable
+                if all((size > drops) == (size > captured_drops) for size in sizes):
+                    return captured_drops
         return drops
 
 
 def _transients(*halves: Cut) -> Iterator[int]:
-    """What was compared with ``tile_above_bytes``: of every region as it was before any tiles."""
+    """Transient bytes of each region before tiles, to which ``tile_above_bytes`` is compared."""
     for half in halves:
-        called: dict[str, RegionGraph] = {
+        regions: dict[str, RegionGraph] = {
             call.region: half.whole_regions.get(call.region) or half.regions[call.region]
             for call in half.whole_calls
         }
-        yield from (transient_bytes(region.gm) for region in called.values())
+        yield from (transient_bytes(region.gm) for region in regions.values())
 
 
 def _without_kernels(hardware: HardwareProfile | None) -> contextlib.AbstractContextManager[None]:
-    plain = hardware is not None and hardware.name != "cpu"
-    return kernels.without_kernels(without_vectors=plain)
+    is_other_device = hardware is not None and hardware.name != "cpu"
+    return kernels.without_kernels(without_vectors=is_other_device)
 
 
-def offline_facts(known: StepKnowledge) -> OfflineFacts:
-    """What an answer says beside the plan."""
-    step, host_store = known.lowered.cut, known.config.host_store
-    forward_flops = sum(cost.flops for cost in _forward_costs(known))
+def offline_facts(step: StepKnowledge) -> OfflineFacts:
+    """Costs and counts of a lowered step that answers need beside its plan."""
+    cut = step.lowered.cut
     return OfflineFacts(
-        costs=known.costs(host_store),
-        model_flops=FORWARD_AND_BACKWARD * forward_flops,
-        exact=known.is_exact(),
-        tiled=(*step.forward.tilings, *step.backward.tilings),
-        lowering_s=known.lowered.lowering_s,
+        costs=step.costs(step.config.host_store),
+        model_flops=FORWARD_AND_BACKWARD * sum(cost.flops for cost in _forward_costs(cut)),
+        exact=step.is_exact(),
+        tiled=(*cut.forward.tilings, *cut.backward.tilings),
+        lowering_s=step.lowered.lowering_s,
     )
 
 
-def _forward_costs(known: StepKnowledge) -> Iterator[NodeCost]:
-    """What the operators of the forward cost, in all calls, but for gradients that it makes."""
-    step = known.lowered.cut
-    of_region: dict[str, list[NodeCost]] = {}
+def _forward_costs(step: CutStep) -> Iterator[NodeCost]:
+    """The cost of each operator in each call of the forward, without gradients computed there."""
+    region_costs: dict[str, list[NodeCost]] = {}
     for call in step.forward.calls:
-        if call.region not in of_region:
+        if call.region not in region_costs:
             nodes = step.regions[call.region].gm.graph.nodes
             costs = [node_cost(node) for node in nodes if GRADIENT not in node.meta]
-            of_region[call.region] = costs
-        yield from of_region[call.region]
+            region_costs[call.region] = costs
+        yield from region_costs[call.region]
 
 
 def _captured(
     graph: fx.GraphModule, facts: GraphFacts, examples: Sequence[Any], config: MemoConfig
 ) -> tuple[CapturedStep, StepCapture]:
-    found: list[CapturedStep] = []
+    """Runs ``graph`` through AOTAutograd. Raises UnsupportedGraph: nothing in it is trained."""
+    steps: list[CapturedStep] = []
 
     def finish(step: CapturedStep | CutStep) -> None:
         assert isinstance(step, CapturedStep), "no step was cut before"
-        found.append(step)
+        steps.append(step)
 
     capture = StepCapture(config, facts, next_graph_name(), finish, is_run=False)
     capture.run(graph, examples)
-    if not found:
+    if not steps:
         raise UnsupportedGraph(NOTHING_TRAINS)
-    return found[0], capture
+    return steps[0], capture
 
 
 def _with_loss(model: Callable[..., Any], loss: Callable[[Any], Any] | None) -> Callable[..., Any]:
@@ -340,13 +351,16 @@ def _with_loss(model: Callable[..., Any], loss: Callable[[Any], Any] | None) -> 
 
 
 def raise_bare(error: Exception) -> Never:
-    """Raise the MemoError inside ``error``; a graph break becomes one; anything else as it is."""
+    """Raises the MemoError that ``error`` wraps, or UnsupportedGraph for a graph break.
+
+    Any other ``error`` is raised as it is.
+    """
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, MemoError):
             raise inner from None
         inner = getattr(inner, "inner_exception", None) or inner.__cause__
-    broken = dynamo.graph_break(error)
-    if broken is not None:
-        raise UnsupportedGraph(f"the model does not trace into one graph: {broken}") from error
+    graph_break = dynamo.graph_break(error)
+    if graph_break is not None:
+        raise UnsupportedGraph(f"the model does not trace into one graph: {graph_break}") from error
     raise error

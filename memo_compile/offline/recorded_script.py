@@ -33,7 +33,7 @@ SEED = 0
 
 
 class Recorder:
-    """What the steps of this process computed."""
+    """Collects losses, gradients and the physical peak of the steps of this process."""
 
     def __init__(self, num_steps: int, *, measures: bool) -> None:
         self.num_steps, self.measures = num_steps, measures
@@ -46,7 +46,7 @@ class Recorder:
         self._held_bytes = 0
 
     def wrap(self, run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
-        """``run`` as a compiled graph whose calls are noted."""
+        """Returns ``run`` so that its first call with gradients begins a step."""
         for example in examples:
             if isinstance(example, torch.nn.Parameter) and example.requires_grad:
                 self._parameters.setdefault(id(example), example)
@@ -75,7 +75,7 @@ class Recorder:
             self._watch = self._watching.enter_context(watch_memory())
 
     def step_ended(self, roots: Sequence[torch.Tensor]) -> None:
-        """A backward that began at ``roots`` is over; an EnoughError where it was the last one."""
+        """Records the step whose backward began at ``roots``. Raises EnoughError after the last."""
         if not self._pending:
             return
         self._pending = False
@@ -107,21 +107,21 @@ class Recorder:
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data, with what memo reports."""
-        found = report()
+        """The record as plain data, with what memo reports."""
+        memo = report()
         return {
             "steps": self.steps,
-            "active": found.active,
-            "unplanned_steps": found.unplanned_steps,
-            "notes": list(found.notes),
+            "active": memo.active,
+            "unplanned_steps": memo.unplanned_steps,
+            "notes": list(memo.notes),
             "measured_peak_bytes": self.peak_bytes or None,
-            "planned_peak_bytes": max((plan.peak_bytes for plan in found.plans), default=None),
-            "check": [str(plan.check) for plan in found.plans if not plan.check.ok],
+            "planned_peak_bytes": max((plan.peak_bytes for plan in memo.plans), default=None),
+            "check": [str(plan.check) for plan in memo.plans if not plan.check.ok],
         }
 
 
 def _digest(gradient: torch.Tensor) -> tuple[float, float]:
-    """All that is kept: norm, and the sum with alternating signs, in float64, finite or not."""
+    """Norm, and sum with alternating signs, in float64: enough to tell two gradients apart."""
     flat = gradient.detach().flatten()
     norm = math.sqrt(float(flat.square().sum(dtype=torch.float64)))
     signed = flat[::2].sum(dtype=torch.float64) - flat[1::2].sum(dtype=torch.float64)
@@ -129,7 +129,7 @@ def _digest(gradient: torch.Tensor) -> tuple[float, float]:
 
 
 def install(recorder: Recorder, arm: str) -> None:
-    """Every later use of backend ``memo`` is recorded, and runs as ``arm`` says."""
+    """Replaces backend ``memo`` by one that ``recorder`` watches and that runs as ``arm`` says."""
     compiled = entry.memo
 
     def memo(gm: fx.GraphModule, examples: Sequence[Any], **settings: Any) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What a budget leaves to a plan that never runs: frames in flight and estimates count as well."""
+"""The bytes of a budget that a plan may take, where several arenas or an estimate's error count."""
 
 from dataclasses import dataclass, replace
 
@@ -9,16 +9,16 @@ from memo_compile.lowering.cublas import libraries_bytes
 from memo_compile.step.plans import Plan
 
 LARGEST = GPUS["b200"]
-"""Where a GPU is not known: its libraries and its L2 cache take no less than others'."""
+"""Stands for a GPU that is not known: the libraries take more memory on it than on others."""
 
 ESTIMATE_PERCENT = 1
-"""Percent of the arena that are added where a GPU's step is planned without a GPU: Triton splits
+"""Percent of the arena added where a GPU's step is estimated from the CPU's lowering: Triton splits
 long reductions in two, with partial sums of 1/128 of the tensor; all other differences are
 smaller."""
 
 
 def is_exact(hardware: HardwareProfile) -> bool:
-    """True where a plan for ``hardware`` is the backend's: it is lowered for that very device."""
+    """True where a plan for ``hardware`` equals the backend's, lowered for that very device."""
     return hardware.name == "cpu" or target_of(hardware.name) is not None
 
 
@@ -28,15 +28,15 @@ class Room:
 
     budget_bytes: int
     num_frames: int = 1
-    """Arenas that exist at once."""
+    """Arenas that exist at once, one for each micro-batch in flight."""
     missed_bytes: int = 0
-    """What libraries take on a GPU beside an estimate, which counts none."""
+    """Bytes that libraries take on a GPU, which an estimate does not count."""
     missed_percent: int = 0
     """Percent of the arenas that an estimate may miss."""
 
     @classmethod
     def on(cls, hardware: HardwareProfile, budget_bytes: int, num_frames: int = 1) -> "Room":
-        """For a plan for ``hardware`` that is made on another device."""
+        """The room of a plan for ``hardware`` that is made on another device."""
         if is_exact(hardware):
             return cls(budget_bytes=budget_bytes, num_frames=num_frames)
         gpu = GPUS.get(hardware.name, LARGEST)
@@ -54,7 +54,7 @@ class Room:
 
     @property
     def arena_percent(self) -> int:
-        """How often the arena of a plan counts, in percent."""
+        """How much the arena of a plan counts, in percent: 200 for two exact frames."""
         return self.num_frames * (100 + self.missed_percent)
 
     def configured(self, config: MemoConfig) -> MemoConfig:
@@ -62,15 +62,17 @@ class Room:
         return replace(config, memory_budget=self.available_bytes, arena_percent=self.arena_percent)
 
     def plan_bytes(self, beside_bytes: int) -> int:
-        """The peak that a plan may have, of which so many bytes lie beside its arena."""
+        """The peak that a plan may have if ``beside_bytes`` of it lie beside its arena."""
         return self.configured(MemoConfig()).plan_bytes(self.available_bytes, beside_bytes)
 
     def counted_bytes(self, peak_bytes: int, beside_bytes: int) -> int:
-        """What a plan of that peak takes of ``available_bytes``, so much of it beside its arena."""
+        """Bytes that a plan takes of ``available_bytes``.
+
+        ``beside_bytes`` of its peak lie beside the arena and count once.
+        """
         arena_bytes = max(0, peak_bytes - beside_bytes)
-        more = -(-arena_bytes * (self.arena_percent - 100) // 100)
-        return peak_bytes + more
+        return peak_bytes - (-arena_bytes * (self.arena_percent - 100) // 100)  # rounded up
 
     def taken_bytes(self, plan: Plan) -> int:
-        """What ``plan`` takes of ``available_bytes``."""
+        """Bytes that ``plan`` takes of ``available_bytes``."""
         return self.counted_bytes(plan.peak_bytes, plan.peak_bytes - plan.arena_bytes)

@@ -1,7 +1,7 @@
-"""The arguments of a step with other sizes: a longer sequence, a larger batch.
+"""Makes the arguments of a step with other sizes: a longer sequence, a larger batch.
 
-What varies is read from the shapes. The batch is the first dimension, the sequence the second one
-of token numbers ``(B, T)`` or, without any, of numbers ``(B, T, C)``.
+Which dimensions vary is read from the shapes. The batch is the first dimension. The sequence is the
+second one of token ids ``(B, T)`` or, where there are none, of features ``(B, T, C)``.
 """
 
 import math
@@ -16,7 +16,7 @@ from memo_compile.errors import InputError
 
 
 class Vary(Enum):
-    """What of a step's inputs is made longer."""
+    """Which size of a step's inputs is varied."""
 
     SEQUENCE = "sequence"
     BATCH = "batch"
@@ -24,13 +24,13 @@ class Vary(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Varied:
-    """Dimensions that are made longer together."""
+    """Dimensions that are varied together: all of one size, which is the sequence's or batch's."""
 
     what: Vary
     size: int
-    """What the script has."""
+    """In the script."""
     dims: tuple[tuple[str, int], ...]
-    """Paths of tensors among the arguments, and which dimension of each varies."""
+    """(path of a tensor among the arguments, number of its dimension), like ("labels", 1)."""
 
     def __str__(self) -> str:
         return ", ".join(f"{path}[{dim}]" for path, dim in self.dims)
@@ -38,7 +38,7 @@ class Varied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What a step is called with."""
+    """The positional and keyword arguments of a step."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -46,19 +46,19 @@ class Arguments:
     """Of ``args``."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Path -> tensor that is no parameter and has dimensions."""
-        found: dict[str, torch.Tensor] = {}
+        """Path -> input tensor, for all that are no parameters and have dimensions."""
+        tensors: dict[str, torch.Tensor] = {}
 
-        def note(path: str, value: Any) -> Any:
+        def add(path: str, value: Any) -> Any:
             if _is_input(value):
-                found.setdefault(path, value)
+                tensors.setdefault(path, value)
             return value
 
-        self._mapped(note)
-        return found
+        self._mapped(add)
+        return tensors
 
     def varied(self, what: Vary) -> Varied | None:
-        """What is made longer for ``what``; None where no tensor has such a dimension."""
+        """Finds the dimensions of kind ``what``; None where no tensor has one."""
         tensors = self.tensors()
         batch = next((value.shape[0] for value in tensors.values() if value.dim() > 1), None)
         if batch is None:
@@ -79,13 +79,13 @@ class Arguments:
         return Varied(what=what, size=size, dims=dims)
 
     def named(self, what: Vary, text: str) -> Varied:
-        """What ``text`` says is made longer: ``input_ids:1,labels:1``. Raises InputError."""
+        """The dimensions that ``text`` names: ``input_ids:1,labels:1``. Raises InputError."""
         tensors, dims, sizes = self.tensors(), [], set()
         for part in text.split(","):
             path, _, number = part.strip().rpartition(":")
             if path not in tensors or not number.isdecimal():
-                known = ", ".join(f"{name} {_shape(value)}" for name, value in tensors.items())
-                raise InputError(f"dims: expected NAME:DIM of {known or 'no tensor'}, got {part!r}")
+                names = ", ".join(f"{name} {_shape(value)}" for name, value in tensors.items())
+                raise InputError(f"dims: expected NAME:DIM of {names or 'no tensor'}, got {part!r}")
             dim = int(number)
             if dim >= tensors[path].dim():
                 raise InputError(f"dims: {path} has shape {_shape(tensors[path])}, no {dim}")
@@ -96,21 +96,21 @@ class Arguments:
         return Varied(what=what, size=sizes.pop(), dims=tuple(dims))
 
     def with_size(self, varied: Varied, size: int) -> "Arguments":
-        """The same arguments with ``size`` in the place of what varies; the numbers are zeros."""
-        wanted: dict[str, list[int]] = {}
+        """The same arguments with ``size`` in the varied dimensions, whose tensors become zeros."""
+        dims_of: dict[str, list[int]] = {}
         for path, dim in varied.dims:
-            wanted.setdefault(path, []).append(dim)
+            dims_of.setdefault(path, []).append(dim)
 
-        def longer(path: str, value: Any) -> Any:
-            if path not in wanted or not _is_input(value):
+        def resized(path: str, value: Any) -> Any:
+            if path not in dims_of or not _is_input(value):
                 return value
-            shape = [size if dim in wanted[path] else n for dim, n in enumerate(value.shape)]
+            shape = [size if dim in dims_of[path] else n for dim, n in enumerate(value.shape)]
             return value.new_zeros(shape).requires_grad_(value.requires_grad)
 
-        return self._mapped(longer)
+        return self._mapped(resized)
 
     def bytes_with(self, varied: Varied, size: int) -> int:
-        """Bytes of the tensors of ``with_size``, without making them."""
+        """Bytes of the input tensors of ``with_size``, without making them."""
         tensors = self.tensors()
         shapes = {path: [*value.shape] for path, value in tensors.items()}
         for path, dim in varied.dims:
@@ -119,17 +119,17 @@ class Arguments:
             math.prod(shapes[path]) * value.element_size() for path, value in tensors.items()
         )
 
-    def numbers_like(self, size: int) -> Iterator[str]:
-        """Paths of whole numbers among the arguments that are ``size``, and stay what they are."""
-        found: list[str] = []
+    def numbers_like(self, size: int) -> list[str]:
+        """Paths of integer arguments that equal ``size``: they do not change with the tensors."""
+        paths: list[str] = []
 
-        def note(path: str, value: Any) -> Any:
+        def add(path: str, value: Any) -> Any:
             if type(value) is int and value == size and size > 1:
-                found.append(path)
+                paths.append(path)
             return value
 
-        self._mapped(note)
-        yield from found
+        self._mapped(add)
+        return paths
 
     def _mapped(self, change: Callable[[str, Any], Any]) -> "Arguments":
         args = tuple(
@@ -140,7 +140,7 @@ class Arguments:
 
 
 def _mapped(path: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
-    """``value`` with ``change`` applied to all that its dicts, lists and tuples hold."""
+    """``value`` with ``change(path, leaf)`` for every leaf of its dicts, lists and tuples."""
     if type(value) is dict:
         return {key: _mapped(f"{path}.{key}", part, change) for key, part in value.items()}
     if type(value) in (list, tuple):
@@ -156,11 +156,11 @@ def _is_input(value: object) -> bool:
 
 
 def _tokens(tensors: Collection[torch.Tensor]) -> int | None:
-    """The length of the sequences; None where nothing looks like one."""
-    for dims, of_numbers in ((2, True), (3, False)):
+    """The length of the sequences: of token ids (B, T), else of features (B, T, C); else None."""
+    for num_dims, has_ids in ((2, True), (3, False)):
         for value in tensors:
-            is_whole = not (value.dtype.is_floating_point or value.dtype.is_complex)
-            if value.dim() == dims and is_whole is of_numbers:
+            is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex)
+            if value.dim() == num_dims and is_integer is has_ids:
                 return int(value.shape[1])
     return None
 
@@ -171,7 +171,7 @@ def _batch_dims(value: torch.Tensor, batch: int) -> Iterator[int]:
 
 
 def _sequence_dims(value: torch.Tensor, length: int, batch: int) -> Iterator[int]:
-    """``(B, T, ...)``; a mask ``(B, 1, T, T)`` or ``(B, T, T)``; positions ``(T,)``."""
+    """Dimensions that are T: of ``(B, T, ...)``, masks ``(B, 1, T, T)``, positions ``(T,)``."""
     if value.dim() == 1:
         if value.shape[0] == length != batch:
             yield 0
@@ -185,7 +185,7 @@ def _sequence_dims(value: torch.Tensor, length: int, batch: int) -> Iterator[int
 
 
 def _is_mask(value: torch.Tensor) -> bool:
-    """True for what is added to scores, or chooses among them: no image, no hidden states."""
+    """True for an attention mask by its shape and dtype; false for images and hidden states."""
     if value.dim() == 4:
         return value.dtype is torch.bool or value.shape[1] == 1
     return value.dim() == 3 and value.dtype is torch.bool

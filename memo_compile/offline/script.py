@@ -10,7 +10,7 @@ _INTERRUPTED = 130
 
 
 class EnoughError(BaseException):
-    """Ends a script: what was wanted of it is known. No Exception, so that no script catches it."""
+    """Ends a script early. It is no Exception, so that no script catches it."""
 
 
 def run_script(

@@ -1,8 +1,8 @@
 """A lowered step as plain data, which ``memo plan`` keeps on disk. No torch here.
 
-A ``StepRecord`` holds all that a plan asks of a step that never runs, so that another budget is
-planned without tracing the model again. Of recompute regions it has those that plans have asked for
-so far. For any other one the model is traced and lowered, and the record grows.
+A ``StepRecord`` holds all that planning needs of a step that never runs, so that another budget is
+planned without tracing the model again. It has the recompute regions that earlier plans asked for.
+When a plan asks for another one, the model is traced and lowered, and the region is added.
 """
 
 import math
@@ -38,49 +38,53 @@ GRAPH_NAME = "graph0"
 """What plans call the step: a model that is forecast is one graph."""
 
 Tiling = tuple[int | None, ...]
-"""How a graph is tried: tiles, above which bytes, and what may be saved."""
+"""How a graph is cut: number of tiles, the bytes above which a region is cut into them, and the
+bytes above which a tensor may not be saved."""
 
 
 def tiling_of(options: MemoConfig) -> Tiling:
-    """What of ``options`` says how a graph is tried."""
+    """The options that decide how a graph is cut."""
     return options.token_tiles, options.tile_above_bytes, options.drops_above()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threshold:
-    """A bound in bytes, and the sizes that were compared with it: only those above it count."""
+    """A bound in bytes, and the sizes that cutting the step compared with it.
+
+    Two bounds between the same two sizes give the same step: of sizes 10 and 30, bounds 15 and 20.
+    """
 
     bound_bytes: int
     sizes: tuple[int, ...]
 
-    def tells_like(self, bound_bytes: int) -> bool:
-        """True where ``bound_bytes`` divides the sizes in the same way."""
+    def decides_as(self, bound_bytes: int) -> bool:
+        """True where the same sizes are above ``bound_bytes``."""
         return self.above(bound_bytes) == self.above(self.bound_bytes)
 
     def above(self, bound_bytes: int) -> list[bool]:
-        """Which of the sizes are above that bound; 0 is below all."""
+        """For each size whether it is above that bound; a bound of 0 is below every size."""
         return [size > bound_bytes or not bound_bytes for size in self.sizes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilesRecord:
-    """The two bounds that a step was cut into tiles with: another budget has other bounds."""
+    """The two bounds by which a step was cut into tiles: another budget has other bounds."""
 
     tile_above: Threshold
-    """Regions whose transients are no larger run whole."""
+    """Regions whose transients are no larger than this run whole."""
     drop_above: Threshold
-    """Tensors that are no larger may be saved."""
+    """Tensors that are no larger than this may be saved."""
 
     def suits(self, options: MemoConfig) -> bool:
-        """True where the bounds of ``options`` make the same tiles, and save the same."""
-        return self.tile_above.tells_like(options.tile_above_bytes) and self.drop_above.tells_like(
+        """True where the bounds of ``options`` give the same tiles and the same saved tensors."""
+        return self.tile_above.decides_as(options.tile_above_bytes) and self.drop_above.decides_as(
             options.drops_above() or 0
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassRecord:
-    """A ``LayerClass``, without what is found out while planning."""
+    """A ``LayerClass`` without the fields that planning fills."""
 
     key: str
     slots: tuple[Slot, ...]
@@ -89,17 +93,17 @@ class ClassRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionRecord:
-    """All that is known of one recompute region."""
+    """One recompute region: its estimate, and its profile once it was lowered."""
 
     key: RecomputeKey
     unsupported: str | None = None
-    """Why there is no such region."""
+    """Why the region cannot be made; None where it can."""
     estimate: RegionProfile | None = None
     inputs: tuple[RegionInput, ...] = ()
     refused: str | None = None
-    """Why it was not lowered."""
+    """Why the lowered region cannot be used; None where it can."""
     profile: RegionProfile | None = None
-    """As it was lowered; None: it was not asked for."""
+    """Of the lowered region; None: no plan has asked for it yet."""
     seconds: float = 0.0
 
 
@@ -124,53 +128,53 @@ class StepRecord:
 
 @dataclass(slots=True)
 class RecordedRegions:
-    """The recompute regions of a step, each made once; a ``recompute_library.RegionMaker``."""
+    """A ``recompute_library.RegionMaker`` that answers from records, and makes each region once."""
 
-    known: dict[RecomputeKey, RegionRecord]
-    make: Callable[[], RegionMaker]
-    """Traces and lowers the step, for a region that is not known."""
+    records: dict[RecomputeKey, RegionRecord]
+    traced_maker: Callable[[], RegionMaker]
+    """Traces and lowers the step, for a region without a record."""
     has_grown: bool = False
-    """True once a region was made."""
+    """True once a region was added to the records."""
 
     def estimated(self, key: RecomputeKey) -> Estimated:
-        """The region of ``key`` before it is lowered. Raises UnsupportedGraph: there is none."""
-        if key not in self.known:
-            self.known[key] = self._estimate(key)
-        record = self.known[key]
+        """The region's estimate. Raises UnsupportedGraph: the region cannot be made."""
+        if key not in self.records:
+            self.records[key] = self._estimate(key)
+        record = self.records[key]
         if record.unsupported is not None:
             raise UnsupportedGraph(record.unsupported)
         assert record.estimate is not None, f"{key.region} is supported and has no profile"
         return Estimated(record.estimate, record.inputs)
 
     def _estimate(self, key: RecomputeKey) -> RegionRecord:
-        maker, self.has_grown = self.make(), True
+        maker, self.has_grown = self.traced_maker(), True
         try:
-            made = maker.estimated(key)
+            region = maker.estimated(key)
         except UnsupportedGraph as error:
             return RegionRecord(key=key, unsupported=str(error))
-        return RegionRecord(key=key, estimate=made.profile, inputs=made.inputs)
+        return RegionRecord(key=key, estimate=region.profile, inputs=region.inputs)
 
     def lowered(self, keys: Sequence[RecomputeKey]) -> Mapping[RecomputeKey, Lowered | str]:
         """Each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
-        missing = [key for key in keys if not _is_lowered(self.known[key])]
+        missing = [
+            key
+            for key in keys
+            if self.records[key].profile is None and self.records[key].refused is None
+        ]
         if missing:
             self._lower(missing)
-        return {key: _lowered(self.known[key]) for key in keys}
+        return {key: _lowered(self.records[key]) for key in keys}
 
     def _lower(self, keys: Sequence[RecomputeKey]) -> None:
-        maker, self.has_grown = self.make(), True
+        maker, self.has_grown = self.traced_maker(), True
         for key in keys:
-            maker.estimated(key)  # its graph, where the estimate itself was recorded
-        for key, made in maker.lowered(keys).items():
-            record = self.known[key]
-            if isinstance(made, str):
-                self.known[key] = replace(record, refused=made)
+            maker.estimated(key)  # makes the graph: the estimate may have come from a record
+        for key, region in maker.lowered(keys).items():
+            record = self.records[key]
+            if isinstance(region, str):
+                self.records[key] = replace(record, refused=region)
             else:
-                self.known[key] = replace(record, profile=made.profile, seconds=made.seconds)
-
-
-def _is_lowered(record: RegionRecord) -> bool:
-    return record.profile is not None or record.refused is not None
+                self.records[key] = replace(record, profile=region.profile, seconds=region.seconds)
 
 
 def _lowered(record: RegionRecord) -> Lowered | str:
@@ -182,7 +186,7 @@ def _lowered(record: RegionRecord) -> Lowered | str:
 
 @dataclass(slots=True, kw_only=True)
 class RecordedStep:
-    """A step of a record, as the planner knows it; a ``step_planner.KnownStep``."""
+    """A ``step_planner.KnownStep`` that answers the planner from a record."""
 
     record: StepRecord
     hardware: HardwareProfile
@@ -193,12 +197,12 @@ class RecordedStep:
     _searches: dict[tuple[int | None, bool], SearchMemory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for known in self.record.classes:
-            self._classes[known.key] = LayerClass(key=known.key, slots=known.slots, ops=known.ops)
+        for cls in self.record.classes:
+            self._classes[cls.key] = LayerClass(key=cls.key, slots=cls.slots, ops=cls.ops)
 
     def grown_record(self) -> StepRecord:
-        """The record with all regions that are known by now."""
-        return replace(self.record, regions=tuple(self.maker.known.values()))
+        """The record with all recompute regions that were asked for by now."""
+        return replace(self.record, regions=tuple(self.maker.records.values()))
 
     @property
     def whole(self) -> WholeStep:
@@ -211,7 +215,7 @@ class RecordedStep:
         return self.record.device_type
 
     def requested(self, request: PlanRequest) -> Problem:
-        """The step that keeps everything; nothing else is asked of a step that never runs."""
+        """The step that keeps everything; a step that never runs has no other request."""
         assert request == PlanRequest(), f"a plan that never runs has no {request}"
         return self.record.problem
 
@@ -238,7 +242,7 @@ class RecordedStep:
         return math.fsum(map(self.record.facts.costs.call_s, self.record.problem.calls))
 
     def whole_compute_s(self) -> float:
-        """The same before any region ran in tiles."""
+        """Seconds of the step that keeps everything, before any region was cut into tiles."""
         return self.record.whole_compute_s
 
     def recomputations(
@@ -250,7 +254,7 @@ class RecordedStep:
         return recomputations_of(self._library.step, moved, self._library.regions.values())
 
     def searches(self, host_budget_bytes: int | None, *, exact: bool) -> SearchMemory:
-        """What was found in this process for other budgets, and is kept for more."""
+        """What this process found for other budgets, for the search of the next one."""
         return self._searches.setdefault((host_budget_bytes, exact), SearchMemory())
 
     def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
@@ -258,7 +262,7 @@ class RecordedStep:
         return place(problem, solver=solver, time_limit_s=time_limit_s)
 
     def regions(self) -> "Mapping[str, LoweredRegion]":
-        """Nothing: no code is recorded."""
+        """Empty: no code is recorded."""
         return {}
 
     def labels(self) -> Mapping[str, str | None]:
@@ -266,7 +270,7 @@ class RecordedStep:
         return self.record.labels
 
     def leased_bytes(self) -> Mapping[str, int]:
-        """Saved activation -> its own bytes."""
+        """Saved activation -> its bytes."""
         return self.record.leased_bytes
 
     def device_bytes(self) -> int | None:
@@ -274,5 +278,5 @@ class RecordedStep:
         return self.hardware.memory_bytes
 
     def bytes_left(self) -> int | None:
-        """Nothing is known of the tensors' device, on which nothing runs."""
+        """None: nothing runs on the device, so that its free memory does not count."""
         return None

@@ -137,7 +137,7 @@ def test_what_it_says_is_what_the_backend_takes(script):
     (call,) = calls
     question = fitting.FitQuestion(vary=(fitting.Vary.SEQUENCE,), memory="700KB", multiple_of=64)
     answer = fitting.Fitting(call, question).answer(lambda _: None, lambda *_: None)
-    (found,) = answer.found
+    (found,) = answer.largest
     torch._dynamo.reset()
     compiled = torch.compile(call.function, backend="memo", options=dict(answer.options))
     compiled(torch.zeros(2, found.size, dtype=torch.long)).backward()
@@ -279,14 +279,14 @@ def answered(script, monkeypatch):
 @pytest.mark.parametrize("fits_to", [64, 100, 1000, 12_345])
 def test_the_largest_multiple_is_found(answered, fits_to):
     answer, tried = answered(needs(1000, fits_to))
-    (found,) = answer.found
+    (found,) = answer.largest
     assert (found.size, found.refused) == (fits_to // 64 * 64, "")
     assert tried[0] == (fitting.Vary.SEQUENCE, 64, True)
 
 
 def test_a_batch_is_searched_one_by_one(answered):
     answer, _ = answered(needs(1000, 37), vary=(fitting.Vary.BATCH,))
-    assert answer.found[0].size == 37
+    assert answer.largest[0].size == 37
 
 
 def test_a_rounder_size_may_fit_where_an_uneven_one_does_not(answered):
@@ -295,7 +295,7 @@ def test_a_rounder_size_may_fit_where_an_uneven_one_does_not(answered):
         return Need(1000 * size * uneven, 1000 * size * uneven <= 33_000)
 
     answer, tried = answered(need, vary=(fitting.Vary.BATCH,))
-    assert answer.found[0].size == 32
+    assert answer.largest[0].size == 32
     assert (fitting.Vary.BATCH, 40, False) in tried
 
 
@@ -307,14 +307,14 @@ def test_round_sizes_are_tried_before_uneven_ones(answered):
         return Need(100 * size * uneven, 100 * size * uneven <= 900_000)
 
     answer, tried = answered(need)
-    assert answer.found[0].size == 8704
+    assert answer.largest[0].size == 8704
     assert len(tried) <= 10
     assert tried[-1][1] in range(8704, 9216)
 
 
 def test_a_search_that_the_bytes_mislead_ends(answered):
     answer, tried = answered(lambda self, varied, size: Need(math.inf, size <= 2**38 + 999_999))
-    (found,) = answer.found
+    (found,) = answer.largest
     assert len(tried) == fitting.MAX_TRIES
     assert any(f"{fitting.MAX_TRIES} sizes were tried" in note for note in found.notes)
     assert found.size <= 2**38 + 999_999
@@ -322,7 +322,7 @@ def test_a_search_that_the_bytes_mislead_ends(answered):
 
 def test_where_the_model_refuses_longer_ones_that_is_said(answered):
     answer, _ = answered(needs(10, math.inf, refused_from=512))
-    (found,) = answer.found
+    (found,) = answer.largest
     assert found.size == 448
     assert "RuntimeError: position 512 out of range" in found.refused
 
@@ -344,7 +344,7 @@ def test_dimensions_that_belong_together_are_asked_for(answered):
 
 def test_nothing_that_fits_names_the_floor(answered):
     answer, _ = answered(needs(100_000, 0))
-    (found,) = answer.found
+    (found,) = answer.largest
     assert (found.size, found.step, found.floor_bytes, answer.fits) == (0, None, 6_400_000, False)
     with pytest.raises(Infeasible, match=r"not even a sequence of 64 fits .* needs 6.10 MiB"):
         fitting.require_fits(answer)
@@ -362,7 +362,7 @@ def test_what_stays_and_what_the_model_declares_is_noted(answered):
         call.kwargs["max_length"] = 64
         call.function.config = type("Config", (), {"max_position_embeddings": 128})
 
-    (found,) = answered(needs(1000, 1000), prepare)[0].found
+    (found,) = answered(needs(1000, 1000), prepare)[0].largest
     assert found.notes == (
         "max_length is 64 and stays that, whatever the sequence",
         "the model's configuration has max_position_embeddings=128: longer sequences are planned, "

@@ -387,7 +387,7 @@ def _needing(limit, curve=1.0):
 
     def needed(setting):
         constant = forecasting._constant_bytes(setting)
-        room = setting.available_bytes - constant
+        room = setting.room.available_bytes - constant
         num_bytes = constant + room * (setting.seq / (limit + 1)) ** curve
         return Need(num_bytes, setting.seq <= limit)
 

@@ -83,7 +83,7 @@ def test_the_scripts_own_budget_is_the_default(monkeypatch):
     monkeypatch.setattr(fit.Fitting, "need", lambda self, varied, size: asked.append(self) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         memo_compile.longest(call(), options={**OPTIONS, "memory_budget": "3MB"})
-    assert asked[0].available_bytes == 3_000_000
+    assert asked[0].room.available_bytes == 3_000_000
 
 
 @pytest.mark.parametrize(

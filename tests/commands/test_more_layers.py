@@ -10,8 +10,8 @@ from torch import nn
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
-from memo_compile.offline import asked_model, plan_offline
-from memo_compile.offline.more_layers import MoreLayers, NotUniform
+from memo_compile.offline import plan_offline, recorded_model
+from memo_compile.offline.longer_model import LongerModel, NotUniform
 from memo_compile.offline.shapes import load
 from memo_compile.offline.shapes.transformer import Degrees, first_stage
 from memo_compile.step.problem import CallKind
@@ -51,7 +51,7 @@ def planned(gated, tp, policy, is_short):
     )
     assert len(shorter.model.layers) == load.TRACED_LAYERS < LAYERS
     if is_short:
-        return plan(shorter.model, shorter.args, {}, more=shorter.more)
+        return plan(shorter.model, shorter.args, {}, longer_model=shorter.longer_model)
     return plan(model, args, {})
 
 
@@ -148,7 +148,7 @@ def test_layers_that_reach_further_than_their_neighbours_are_refused():
     model, x = Skipping(reads_first=True), torch.randn(4, 8)
     with pytest.raises(NotUniform):
         plan_offline.plan_step_offline(
-            model, (x,), {}, config=config, more=MoreLayers(num_layers=8, untraced=())
+            model, (x,), {}, config=config, longer_model=LongerModel(num_layers=8, untraced=())
         )
 
 
@@ -162,7 +162,7 @@ def test_all_layers_are_traced_where_few_do_not_tell(monkeypatch):
     monkeypatch.setattr(plan_offline, "with_layers", refuse)
     monkeypatch.setattr(load, "TRACED_LAYERS", 2)
     three = dataclasses.replace(eight_layers(gated=False), num_layers=3)
-    for module in (load, asked_model):
+    for module in (load, recorded_model):
         monkeypatch.setattr(module, "find_model", lambda _: three)
     question = forecast.Question(
         model="three", hardware=find_hardware(HARDWARE), seq=256, policy="save"

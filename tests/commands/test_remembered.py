@@ -13,11 +13,11 @@ from memo_compile.config import resolve, user_store
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.file_store import FileStore
-from memo_compile.offline import asked_model, plan_offline
 from memo_compile.offline import forecast as forecasting
-from memo_compile.offline.asked_model import AskedModel
+from memo_compile.offline import plan_offline, recorded_model
 from memo_compile.offline.forecast import Question, forecast
 from memo_compile.offline.offline_step import offline_config
+from memo_compile.offline.recorded_model import RecordedModel
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.shapes.load import load
 from memo_compile.offline.step_record import StepRecord, Threshold
@@ -82,7 +82,7 @@ def test_answers_are_the_same_with_and_without_memory(store, traces):
 
 def model_asked():
     names = ("model", "seq", "batch", "dtype", "degrees", "hardware")
-    return AskedModel(**{name: getattr(ASKED, name) for name in names})
+    return RecordedModel(**{name: getattr(ASKED, name) for name in names})
 
 
 def test_what_takes_seconds_is_said(store):
@@ -201,7 +201,7 @@ def test_what_a_record_depends_on_is_in_its_name(kept, monkeypatch):
     ):
         with pytest.raises(TracedError):
             answer(**KEEPS, **change)
-    monkeypatch.setattr(asked_model, "code_version", lambda: "another memo")
+    monkeypatch.setattr(recorded_model, "code_version", lambda: "another memo")
     with pytest.raises(TracedError):
         answer(**KEEPS)
 

@@ -49,7 +49,7 @@ def asked(seq=4096, budget=None, pp=1):
 
 def forecasts(budgets, pp):
     """One answer for each budget; the model is traced once."""
-    with forecasting._asked(asked(pp=pp)) as model:
+    with forecasting._recorded_model(asked(pp=pp)) as model:
         for budget in budgets:
             yield forecasting._forecast(asked(budget=budget, pp=pp), model)
 

@@ -1,4 +1,4 @@
-"""What a question says of a model beside its name: its dtype, and how many devices share it."""
+"""The dtype of a model, and over how many devices it is divided."""
 
 from dataclasses import asdict, dataclass
 
@@ -35,11 +35,7 @@ class Degrees:
         require_at_least(1, asdict(self))
 
     def require_divides(self, shape: ModelShape, seq: int) -> None:
-        """``shape`` and ``seq`` can be cut so.
-
-        Raises:
-            InputError: a degree does not divide what it cuts; it is named with the number.
-        """
+        """Raises InputError: a degree does not divide what it cuts of ``shape`` or ``seq``."""
         kv = shape.num_kv_heads
         checks = (
             ("tp", self.tp, "the attention heads", shape.num_heads),

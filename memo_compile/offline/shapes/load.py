@@ -13,7 +13,7 @@ import torch
 
 from memo_compile.costs.models import ModelShape, find_model
 from memo_compile.errors import InputError, require_at_least
-from memo_compile.offline.more_layers import MoreLayers
+from memo_compile.offline.longer_model import LongerModel
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.offline.shapes.transformer import default_dtype, first_stage
 from memo_compile.text_files import read_json
@@ -39,8 +39,8 @@ class Loaded:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     shorter: "Loaded | None" = None
     """The same step with fewer layers, which is traced in seconds."""
-    more: MoreLayers | None = None
-    """What a shorter step lacks."""
+    longer_model: LongerModel | None = None
+    """For a shorter step: the model that it stands for."""
     num_tokens: int | None = None
     """Tokens of the step on one data-parallel replica; None where that is unknown."""
     notes: tuple[str, ...] = ()
@@ -66,15 +66,15 @@ def load(
         _require_one_device(model, degrees)
         return _of_config(Path(model), seq=seq, batch=batch, dtype=dtype)
     with fake_mode():
-        made, inputs = first_stage(shape, degrees, seq=seq, batch=batch, dtype=dtype)
-        shorter = _shorter(made, shape, degrees, seq=seq, batch=batch, dtype=dtype)
+        built, inputs = first_stage(shape, degrees, seq=seq, batch=batch, dtype=dtype)
+        shorter = _shorter(built, shape, degrees, seq=seq, batch=batch, dtype=dtype)
     note = (
         f"planned is the first of {degrees.pp} pipeline stages, which has {degrees.pp} "
         "micro-batches in flight (1F1B); bubbles are not in the step time"
     )
     return Loaded(
         name=shape.name,
-        model=made,
+        model=built,
         args=inputs,
         shorter=shorter,
         num_tokens=seq * batch,
@@ -85,16 +85,16 @@ def load(
 def _shorter(
     model: torch.nn.Module, shape: ModelShape, degrees: Degrees, **sizes: Any
 ) -> Loaded | None:
-    """A stage of TRACED_LAYERS of the same layers; None where ``model`` has hardly more."""
+    """The same stage with TRACED_LAYERS layers; None where ``model`` has no more than those."""
     num_layers = shape.num_layers // degrees.pp
     if num_layers <= TRACED_LAYERS:
         return None
-    few = replace(shape, num_layers=TRACED_LAYERS * degrees.pp)
-    made, inputs = first_stage(few, degrees, **sizes)
-    traced = {name for name, _ in _tensors(made)}
+    short_shape = replace(shape, num_layers=TRACED_LAYERS * degrees.pp)
+    short_model, inputs = first_stage(short_shape, degrees, **sizes)
+    traced = {name for name, _ in _tensors(short_model)}
     untraced = tuple(tensor for name, tensor in _tensors(model) if name not in traced)
-    more = MoreLayers(num_layers=num_layers, untraced=untraced)
-    return Loaded(name=few.name, model=made, args=inputs, more=more)
+    longer_model = LongerModel(num_layers=num_layers, untraced=untraced)
+    return Loaded(name=short_shape.name, model=short_model, args=inputs, longer_model=longer_model)
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -158,24 +158,23 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
     function = getattr(module, function_name, None)
     if not callable(function):
         raise InputError(f"{text}: {module_name} has no function {function_name!r}")
-    wanted = inspect.signature(function).parameters
-    given = {"seq": seq, "batch": batch, "dtype": dtype}
-    arguments = {key: value for key, value in given.items() if key in wanted}
+    parameters = inspect.signature(function).parameters
+    values = {"seq": seq, "batch": batch, "dtype": dtype}
+    arguments = {name: value for name, value in values.items() if name in parameters}
     notes: tuple[str, ...] = ()
-    if seq is None and "seq" in wanted:
-        default = wanted["seq"].default
+    if seq is None and "seq" in parameters:
+        default = parameters["seq"].default
         if default is inspect.Parameter.empty:
             raise InputError(f"{text}: takes seq; give --seq N")
         del arguments["seq"]
         seq = default if isinstance(default, int) else None
         notes = (f"without --seq the function's own is taken: {default}",)
-    made = _called(function, arguments, text)
-    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
-        raise InputError(f"{text}: expected (model, example inputs), got {type(made).__name__}")
-    model, inputs = made
-    num_tokens = seq * batch if seq is not None and "seq" in wanted else None
-    unused = seq is not None and "seq" not in wanted
-    if unused:
+    result = _called(function, arguments, text)
+    if not isinstance(result, tuple) or len(result) != 2 or not callable(result[0]):
+        raise InputError(f"{text}: expected (model, example inputs), got {type(result).__name__}")
+    model, inputs = result
+    num_tokens = seq * batch if seq is not None and "seq" in parameters else None
+    if seq is not None and "seq" not in parameters:
         notes = ("the function takes no seq: --seq is unused",)
     if isinstance(inputs, Mapping):
         return Loaded(name=text, model=model, kwargs=inputs, num_tokens=num_tokens, notes=notes)
@@ -185,15 +184,15 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
 
 
 def _called(function: Callable[..., Any], arguments: Mapping[str, Any], text: str) -> Any:
-    """What the user's function gives on fakes. Raises InputError where it does not run on them."""
+    """Calls the user's function on fake tensors. Raises InputError: it does not run on them."""
     try:
         with model_of_fakes():
             return function(**arguments)
     except RuntimeError as error:  # of torch's fakes too
         file = getattr(getattr(function, "__code__", None), "co_filename", None)
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame.lineno for frame in frames if frame.filename == file]
-        where = f", line {own[-1]}" if own else ""
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        where = f", line {lines[-1]}" if lines else ""
         raise InputError(
             f"{text}{where}: {type(error).__name__}: {_first_line(error)}. It is called on fake "
             "tensors of the CPU, which have no values to read"

@@ -1,9 +1,10 @@
-"""The model that a question is about, and its plans: what was recorded of it is not traced again.
+"""Plans a model from records of its lowered step, and traces the model only where none is there.
 
-A plan needs the step in certain tiles as plain data (``step_record.StepRecord``). It is looked for
-in this object, then in the user's cache, and made from the traced model if it is in neither. Either
-way the plan is made of the record, so that it is the same. Neither torch nor Inductor is loaded
-before something must be traced.
+A plan needs the step, cut into a certain number of tiles, as plain data
+(``step_record.StepRecord``). ``RecordedModel`` looks for that record in itself, then in the user's
+cache; if it is in neither, it traces and lowers the model and records the result. Plans are always
+made from the record, so that they do not depend on where it came from. Neither torch nor Inductor
+is loaded before something must be traced.
 """
 
 import contextlib
@@ -53,59 +54,60 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("memo")
 
-CHOSEN_LATER = frozenset(
+OPTIONS_OF_PLANS = frozenset(
     (
         "memory_budget host_budget policy alpha placement_solver placement_time_limit_s strict "
         "max_plans cache tile_above_bytes drop_above_bytes max_over_compute max_step_s "
         "enough_s arena_percent"
     ).split()
 )
-"""Options that no record depends on. Of the budget only counts whether there is one."""
+"""Options that change the plan and not the lowered step, so that no record depends on them. Whether
+there is a budget at all does change the step, and is part of a record's key."""
 
 Say = Callable[[str], None]
-"""Told what is done next, where that may take seconds."""
+"""Is called with a line for people ("tracing the model") before work that may take seconds."""
 
 
-def nobody_watches(_what: str) -> None:
-    """A ``Say`` that tells nobody."""
+def say_nothing(_line: str) -> None:
+    """A ``Say`` that shows nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What an answer says of the model."""
+    """The model's name and sizes, as answers print them."""
 
     name: str
     num_tokens: int | None
     """Tokens of the step on one data-parallel replica; None where that is unknown."""
     parameter_bytes: float
-    """Mean bytes of a trainable number; those of the dtype if there is no module."""
+    """Mean bytes of one trainable number; the dtype's where the model is no module."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
-    """What is recorded of a model once it was traced, whatever its tiles."""
+    """Facts of a traced model that do not depend on its tiles, as they are kept on disk."""
 
     facts: ModelFacts
     products_bytes: tuple[int, int]
-    """Bytes of the widest two products' results, which differ."""
+    """Bytes of the two widest different results of matrix products."""
     held_bytes: int
-    """Parameters, and a gradient for each that is trained."""
+    """Bytes of the parameters, and of a gradient for each that is trained."""
     num_trained: int
-    """Trained numbers, each with its optimizer state."""
+    """How many numbers are trained; each has optimizer state."""
     is_shortened: bool
-    """True where fewer layers were traced, and told of all of them."""
+    """True where a few layers were traced and stand for all of the model's."""
 
     def sizes(self, config: MemoConfig) -> Sizes:
-        """What the order of tiles is made of."""
-        state = config.optimizer_state_bytes_per_parameter
-        assert state is not None, "a forecast says which optimizer trains"
-        return Sizes(self.products_bytes, self.held_bytes + int(self.num_trained * state))
+        """The sizes that decide in which order numbers of tiles are tried."""
+        state_bytes = config.optimizer_state_bytes_per_parameter
+        assert state_bytes is not None, "a forecast says which optimizer trains"
+        return Sizes(self.products_bytes, self.held_bytes + int(self.num_trained * state_bytes))
 
 
 @dataclass(kw_only=True)
-class AskedModel:
-    """One model with its inputs on one device; a context, at whose end what was traced is gone."""
+class RecordedModel:
+    """One model with its inputs on one device; a context manager that frees the traced graph."""
 
     model: str
     seq: int | None
@@ -115,13 +117,13 @@ class AskedModel:
     degrees: Degrees
     hardware: HardwareProfile
     store: FileStore | None = None
-    """Where records are kept; None: nowhere."""
-    say: Say = nobody_watches
+    """Where records are kept on disk; None: nowhere."""
+    say: Say = say_nothing
     _traced: "TracedModel | None" = None
     _lowered: dict[Tiling, tuple[StepRecord, RegionMaker]] = field(default_factory=dict)
-    """What was lowered in this process, and what makes its recompute regions."""
+    """What this process lowered: the record, and the maker of its recompute regions."""
     _steps: dict[str, list[RecordedStep]] = field(default_factory=dict)
-    """By all that a record depends on but its two bounds."""
+    """Digest of ``_step_key`` -> the steps with that key, which differ in their two bounds."""
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
@@ -132,7 +134,7 @@ class AskedModel:
 
     @functools.cached_property
     def loaded(self) -> "Loaded":
-        """The model as fakes. Raises InputError."""
+        """The model and its inputs as fake tensors. Raises InputError."""
         from memo_compile.offline.shapes.load import load
 
         return load(
@@ -145,7 +147,7 @@ class AskedModel:
 
     @property
     def torch_dtype(self) -> "torch.dtype":
-        """The dtype itself; loads torch."""
+        """The dtype as torch's object; loads torch."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -153,7 +155,7 @@ class AskedModel:
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
-        """What an answer says of the model. Raises InputError: it cannot be used."""
+        """The model's name and sizes. Raises InputError: the model cannot be used."""
         if self._record is not None:
             return self._record.facts
         return ModelFacts(
@@ -164,7 +166,7 @@ class AskedModel:
         )
 
     def constant_bytes(self, state_bytes_per_parameter: float) -> int:
-        """Parameters, their gradients and optimizer state; 0 where the model is a function."""
+        """Bytes of parameters, gradients and optimizer state; 0 where the model is a function."""
         import torch
 
         from memo_compile.driver.facts import GraphFacts
@@ -182,7 +184,8 @@ class AskedModel:
             UnsupportedGraph: the model does not trace into one graph.
         """
         if self.hardware.name == "cpu" or config.dump is not None or config.passes:
-            self.store = None  # it goes by this processor, or what is done is to be seen
+            # Kernels are chosen for this very processor, or the user wants to see the passes run.
+            self.store = None
         try:
             return self._planned(offline_config(config, self.hardware))
         except NotUniform as error:
@@ -191,14 +194,15 @@ class AskedModel:
             return self.plan(config)
 
     def _planned(self, config: MemoConfig) -> OfflineStep:
+        """The first plan that fits and is fast, trying numbers of tiles in their usual order."""
         planned: dict[Tiling, tuple[RecordedStep, PlannedStep, OfflineStep]] = {}
 
         def attempt(options: MemoConfig) -> OfflineStep:
-            tiles = tiling_of(options)
-            if tiles not in planned:
-                planned[tiles] = self._planned_in_tiles(options)
-            step, made, answer = planned[tiles]
-            require_fast(made.plan, options, step)
+            tiling = tiling_of(options)
+            if tiling not in planned:
+                planned[tiling] = self._planned_in_tiles(options)
+            step, planned_step, answer = planned[tiling]
+            require_fast(planned_step.plan, options, step)
             return answer
 
         if config.exact or config.token_tiles is not None:
@@ -208,15 +212,17 @@ class AskedModel:
         return first_of(order, config, attempt, self._ends_planning)
 
     def _ends_planning(self, error: Exception) -> bool:
+        """True where ``error`` says that no other number of tiles need be tried."""
         if self._traced is None or isinstance(error, NotUniform):
             return isinstance(error, ConfigError | NotUniform)
-        from memo_compile.driver.tries import ends_planning  # loads Inductor, as tracing has
+        from memo_compile.driver.tries import ends_planning  # loads Inductor, as tracing did
 
         return ends_planning(error)
 
     def _planned_in_tiles(
         self, options: MemoConfig
     ) -> tuple[RecordedStep, PlannedStep, OfflineStep]:
+        """Plans the step in the tiles of ``options``; the record keeps regions that it made."""
         step = self._step(options)
         self.say(f"planning, {_in_tiles(options)}")
         try:
@@ -227,23 +233,23 @@ class AskedModel:
                 self._write_step(step.grown_record(), options)
 
     def _step(self, options: MemoConfig) -> RecordedStep:
-        """The step in the tiles of ``options``, from a record if there is one."""
+        """The step in the tiles of ``options``, from a record if one suits them."""
         steps = self._steps.setdefault(digest_of(self._step_key(options)), [])
         for step in steps:
             if step.record.tiles.suits(options):
                 return step
-        recorded = self._read_step(options)
-        record = recorded or self._lowered_in_tiles(options)[0]
+        stored_record = self._read_step(options)
+        record = stored_record or self._lowered_in_tiles(options)[0]
         maker = RecordedRegions(
             {region.key: region for region in record.regions},
             lambda: self._lowered_in_tiles(options)[1],
-            has_grown=recorded is None,
+            has_grown=stored_record is None,
         )
         steps.append(RecordedStep(record=record, hardware=self.hardware, maker=maker))
         return steps[-1]
 
     def _lowered_in_tiles(self, options: MemoConfig) -> tuple[StepRecord, RegionMaker]:
-        """The step as a new record, and what makes its recompute regions."""
+        """A new record of the step, and the maker of its recompute regions."""
         tiling = tiling_of(options)
         if tiling not in self._lowered:
             traced = self._trace()
@@ -252,22 +258,26 @@ class AskedModel:
         return self._lowered[tiling]
 
     def _trace(self) -> "TracedModel":
-        """The model's graph, in which it can be lowered until this object is left."""
+        """The model's Dynamo graph, which can be lowered until this context is left."""
         if self._traced is None:
             from memo_compile.offline.plan_offline import tracing
 
             self.say("tracing the model")
-            part = self._traced_part()
+            # A shorter model, whose equal layers stand for all, is traced in seconds.
+            traced_model = (self.loaded.shorter if self._is_shortened else None) or self.loaded
             self._traced = self._stack.enter_context(
-                tracing(part.model, part.args, part.kwargs, hardware=self.hardware, more=part.more)
+                tracing(
+                    traced_model.model,
+                    traced_model.args,
+                    traced_model.kwargs,
+                    hardware=self.hardware,
+                    longer_model=traced_model.longer_model,
+                )
             )
         return self._traced
 
-    def _traced_part(self) -> "Loaded":
-        """What is traced: fewer equal layers in the model's place, where they tell of all."""
-        return (self.loaded.shorter if self._is_shortened else None) or self.loaded
-
     def _trace_all_layers(self) -> None:
+        """Forgets the shorter model's graph: from now on the whole model is traced."""
         self._is_shortened, self._traced = False, None
         self._lowered.clear()
         self._stack.close()
@@ -279,7 +289,7 @@ class AskedModel:
         return self._record is None or self._record.is_shortened
 
     def _sizes(self, config: MemoConfig) -> Sizes:
-        """What the order of tiles is made of."""
+        """The sizes that decide in which order numbers of tiles are tried."""
         if self._record is None:
             traced = self._trace()
             facts = traced.facts()
@@ -297,9 +307,9 @@ class AskedModel:
 
     @functools.cached_property
     def _record(self) -> ModelRecord | None:
-        """What was recorded of the model; None: nothing yet."""
+        """The model's record on disk; None where there is none yet."""
         for body in self._read({"kind": "model", "content": self._content}):
-            with _ignored_if_wrong():
+            with _skipping_bad_records():
                 record: ModelRecord = restore(body, ModelRecord, "model")
                 return record
         return None
@@ -310,7 +320,7 @@ class AskedModel:
 
     def _read_step(self, options: MemoConfig) -> StepRecord | None:
         for body in self._read(self._step_key(options)):
-            with _ignored_if_wrong():
+            with _skipping_bad_records():
                 tiles: TilesRecord = restore(body["tiles"], TilesRecord, "tiles")
                 if tiles.suits(options):
                     record: StepRecord = restore(body, StepRecord, "step")
@@ -329,25 +339,25 @@ class AskedModel:
             self.store.write(key, body, variant)
 
     def _step_key(self, options: MemoConfig) -> dict[str, Any]:
-        """All that a record depends on, but for the two bounds that it holds itself."""
-        chosen = {
+        """All that a step's record depends on, but for the two bounds that it holds itself."""
+        options_of_step = {
             option.name: plain(getattr(options, option.name))
             for option in dataclasses.fields(options)
-            if option.name not in CHOSEN_LATER
+            if option.name not in OPTIONS_OF_PLANS
         }
         return {
             "kind": "step",
             "content": self._content,
             "has_budget": options.memory_budget is not None,
             "drops": options.drops_above() is not None,
-            "options": chosen,
+            "options": options_of_step,
         }
 
     @functools.cached_property
     def _content(self) -> Mapping[str, Any] | None:
-        """What stands for the model, its inputs and the device.
+        """The model, its inputs and the device as plain data: equal content, equal step.
 
-        None for a function, whose code may change unseen.
+        None for a function, whose code may change without being seen here.
         """
         if is_shape(self.model):
             model: Mapping[str, Any] = plain(find_model(self.model))
@@ -371,9 +381,9 @@ class AskedModel:
 
 
 def _in_tiles(options: MemoConfig) -> str:
-    """How a step runs, for people."""
-    number = options.token_tiles or 1
-    return "whole" if number == 1 else f"in {number} tiles"
+    """``whole``, or ``in 4 tiles``."""
+    num_tiles = options.token_tiles or 1
+    return "whole" if num_tiles == 1 else f"in {num_tiles} tiles"
 
 
 def is_function(model: str) -> bool:
@@ -387,12 +397,12 @@ def is_shape(model: str) -> bool:
 
 
 def code_version() -> str:
-    """What stands for all that a record depends on beside the question: memo, torch, Python."""
+    """A digest of the code that makes records: memo, torch and Python."""
     return digest_of([code_digest(), torch_settings()])
 
 
 def _file_content(path: Path) -> dict[str, Any]:
-    """What stands for a config.json. Raises OSError, PackageNotFoundError (an ImportError)."""
+    """A config.json's content as plain data. Raises OSError, PackageNotFoundError."""
     return {
         "name": path.name,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
@@ -401,8 +411,8 @@ def _file_content(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _ignored_if_wrong() -> Iterator[None]:
-    """What is recorded and is no such data is as good as not recorded."""
+def _skipping_bad_records() -> Iterator[None]:
+    """Ends the block with a warning where a record on disk cannot be read."""
     try:
         yield
     except (InputError, ValueError, TypeError, KeyError) as error:
@@ -410,11 +420,11 @@ def _ignored_if_wrong() -> Iterator[None]:
 
 
 def _parameter_bytes(loaded: "Loaded", dtype: "torch.dtype") -> float:
-    """Mean bytes of a trainable number of the model; those of ``dtype`` if there is no module."""
+    """Mean bytes of one trainable number; those of ``dtype`` where the model is no module."""
     import torch
 
     if not isinstance(loaded.model, torch.nn.Module):
         return dtype.itemsize
     trainable = [parameter for parameter in loaded.model.parameters() if parameter.requires_grad]
-    numbers = sum(parameter.numel() for parameter in trainable)
-    return sum(parameter.nbytes for parameter in trainable) / numbers if numbers else dtype.itemsize
+    count = sum(parameter.numel() for parameter in trainable)
+    return sum(parameter.nbytes for parameter in trainable) / count if count else dtype.itemsize
