@@ -1,17 +1,86 @@
 """``memo diff A.json B.json``: what changed between two plans, or two problems."""
 
+import dataclasses
+import itertools
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from memo_compile.cli.options import AsJson, format_table, read_data
 from memo_compile.errors import InputError
-from memo_compile.reporting.differences import Differences, differences
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
+from memo_compile.step.serialise import plain
 from memo_compile.text_files import read_json
+
+MAX_ENTRIES = 6
+"""With more changed entries of one sequence (``resident_bytes``) only the first is listed."""
+
+
+class Difference(NamedTuple):
+    """One value that changed; None stands for a value that one side does not have."""
+
+    what: str
+    first: Any
+    second: Any
+
+
+Differences = Mapping[str, list[Difference]]
+"""Group -> changes: ``numbers``, a plan's ``decisions`` and ``offsets``, a problem's ``parts``."""
+
+
+def differences(first: Plan | Problem, second: Plan | Problem) -> Differences:
+    """The changes from ``first`` to ``second``, which are two plans or two problems."""
+    before, after = (_grouped(data) for data in (first, second))
+    return {
+        group: [
+            change
+            for name in dict.fromkeys([*before[group], *after[group]])
+            for change in _changes(name, before[group].get(name), after[group].get(name))
+        ]
+        for group in before
+    }
+
+
+def _grouped(data: Plan | Problem) -> dict[str, dict[str, Any]]:
+    """``data`` as JSON has it, in the groups of ``Differences``, each part under its name."""
+    fields = dataclasses.fields(Plan if isinstance(data, Plan) else Problem)
+    numbers = {field.name: plain(getattr(data, field.name)) for field in fields}
+    decisions: dict[str, str] = {}
+    parts: dict[str, Any] = {}
+    if isinstance(data, Plan):
+        for row in numbers.pop("decisions"):
+            name = f"{row['layer_class']}: {row['tensor']}"
+            words = f"{row['decision']} of {row['token_fraction']:.1%} of tokens, {row['bytes']} B"
+            decisions[name] = f"{decisions[name]} + {words}" if name in decisions else words
+    else:
+        for kind in ("region", "tensor"):
+            of_kind = numbers.pop(f"{kind}s")
+            parts.update((f"{kind} {name}", part) for name, part in of_kind.items())
+        calls = numbers.pop("calls")
+        parts.update((f"call {call['name']}", call) for call in calls)
+        parts["order of calls"] = [call["name"] for call in calls]
+    offsets = numbers.pop("offsets", {})
+    return {"numbers": numbers, "decisions": decisions, "offsets": offsets, "parts": parts}
+
+
+def _changes(what: str, first: Any, second: Any) -> Iterator[Difference]:
+    """The innermost entries that differ; of a long sequence the first, and how many follow."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in dict.fromkeys([*first, *second]):
+            yield from _changes(f"{what}.{key}", first.get(key), second.get(key))
+    elif isinstance(first, list) and isinstance(second, list):
+        pairs = enumerate(itertools.zip_longest(first, second))
+        changes = [change for at, pair in pairs for change in _changes(f"{what}[{at}]", *pair)]
+        if len(changes) > MAX_ENTRIES:
+            changes = [changes[0]._replace(what=f"{changes[0].what} and {len(changes) - 1} more")]
+        yield from changes
+    elif first != second:
+        yield Difference(what, *("there" if isinstance(v, dict) else v for v in (first, second)))
+
 
 MAX_ROWS = 40
 """Most rows of each kind in the table; ``--json`` has all."""
@@ -32,22 +101,24 @@ def diff_files(
             f"{second_file}: expected a {type(first).__name__} like {first_file}, "
             f"got a {type(second).__name__}"
         )
-    found = differences(first, second)
-    equal, kind = not any(found.values()), type(first).__name__.lower()
+    changes = differences(first, second)
+    equal, kind = not any(changes.values()), type(first).__name__.lower()
     if as_json:
-        print(json.dumps({"equal": equal, "kind": kind, **as_dict(found)}))
+        print(json.dumps({"equal": equal, "kind": kind, **as_dict(changes)}))
     else:
-        print(f"equal {kind}s" if equal else as_text(found))
+        print(f"equal {kind}s" if equal else as_text(changes))
     raise typer.Exit(0 if equal else 1)
 
 
-def as_dict(found: Differences) -> dict[str, Any]:
-    """``found`` as plain data."""
-    return {group: [change._asdict() for change in changes] for group, changes in found.items()}
+def as_dict(differences: Differences) -> dict[str, Any]:
+    """``differences`` as plain data for JSON."""
+    return {
+        group: [change._asdict() for change in changes] for group, changes in differences.items()
+    }
 
 
 def _read(path: Path) -> Plan | Problem:
-    """The plan or the problem in ``path``, whichever the file says it is."""
+    """The plan or the problem in ``path``. Raises InputError: the file holds neither."""
     content = read_json(path)
     kind = content.get("kind") if isinstance(content, dict) else None
     if kind == Plan.__name__:
@@ -57,13 +128,14 @@ def _read(path: Path) -> Plan | Problem:
     raise InputError(f"{path}: expected a plan.json or a problem.json of memo")
 
 
-def as_text(found: Differences) -> str:
+def as_text(differences: Differences) -> str:
     """A table for each group in which something changed, at most MAX_ROWS rows each."""
     tables = []
-    for group, changes in found.items():
+    for group, changes in differences.items():
         rows = [["-" if v is None else str(v) for v in row] for row in changes[:MAX_ROWS]]
         table = format_table((group, "first", "second"), rows)
-        more = len(changes) - MAX_ROWS
+        omitted = len(changes) - MAX_ROWS
         if rows:
-            tables.append(table + (f"\n... and {more} more; --json has them" if more > 0 else ""))
+            tail = f"\n... and {omitted} more; --json has them" if omitted > 0 else ""
+            tables.append(table + tail)
     return "\n\n".join(tables)

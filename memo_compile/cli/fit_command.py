@@ -68,7 +68,7 @@ def fit(
     require_script(script)
     question = _question(vary, hardware, memory, host_budget, multiple_of, dims)
     with os.fdopen(stdout_to_stderr(), "w") as stdout:
-        answer = _answered(script, context.args, question)
+        answer = _fit_script(script, context.args, question)
         if as_json:
             print(json.dumps(_as_dict(script, answer)), file=stdout)
         else:
@@ -106,11 +106,15 @@ def _question(
     )
 
 
-def _answered(script: Path, arguments: list[str], question: "FitQuestion") -> "FitAnswer":
+def _fit_script(script: Path, arguments: list[str], question: "FitQuestion") -> "FitAnswer":
     from memo_compile.offline.first_call import at_first_call
     from memo_compile.offline.fit import Fitting
 
-    found: list[FitAnswer] = []
+    """Runs ``script`` to its first training step and searches the sizes that fit.
+
+    Raises InputError: the script ends without such a step.
+    """
+    answers: list[FitAnswer] = []
 
     def take(call: "FirstCall") -> None:
         with working("planning") as progress:
@@ -120,20 +124,20 @@ def _answered(script: Path, arguments: list[str], question: "FitQuestion") -> "F
                 progress.console.print(f"{what.value} of {size:,}: {says}")
 
             fitting = Fitting(call, question)
-            found.append(fitting.answer(saying(progress), tried))
+            answers.append(fitting.answer(saying(progress), tried))
 
     code = at_first_call(script, arguments, take)
-    if not found:
+    if not answers:
         how = "" if not code else f" (it left with exit code {code}; its own output is above)"
         raise InputError(
             f'{script}: no training step went through torch.compile(backend="memo"){how}; compile '
             "the model with it, and call it with gradients"
         )
-    return found[0]
+    return answers[0]
 
 
 def _lines(script: Path, answer: "FitAnswer") -> Iterator[str]:
-    """The whole answer, of WIDTH characters a line."""
+    """The answer as lines of at most WIDTH characters."""
     shapes = ", ".join(
         f"{path} {' x '.join(map(str, shape))}" for path, shape in answer.shapes.items()
     )
@@ -177,7 +181,7 @@ def _lines_of(fitted: "Fitted") -> Iterator[str]:
 
 
 def _notes(answer: "FitAnswer") -> Iterable[str]:
-    """What is to be known of the answer, each once."""
+    """The notes of all sizes and plans, each once."""
     notes = (
         note
         for fitted in answer.largest

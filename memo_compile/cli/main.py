@@ -60,6 +60,7 @@ def _root(context: typer.Context) -> None:
 
 @functools.cache
 def _register(name: str) -> None:
+    """Imports the command ``name`` and adds it to the app."""
     module, attribute = _COMMANDS[name].split(":")
     command = getattr(importlib.import_module(f"memo_compile.cli.{module}"), attribute)
     if isinstance(command, typer.Typer):
@@ -72,8 +73,9 @@ def _register(name: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and leave the process with the exit code of the table above."""
     atexit.register(gc.freeze)  # else cycles are looked for at the end: 2 s of a plan
-    asked = (sys.argv[1:] if argv is None else argv)[:1]
-    for name in asked if asked and asked[0] in _COMMANDS else _COMMANDS:  # the help names them all
+    command = (sys.argv[1:] if argv is None else argv)[:1]
+    # Importing one command alone is faster; the help names them all.
+    for name in command if command and command[0] in _COMMANDS else _COMMANDS:
         _register(name)
     try:
         code = app(args=argv, standalone_mode=False)

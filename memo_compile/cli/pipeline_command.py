@@ -19,7 +19,7 @@ from memo_compile.papers.kwai.offload import (
     divide_gpus,
     plan_offload,
 )
-from memo_compile.papers.kwai.pipeline_trace import pipeline_trace, replay_plan
+from memo_compile.papers.kwai.pipeline_replay import pipeline_trace, replay_plan
 from memo_compile.papers.layer_costs import Efficiency
 from memo_compile.papers.memo.alpha import compute_alpha
 from memo_compile.papers.search.cost import CostModel
@@ -40,7 +40,7 @@ def alpha(
     as_json: AsJson = False,
 ) -> None:
     """MEMO's alpha: the share of other activations whose offloading hides and fits the host."""
-    found = compute_alpha(
+    result = compute_alpha(
         hidden=hidden,
         num_layers=layers,
         seq=seq,
@@ -52,15 +52,15 @@ def alpha(
         flops_per_s=flops,
     )
     body = {
-        "alpha_bandwidth": found.bandwidth_bound,
-        "alpha_host": found.host_bound,
-        "alpha": found.value,
-        "alpha_quantised": found.quantised,
-        "fits_host": found.fits_host,
+        "alpha_bandwidth": result.bandwidth_bound,
+        "alpha_host": result.host_bound,
+        "alpha": result.value,
+        "alpha_quantised": result.quantised,
+        "fits_host": result.fits_host,
     }
     rows = [(name, _short(value)) for name, value in body.items()]
     print(json.dumps(body) if as_json else format_table(("quantity", "value"), rows))
-    if not found.fits_host:
+    if not result.fits_host:
         print(
             f"memo: does not fit: host-bytes {host_bytes:g} cannot hold the layer inputs and "
             "attention outputs, which are always offloaded; use more host memory, a shorter "

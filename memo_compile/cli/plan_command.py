@@ -1,4 +1,4 @@
-"""``memo plan``: will it fit? A training step planned without its memory and without the device."""
+"""``memo plan``: plans a training step that never runs, and says whether it fits a device."""
 
 import dataclasses
 import functools
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 GARBAGE = 2_000_000
-"""So many objects must be new before cycles among them are looked for, which took a sixth of a
-plan's time, mostly in vain. A plan of Llama-3-8B stays below 600 MiB."""
+"""Python's garbage collector looks for cycles after so many new objects: with its default it took a
+sixth of a plan's time, mostly in vain. A plan of Llama-3-8B stays below 600 MiB."""
 
 PLAIN_WIDTH = 140
 """Characters of a line where stdout is a file or a pipe."""
 
 
 NUM_BUDGETS = 8
-"""A sweep plans for so many budgets, where no other number is given."""
+"""How many budgets a sweep has by default."""
 
 OPTIMIZER_HELP = "adamw, adamw-fp32 (float32 master weights), sgd, sgd-momentum, none."
 
@@ -112,25 +112,20 @@ def plan_command(
     if sweep is not None:
         _sweep(question, sweep, NUM_BUDGETS if budgets is None else budgets, as_json=as_json)
         return
-    answer, longest_seq = _answered(question, max_seq, as_json=as_json)
+    answer, longest_seq = _forecast(question, max_seq, as_json=as_json)
     _write(answer, report, out)
     if emit is not None:
         print(_settings_text(emit, answer), end="")
     else:
         _show(answer, longest_seq, as_json=as_json, verbose=verbose)
-    _tell_over(answer)
-    if not answer.fits:
-        raise typer.Exit(1)
-
-
-def _tell_over(answer: "Forecast") -> None:
     if not answer.fits:
         over = format_bytes(answer.peak_bytes - answer.budget_bytes)
         print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def _write(answer: "Forecast", report: Path | None, out: Path | None) -> None:
-    """The answer's files."""
+    """Writes the report and the plan to the files that were asked for."""
     if report is not None:
         write_text(report, render_html(answer.step.problem, answer.step.plan))
     if out is not None:
@@ -139,12 +134,15 @@ def _write(answer: "Forecast", report: Path | None, out: Path | None) -> None:
 
 def _show(answer: "Forecast", max_seq: int | None, *, as_json: bool, verbose: bool) -> None:
     if as_json:
-        more = {} if max_seq is None else {"max_seq": max_seq}
-        print(json.dumps(_as_dict(answer) | more))
+        print(json.dumps(_as_dict(answer) | _max_seq_dict(max_seq)))
     elif verbose:
         _print(answer, max_seq)
     else:
         print("\n".join(plan_lines(answer, max_seq)))
+
+
+def _max_seq_dict(max_seq: int | None) -> dict[str, int]:
+    return {} if max_seq is None else {"max_seq": max_seq}
 
 
 def _require_one_form(emit: str | None, *, as_json: bool) -> None:
@@ -164,10 +162,10 @@ def _require_one_question(sweep: str | None, budgets: int | None, *, max_seq: bo
 
 
 @seldom_collected(GARBAGE)
-def _answered(
+def _forecast(
     question: "Question", max_seq: bool, *, as_json: bool
 ) -> "tuple[Forecast, int | None]":
-    """The forecast, and with ``max_seq`` the longest sequence that it is for."""
+    """The forecast; with ``max_seq`` that of the longest sequence that fits, and its length."""
     from memo_compile.offline.forecast import forecast, longest
 
     longest_seq = None
@@ -182,8 +180,8 @@ def _answered(
             return forecast(question, saying(progress)), longest_seq
     except Infeasible as error:
         if as_json:
-            more = {} if longest_seq is None else {"max_seq": longest_seq}
-            print(json.dumps({"fits": False, "conflict": str(error)} | more))
+            body = {"fits": False, "conflict": str(error)}
+            print(json.dumps(body | _max_seq_dict(longest_seq)))
         raise
 
 
@@ -193,7 +191,7 @@ def _tried(console: Console, seq: int, fits: bool) -> None:
 
 @seldom_collected(GARBAGE)
 def _sweep(question: "Question", over: str, num_budgets: int, *, as_json: bool) -> None:
-    """Print what each budget costs."""
+    """Prints the plans at ``num_budgets`` budgets as a table or as JSON."""
     from memo_compile.offline.forecast import sweep
 
     if over != "budget":
@@ -239,7 +237,7 @@ _SWEPT = (
     "budget_bytes peak_bytes host_bytes step_s compute_s step_lower_bound_s stall_s "
     "offloaded_bytes recompute_s tiles policy"
 ).split()
-"""What is told of each plan of a sweep."""
+"""The fields that a sweep's JSON has of each plan."""
 
 
 def _as_row(answer: "Forecast") -> dict[str, Any]:

@@ -15,7 +15,7 @@ WIDTH = 100
 """Characters of a line: what a terminal shows beside a margin."""
 
 MOST_LINES, MOST_DECISIONS, MOST_NOTE_LINES = 40, 12, 9
-"""Of the screen, and of it for decisions and for notes; ``--verbose`` has all."""
+"""Most lines of the answer, and among them of decisions and of notes; ``--verbose`` has all."""
 
 NO_STALL = 0.001
 """Share of the step below which copies are said to hide."""
@@ -52,7 +52,7 @@ def _answer_lines(answer: "Forecast", max_seq: int | None) -> Iterator[str]:
 
 
 def _note_lines(notes: Sequence[str], room: int) -> Iterator[str]:
-    """The first notes, whole, that ``room`` lines hold, and how many more there are."""
+    """The first notes that ``room`` lines hold, none cut off, and how many more there are."""
     for shown, note in enumerate(notes):
         lines = _wrapped(f"note: {note}", "  ")
         room -= len(lines)
@@ -130,7 +130,7 @@ def _peak_call(peak: "PeakAt") -> str:
 
 
 def _largest(tensors: Sequence["TensorAtPeak"]) -> str:
-    """Those of one label and size together, largest first."""
+    """The largest tensors; those of one label and size are counted together."""
     counts = Counter((tensor.label, tensor.size_bytes) for tensor in tensors)
     return ", ".join(
         f"{label} {format_bytes(size)}" if count == 1 else f"{count} x {label} {format_bytes(size)}"
@@ -146,7 +146,10 @@ def _copies(answer: "Forecast") -> str:
 
 
 def _advice(answer: "Forecast") -> Iterator[str]:
-    """What would make the step fit, the least first; sizes that depend on another plan are near."""
+    """What to change so that the step fits, the smallest change first.
+
+    Lengths and degrees are estimates, which only another plan would confirm.
+    """
     question, fixed = answer.question, answer.step.plan.fixed
     over, total = answer.peak_bytes, question.hardware.memory_bytes
     if over <= total:
@@ -154,10 +157,10 @@ def _advice(answer: "Forecast") -> Iterator[str]:
     constant = fixed.parameters + fixed.gradients + fixed.optimizer_state
     room = answer.budget_bytes - constant
     if room <= 0:
-        more = "more devices (--tp, --pp), or " if question.can_be_cut else ""
+        devices = "more devices (--tp, --pp), or " if question.can_be_cut else ""
         yield (
             f"no sequence is short enough: parameters, gradients and optimizer state alone take "
-            f"{format_bytes(constant)}; {more}another --optimizer"
+            f"{format_bytes(constant)}; {devices}another --optimizer"
         )
     elif question.seq is not None and answer.tokens_per_s is not None:
         # The least bytes beside the constant ones grow about linearly with the tokens.

@@ -1,4 +1,4 @@
-"""What a command is doing: a line on stderr, where that is a terminal."""
+"""Shows what a command is doing, as a line on stderr where that is a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 @contextmanager
 def working(what: str) -> Iterator[Progress]:
-    """Says ``what`` is done, and since when, where nobody knows how much of it there is.
+    """Shows ``what`` with a spinner and the seconds so far until the block ends.
 
-    On stderr, if that is a terminal; the line is gone at the end of the block.
+    The line is on stderr, if that is a terminal, and is removed at the end of the block.
     """
     console = Console(stderr=True, highlight=False)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -23,5 +23,5 @@ def working(what: str) -> Iterator[Progress]:
 
 
 def saying(progress: Progress) -> Callable[[str], None]:
-    """What says, in the line of ``working``, what is done now."""
+    """A function that replaces the text of the line of ``working``."""
     return lambda what: progress.update(progress.task_ids[0], description=what)

@@ -9,12 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from memo_compile.cli.diff_command import as_dict, as_text
+from memo_compile.cli.diff_command import Differences, as_dict, as_text, differences
 from memo_compile.cli.options import AsJson, read_data
 from memo_compile.cli.progress import working
 from memo_compile.errors import InputError
 from memo_compile.planners.place_step import place_step
-from memo_compile.reporting.differences import Differences, differences
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import ReportedPlan
@@ -59,10 +58,12 @@ def replay(
     if out is not None:
         for path in write_pictures(out, problem, after, costs):
             print(f"wrote {path}", file=sys.stderr)
-    found = differences(before, after)
-    simulated = costs is not None
-    print(json.dumps(_as_dict(found, after)) if as_json else _as_text(found, after, simulated))
-    raise typer.Exit(1 if any(found.values()) else 0)
+    changes = differences(before, after)
+    if as_json:
+        print(json.dumps(_as_dict(changes, after)))
+    else:
+        print(_as_text(changes, after, is_simulated=costs is not None))
+    raise typer.Exit(1 if any(changes.values()) else 0)
 
 
 _PLACED = (
@@ -79,7 +80,7 @@ def _replan(
     solver: str,
     time_limit_s: float,
 ) -> ReportedPlan:
-    """The stages from the problem on; what was decided before them is taken from ``before``."""
+    """Places, checks and simulates ``problem``; the decisions are those of the plan ``before``."""
     start = time.perf_counter()
     placed = place_step(
         dataclasses.replace(problem, releases_pages=before.releases_pages),
@@ -99,9 +100,9 @@ def _replan(
     )
 
 
-def _as_dict(found: Differences, plan: ReportedPlan) -> dict[str, Any]:
+def _as_dict(changes: Differences, plan: ReportedPlan) -> dict[str, Any]:
     return {
-        "equal": not any(found.values()),
+        "equal": not any(changes.values()),
         "arena_bytes": plan.arena_bytes,
         "lower_bound_bytes": plan.lower_bound_bytes,
         "peak_bytes": plan.peak_bytes,
@@ -109,11 +110,11 @@ def _as_dict(found: Differences, plan: ReportedPlan) -> dict[str, Any]:
         "check": str(plan.check),
         "solver": plan.solver,
         "seconds": plan.planning_s,
-        **as_dict(found),
+        **as_dict(changes),
     }
 
 
-def _as_text(found: Differences, plan: ReportedPlan, simulated: bool) -> str:
+def _as_text(changes: Differences, plan: ReportedPlan, *, is_simulated: bool) -> str:
     """One line for each stage, then the verdict, and what differs."""
     needed = f"at least {format_bytes(plan.lower_bound_bytes)} needed"
     lines = [
@@ -121,11 +122,12 @@ def _as_text(found: Differences, plan: ReportedPlan, simulated: bool) -> str:
         f"{format_seconds(plan.planning_s)}, {needed}",
         f"check       {plan.check}",
     ]
-    if simulated and plan.timeline is not None:
+    if is_simulated and plan.timeline is not None:
         step, stall = plan.timeline.step_s, plan.timeline.stall_s
         lines.append(f"simulation  {format_seconds(step)}, {format_seconds(stall)} of it stalled")
     else:
         lines.append("simulation  skipped: the dump has no costs.json")
-    if not any(found.values()):
+    if not any(changes.values()):
         return "\n".join([*lines, "the plan equals plan.json"])
-    return "\n".join([*lines, "the plan differs from plan.json (first: the file)", as_text(found)])
+    verdict = "the plan differs from plan.json (first: the file)"
+    return "\n".join([*lines, verdict, as_text(changes)])

@@ -59,11 +59,11 @@ def search_command(
             "status": "optimal" if result.configurations else "infeasible",
             "num_points": result.num_points,
             "evaluation_s": result.evaluation_s,
-            "configurations": [found.as_dict() for found in result.configurations],
+            "configurations": [config.as_dict() for config in result.configurations],
         }
         print(json.dumps(body))
     elif result.configurations:
-        print(format_table(COLUMNS, [found.cells() for found in result.configurations]))
+        print(format_table(COLUMNS, [config.cells() for config in result.configurations]))
     if not result.configurations:
         print(f"memo: infeasible: {result.conflict}", file=sys.stderr)
         raise typer.Exit(1)
@@ -77,11 +77,11 @@ def calibrate_command(
     """Fit the cost model's shares of nominal rates to measured runs."""
     runs = read_measurements(file)
     fit = calibrate(runs, find_hardware(hardware))
-    found = list(zip(runs, fit.measured_s, fit.predicted_s, fit.errors, strict=True))
+    fitted_runs = list(zip(runs, fit.measured_s, fit.predicted_s, fit.errors, strict=True))
     if as_json:
         rows = [
             {"measured_s": measured, "predicted_s": predicted, "error": error}
-            for _, measured, predicted, error in found
+            for _, measured, predicted, error in fitted_runs
         ]
         print(json.dumps({"model": dataclasses.asdict(fit.model), "runs": rows}))
         return
@@ -89,7 +89,7 @@ def calibrate_command(
     print(format_table(("share", "fitted"), shares))
     table = [
         (run.shape.name, format_seconds(measured), format_seconds(predicted), f"{error:+.1%}")
-        for run, measured, predicted, error in found
+        for run, measured, predicted, error in fitted_runs
     ]
     print()
     print(format_table(("run", "measured", "predicted", "error"), table))

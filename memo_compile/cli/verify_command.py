@@ -1,4 +1,4 @@
-"""``memo verify SCRIPT.py [ARGS...]``: does memo keep its promise for this script?"""
+"""``memo verify SCRIPT.py [ARGS...]``: compares a script's training with memo to eager."""
 
 import json
 import math
@@ -47,23 +47,23 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Whether the promise holds, and by how much."""
+    """Whether memo computes what eager computes within its planned peak, and how near they are."""
 
     num_steps: int
     loss_difference: float
-    """The largest of a step's, relative to eager's."""
+    """The largest difference of a loss, relative to eager's."""
     gradient_difference: float
     differs: bool
-    """Losses or gradients differ by more than rounding."""
+    """True where losses or gradients differ by more than rounding."""
     planned_peak_bytes: int | None
     measured_peak_bytes: int | None
     faults: tuple[str, ...]
     inductor: str = ""
-    """What plain Inductor makes of the same steps, where memo's numbers differ from eager's."""
+    """How plain Inductor's numbers compare to eager's, where memo's differ."""
 
     @property
     def holds(self) -> bool:
-        """True when nothing was found."""
+        """True when there are no faults."""
         return not self.faults
 
     def __str__(self) -> str:
@@ -108,8 +108,8 @@ def verify(
         memo = _run("memo", script, context.args, steps, Path(folder))
         verdict = judge(eager, memo)
         if verdict.differs:
-            again = _run("eager-again", script, context.args, steps, Path(folder))
-            _require_repeatable(script, eager, again)
+            second_eager = _run("eager-again", script, context.args, steps, Path(folder))
+            _require_repeatable(script, eager, second_eager)
             inductor = _run("inductor", script, context.args, steps, Path(folder))
             verdict = replace(verdict, inductor=_of_inductor(eager, inductor))
     print(json.dumps(_as_dict(verdict)) if as_json else verdict)
@@ -120,7 +120,10 @@ def verify(
 def _run(
     arm: str, script: Path, arguments: Sequence[str], steps: int, folder: Path
 ) -> dict[str, Any] | None:
-    """What one run recorded; None when it left nothing. Its stdout goes to stderr."""
+    """Runs the script in a child process, and returns what it recorded; None: nothing.
+
+    The script's stdout goes to stderr.
+    """
     out = folder / f"{arm}.json"
     how = _RUNS[arm]
     _say(f"{how}: up to {steps} steps of {script}")
@@ -138,19 +141,19 @@ def _run(
     if not out.exists():
         _say(f"{how}: ended after {took} without a step")
         return None
-    found: dict[str, Any] = json.loads(out.read_text())
-    _say(f"{how}: {len(found['steps'])} steps in {took}")
-    failed = done.returncode != 0 and len(found["steps"]) < steps
-    return None if failed and arm in ("eager", "eager-again") else found | {"failed": failed}
+    record: dict[str, Any] = json.loads(out.read_text())
+    _say(f"{how}: {len(record['steps'])} steps in {took}")
+    failed = done.returncode != 0 and len(record["steps"]) < steps
+    return None if failed and arm in ("eager", "eager-again") else record | {"failed": failed}
 
 
 def _say(text: str) -> None:
-    """Where the runs are. Lines, since the script's own output comes between them."""
+    """Prints a line about the runs on stderr, among the script's own output."""
     print(f"memo verify: {text}", file=sys.stderr, flush=True)
 
 
 def judge(eager: Mapping[str, Any], memo: Mapping[str, Any] | None) -> Verification:
-    """What the recorded steps of both runs say."""
+    """Compares the recorded steps of both runs; ``memo`` None: that process died."""
     if memo is None:
         memo, faults = {"steps": ()}, ["the process with memo died"]
     else:
@@ -186,14 +189,15 @@ class _Numbers:
     """One for each step and kind that differs by more than rounding."""
 
 
-def _compared(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> _Numbers:
+def _compared(eager: Mapping[str, Any], run: Mapping[str, Any]) -> _Numbers:
+    """How far ``run`` differs from ``eager``, over the steps that both have."""
     losses = gradients = 0.0
     faults = []
-    pairs = list(zip(mine["steps"], theirs["steps"], strict=False))
-    for number, (left, right) in enumerate(pairs, start=1):
-        half = left["half"] or right["half"]
-        bound = HALF_TOLERANCE if half else TOLERANCE
-        loss, gradient = _loss_difference(left, right), _gradient_difference(left, right)
+    pairs = list(zip(eager["steps"], run["steps"], strict=False))
+    for number, (eager_step, step) in enumerate(pairs, start=1):
+        has_half = eager_step["half"] or step["half"]
+        bound = HALF_TOLERANCE if has_half else TOLERANCE
+        loss, gradient = _loss_difference(eager_step, step), _gradient_difference(eager_step, step)
         if not loss <= bound:
             faults.append(f"step {number}: losses differ by {loss:.1e}, more than {bound:g}")
         if not gradient <= bound:
@@ -203,10 +207,10 @@ def _compared(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> _Numbers:
 
 
 def _require_repeatable(
-    script: Path, eager: Mapping[str, Any], again: Mapping[str, Any] | None
+    script: Path, eager: Mapping[str, Any], second_eager: Mapping[str, Any] | None
 ) -> None:
-    """Raises InputError: two eager runs of the script differ, so that no third can be judged."""
-    numbers = None if again is None else _compared(eager, again)
+    """Raises InputError: two eager runs differ, so that a run with memo cannot be judged."""
+    numbers = None if second_eager is None else _compared(eager, second_eager)
     if numbers is not None and not numbers.faults:
         return
     how = "the second one failed" if numbers is None else numbers.faults[0]
@@ -217,7 +221,7 @@ def _require_repeatable(
 
 
 def _of_inductor(eager: Mapping[str, Any], inductor: Mapping[str, Any] | None) -> str:
-    """What plain Inductor's numbers say of memo's, which differ from eager's."""
+    """Says whether plain Inductor differs from eager too, or memo alone."""
     if inductor is None or inductor["failed"]:
         return "plain Inductor: the script fails with it too"
     numbers = _compared(eager, inductor)
@@ -242,33 +246,33 @@ def _state_faults(memo: Mapping[str, Any], num_steps: int) -> Iterator[str]:
     yield from (f"the checker: {fault}" for fault in memo["check"])
 
 
-def _loss_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
-    """The largest relative difference; infinite where the losses are not the same in number."""
-    mine, theirs = left["losses"], right["losses"]
-    if len(mine) != len(theirs):
+def _loss_difference(eager_step: Mapping[str, Any], step: Mapping[str, Any]) -> float:
+    """The largest relative difference of a loss; infinite where their numbers differ."""
+    if len(eager_step["losses"]) != len(step["losses"]):
         return math.inf
-    return max((_relative(a, b, abs(a)) for a, b in zip(mine, theirs, strict=True)), default=0.0)
+    pairs = zip(eager_step["losses"], step["losses"], strict=True)
+    return max((_relative(a, b, abs(a)) for a, b in pairs), default=0.0)
 
 
-def _gradient_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
-    """The largest difference of a gradient's digest, relative to its norm."""
-    mine, theirs = left["gradients"], right["gradients"]
-    if [g is None for g in mine] != [g is None for g in theirs]:
+def _gradient_difference(eager_step: Mapping[str, Any], step: Mapping[str, Any]) -> float:
+    """The largest difference of a gradient's (norm, signed sum), relative to the norm."""
+    eager_digests, digests = eager_step["gradients"], step["gradients"]
+    if [digest is None for digest in eager_digests] != [digest is None for digest in digests]:
         return math.inf
-    known = [(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None]
-    total = math.sqrt(sum(a[0] ** 2 for a, _ in known))
+    pairs = [(a, b) for a, b in zip(eager_digests, digests, strict=True) if a is not None]
+    total = math.sqrt(sum(a[0] ** 2 for a, _ in pairs))
     worst = 0.0
-    for a, b in known:
+    for a, b in pairs:
         scale = max(a[0], SMALL_GRADIENT * total)
         worst = max([worst, *(_relative(x, y, scale) for x, y in zip(a, b, strict=True))])
     return worst
 
 
-def _relative(mine: float, theirs: float, scale: float) -> float:
-    """Infinite where only one of both is finite, or a scale is missing; max() keeps no NaN."""
-    if mine == theirs or (math.isnan(mine) and math.isnan(theirs)):
+def _relative(first: float, second: float, scale: float) -> float:
+    """``|first - second| / scale``, never NaN: infinite where one is not finite or scale is 0."""
+    if first == second or (math.isnan(first) and math.isnan(second)):
         return 0.0
-    difference = abs(mine - theirs)
+    difference = abs(first - second)
     return difference / scale if scale > 0 and math.isfinite(difference) else math.inf
 
 

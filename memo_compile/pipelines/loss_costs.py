@@ -1,4 +1,4 @@
-"""What a loss outside of the compiled stages takes: seconds, and memory between the halves."""
+"""Measures a loss that runs outside of the compiled stages: its seconds and its memory."""
 
 import statistics
 import time
@@ -29,19 +29,19 @@ class LossCosts:
     seconds: float
     """Forward and backward."""
     forward_bytes: int
-    """The most beside its inputs while the forward runs."""
+    """Peak of the forward, without its inputs."""
     saved_bytes: int
-    """What of it stays for the backward."""
+    """Kept from the forward for the backward."""
     backward_bytes: int
-    """The most beside its inputs and its input's gradient while the backward runs."""
+    """Peak of the backward, without its inputs and its input's gradient."""
 
 
 def loss_costs(
     loss: Loss, output: torch.Tensor, target: Any, hardware: HardwareProfile | None
 ) -> LossCosts:
-    """What ``loss(output, target)`` and its backward take.
+    """Seconds and bytes of ``loss(output, target)`` and its backward.
 
-    Seconds are measured; with ``hardware`` they are that device's, and the tensors may be fakes.
+    Seconds are measured here; with ``hardware`` they are computed, and the tensors may be fakes.
     """
 
     def both(output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +84,7 @@ def _measured_s(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def _levels(graph: fx.Graph) -> tuple[int, int, int]:
-    """Bytes alive: the most of the forward, those behind it, the most of the backward."""
+    """Bytes alive: the forward's peak, what is alive between the halves, the backward's peak."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     value, gradient = results_of(graph)
     border = nodes.index(value) if value in nodes else len(nodes) - 1
@@ -94,13 +94,13 @@ def _levels(graph: fx.Graph) -> tuple[int, int, int]:
     saved = sum(
         bytes_of(root)
         for root, last in _last_reads(nodes).items()
-        if _between(nodes, root, last, border)
+        if nodes.index(root) <= border < last
     )
     return forward, saved, max(0, backward - bytes_of(storage_of(gradient)))
 
 
 def _alive(nodes: Sequence[fx.Node], kept: fx.Node) -> Iterator[tuple[int, int]]:
-    """Index of a node -> bytes of what nodes have made that is alive while it runs."""
+    """(index of a node, bytes of the nodes' results that are alive while it runs)."""
     last = _last_reads(nodes)
     last[kept] = len(nodes) - 1
     level = 0
@@ -111,16 +111,11 @@ def _alive(nodes: Sequence[fx.Node], kept: fx.Node) -> Iterator[tuple[int, int]]
 
 
 def _last_reads(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """What a node has made -> the index of the last node that reads it, or a view of it."""
-    made = {node for node in nodes if storage_of(node) is node}
-    found = {node: at for at, node in enumerate(nodes) if node in made}
+    """Node whose result is new memory -> index of the last node that reads it or a view of it."""
+    last_read = {node: at for at, node in enumerate(nodes) if storage_of(node) is node}
     for at, node in enumerate(nodes):
         for source in node.all_input_nodes:
             root = storage_of(source)
-            if root in made:
-                found[root] = at
-    return found
-
-
-def _between(nodes: Sequence[fx.Node], root: fx.Node, last: int, border: int) -> bool:
-    return nodes.index(root) <= border < last
+            if root in last_read:
+                last_read[root] = at
+    return last_read

@@ -1,4 +1,4 @@
-"""A model's Dynamo graph as units that a pipeline may be cut between, and the graph of a few.
+"""Divides a model's Dynamo graph into units that a pipeline may be cut between.
 
     embed, layers.0, layers.1, .., norm, head    ->    [embed] [layers.0] [layers.1] .. [norm, head]
 
@@ -9,6 +9,7 @@ an input, and goes out as a result.
 """
 
 import operator
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -28,16 +29,16 @@ _NOT_RUN = ("placeholder", "get_attr", "output")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUnit:
-    """A range of the graph that stays together."""
+    """A range of the graph that is never cut: a layer, or what runs before or behind the layers."""
 
     module: str
-    """Where it begins, fully qualified; empty for the first."""
+    """The fully qualified name of the module at which it begins; empty for the first unit."""
     modules: tuple[str, ...]
-    """All that it runs: layers, and the outermost others that hold no layers."""
+    """All modules that it runs: layers, and the outermost others that hold no layers."""
     is_layer: bool
     nodes: tuple[fx.Node, ...]
     signature: str
-    """Equal for units that compute the same, of other numbers."""
+    """Equal for units that compute the same with other weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +58,11 @@ class ModelUnits:
         return sum(unit.is_layer for unit in self.units)
 
     def signature(self, begin: int, end: int) -> tuple[str, ...]:
-        """Equal for ranges that compute the same; the first and the last unit are their own."""
+        """Equal for ranges of units that compute the same."""
         return tuple(unit.signature for unit in self.units[begin:end])
 
     def parameters(self, begin: int, end: int) -> list[torch.nn.Parameter]:
-        """What units ``[begin, end)`` read, each once."""
+        """The parameters that units ``[begin, end)`` read, each once."""
         nodes = {node for unit in self.units[begin:end] for node in unit.nodes}
         return [
             value
@@ -70,7 +71,7 @@ class ModelUnits:
         ]
 
     def received_bytes(self, begin: int) -> int:
-        """What units from ``begin`` on, or the user, read of those before and need gradients of."""
+        """Bytes of the activations with gradients that cross the border before unit ``begin``."""
         before = {node for unit in self.units[:begin] for node in unit.nodes}
         crossing = (node for node in before if not before.issuperset(node.users))
         return sum(node.meta["example_value"].nbytes for node in crossing if _needs_gradient(node))
@@ -81,44 +82,44 @@ class ModelUnits:
         Raises UnsupportedGraph: something else than a tensor crosses its borders.
         """
         inside = [node for unit in self.units[begin:end] for node in unit.nodes]
-        own = set(inside)
-        read = {source for node in inside for source in node.all_input_nodes} - own
-        results = [node for node in inside if not own.issuperset(node.users)]
-        for node in (*read, *results):
+        inside_set = set(inside)
+        inputs = {source for node in inside for source in node.all_input_nodes} - inside_set
+        results = [node for node in inside if not inside_set.issuperset(node.users)]
+        for node in (*inputs, *results):
             _require_tensor(node)
-        graph, made, examples = fx.Graph(), {}, []
+        graph, copy_of, examples = fx.Graph(), {}, []
         for node in self.gm.graph.nodes:
-            if node in read and node.op != "get_attr":
-                made[node] = _placeholder(graph, node)
+            if node in inputs and node.op != "get_attr":
+                copy_of[node] = _placeholder(graph, node)
                 examples.append(self.given[node] if node in self.given else _leaf(node))
-        for node in [*(node for node in read if node.op == "get_attr"), *inside]:
-            args = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = fx_graphs.like_node(graph, node, *args)
-            made[node].meta = dict(node.meta)
-        graph.output(tuple(made[node] for node in results))
+        for node in [*(node for node in inputs if node.op == "get_attr"), *inside]:
+            args = fx.node.map_arg((node.args, node.kwargs), copy_of.__getitem__)
+            copy_of[node] = fx_graphs.like_node(graph, node, *args)
+            copy_of[node].meta = dict(node.meta)
+        graph.output(tuple(copy_of[node] for node in results))
         return fx_graphs.like_dynamo(self.gm, graph), examples
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """An input of ``graph`` with the value of ``node``."""
-    made = graph.placeholder(node.name)
-    made.meta = dict(node.meta)
+    placeholder = graph.placeholder(node.name)
+    placeholder.meta = dict(node.meta)
     if node.op != "placeholder":
-        made.meta.pop("nn_module_stack", None)
-    made._dynamo_source = getattr(node, "_dynamo_source", None)
-    return made
+        placeholder.meta.pop("nn_module_stack", None)
+    placeholder._dynamo_source = getattr(node, "_dynamo_source", None)
+    return placeholder
 
 
 def _leaf(node: fx.Node) -> torch.Tensor:
-    """What a stage is sent in place of what ``node`` makes."""
+    """An example of the tensor that a stage receives for the result of ``node``."""
     value = node.meta["example_value"]
     mode = fx_graphs.detect_fake_mode([value])
     assert mode is not None, "Dynamo's values are fakes"
     with mode:
-        made = torch.empty_strided(
+        received = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         )
-        return made.requires_grad_(value.requires_grad)
+        return received.requires_grad_(value.requires_grad)
 
 
 def _require_tensor(node: fx.Node) -> None:
@@ -131,7 +132,7 @@ def _require_tensor(node: fx.Node) -> None:
 
 
 def units_of(model: torch.nn.Module, gm: fx.GraphModule, examples: Sequence[Any]) -> ModelUnits:
-    """The units of ``gm``, the Dynamo graph of ``model``.
+    """Divides ``gm``, the Dynamo graph of ``model``, into units.
 
     Raises:
         ConfigError: the model has no list of layers, at least two of one class, that run one after
@@ -139,9 +140,9 @@ def units_of(model: torch.nn.Module, gm: fx.GraphModule, examples: Sequence[Any]
         UnsupportedGraph: nothing needs a gradient.
     """
     nodes = [node for node in gm.graph.nodes if node.op not in _NOT_RUN]
-    known = {name: type(module) for name, module in model.named_modules()}
-    chains = [[name for name in modules_around(node) if name in known] for node in nodes]
-    entries = _entries(chains, known)
+    classes = {name: type(module) for name, module in model.named_modules()}
+    chains = [[name for name in modules_around(node) if name in classes] for node in nodes]
+    entries = _entries(chains, classes)
     owners = _owners(chains, entries.keys())
     trained = [at for at, node in enumerate(nodes) if _needs_gradient(node)]
     if not trained:
@@ -157,59 +158,59 @@ def units_of(model: torch.nn.Module, gm: fx.GraphModule, examples: Sequence[Any]
     return ModelUnits(gm=gm, given=given, units=units, shared=_shared(model, units, given))
 
 
-def _is_numbered(name: str) -> bool:
-    return name.rpartition(".")[2].isdigit()
+def _entries(chains: Sequence[Sequence[str]], classes: Mapping[str, type]) -> dict[str, bool]:
+    """Entry of an outermost list that holds two modules of one class -> whether it is a layer.
 
-
-def _entries(chains: Sequence[Sequence[str]], known: Mapping[str, type]) -> dict[str, bool]:
-    """The entries of the outermost lists that hold two modules of one class -> it is a layer.
-
-    All modules of a ModuleList are, and of a Sequential those whose class comes twice.
+    All modules of a ModuleList are layers; of a Sequential those whose class comes twice.
+    ``chains`` are the modules around each node, ``classes`` those of all modules by name.
     """
     lists: dict[str, dict[str, None]] = {}
     for chain in chains:
-        for name in filter(_is_numbered, chain):
-            lists.setdefault(name.rpartition(".")[0], {})[name] = None
-    found: dict[str, bool] = {}
-    for path, own in sorted(lists.items(), key=lambda item: item[0].count(".")):
-        counts = Counter(known[name] for name in own)
-        if max(counts.values()) < 2 or any(f"{path}.".startswith(f"{name}.") for name in found):
+        for name in chain:
+            parent, _, number = name.rpartition(".")
+            if number.isdigit():
+                lists.setdefault(parent, {})[name] = None
+    entries: dict[str, bool] = {}
+    for path, names in sorted(lists.items(), key=lambda item: item[0].count(".")):
+        counts = Counter(classes[name] for name in names)
+        if max(counts.values()) < 2 or any(f"{path}.".startswith(f"{name}.") for name in entries):
             continue
-        is_chain = issubclass(known[path], torch.nn.Sequential)
-        found.update({name: not is_chain or counts[known[name]] > 1 for name in own})
-    return found
+        is_sequential = issubclass(classes[path], torch.nn.Sequential)
+        entries.update({name: not is_sequential or counts[classes[name]] > 1 for name in names})
+    return entries
 
 
 def _owners(chains: Sequence[Sequence[str]], entries: Set[str]) -> list[str | None]:
-    """Per node the entry that runs it, or the outermost module that holds none."""
-    around = {""}
+    """For each node the entry that runs it, or the outermost module that holds no entry."""
+    parents = {""}
     for name in entries:
         steps = name.split(".")
-        around.update(".".join(steps[:length]) for length in range(1, len(steps)))
-    found = []
+        parents.update(".".join(steps[:length]) for length in range(1, len(steps)))
+    owners = []
     for chain in chains:
         entry = next((name for name in chain if name in entries), None)
-        found.append(entry or next((name for name in chain if name not in around), None))
-    return found
+        owners.append(entry or next((name for name in chain if name not in parents), None))
+    return owners
 
 
 def _borders(owners: Sequence[str | None], entries: Set[str], first_trained: int) -> list[int]:
-    """Where an entry begins, or the first module behind the last one; no module spans them.
+    """Indices of the nodes at which units begin: with an entry, or behind the last entry.
 
-    What comes before node ``first_trained`` needs no gradient, and cannot be a stage.
+    No module runs on both sides of a border. What comes before node ``first_trained`` needs no
+    gradient, and cannot be a stage of its own.
     """
     last = {owner: at for at, owner in enumerate(owners) if owner is not None}
-    behind = 1 + max((at for owner, at in last.items() if owner in entries), default=len(owners))
-    found, open_until, tail_begins = [], -1, False
+    tail = 1 + max((at for owner, at in last.items() if owner in entries), default=len(owners))
+    borders, open_until, has_tail_begun = [], -1, False
     for at, owner in enumerate(owners):
         if owner is None:
             continue
-        begins = owner in entries or (at >= behind and not tail_begins)
-        tail_begins |= at >= behind
+        begins = owner in entries or (at >= tail and not has_tail_begun)
+        has_tail_begun |= at >= tail
         if begins and at > max(open_until, first_trained):
-            found.append(at)
+            borders.append(at)
         open_until = max(open_until, last[owner])
-    return found
+    return borders
 
 
 def _units(
@@ -218,29 +219,25 @@ def _units(
     borders: Sequence[int],
     entries: Mapping[str, bool],
 ) -> Iterator[ModelUnit]:
-    """The ranges between borders; a part of a tuple goes where the tuple is made."""
+    """The units between borders. Parts of a tuple belong to the unit that makes the tuple."""
     starts = borders if not any(owners[: borders[0]]) else [0, *borders]
-    number_at = [0] * len(nodes)
-    for number, start in enumerate(starts):
-        if number:
-            number_at[start:] = [number] * (len(nodes) - start)
-    place = dict(zip(nodes, number_at, strict=True))
+    unit_of = {node: max(0, bisect_right(starts, at) - 1) for at, node in enumerate(nodes)}
     for node in nodes:
         source = node.args[0] if node.target is operator.getitem else None
-        if isinstance(source, fx.Node) and source in place and not _is_tensor(source):
-            place[node] = place[source]
+        if isinstance(source, fx.Node) and source in unit_of and not _is_tensor(source):
+            unit_of[node] = unit_of[source]
     for number, start in enumerate(starts):
         end = starts[number + 1] if number + 1 < len(starts) else len(nodes)
         first = 0 if number == 0 else start
-        own = tuple(node for node in nodes if place[node] == number)
+        unit_nodes = tuple(node for node in nodes if unit_of[node] == number)
         names = dict.fromkeys(name for name in owners[first:end] if name is not None)
         is_layer = any(entries.get(name, False) for name in names)
         yield ModelUnit(
             module=(owners[start] or "") if number else "",
             modules=tuple(names),
             is_layer=is_layer,
-            nodes=own,
-            signature=_signature(own),
+            nodes=unit_nodes,
+            signature=_signature(unit_nodes),
         )
 
 
@@ -253,20 +250,20 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 
 def _signature(nodes: Sequence[fx.Node]) -> str:
-    """Stands for what ``nodes`` compute: operators, wiring, shapes, and what leaves them."""
-    own = {node: at for at, node in enumerate(nodes)}
-    given: dict[fx.Node, int] = {}
+    """A digest of what ``nodes`` compute: operators, wiring, shapes, and what leaves them."""
+    index_of = {node: at for at, node in enumerate(nodes)}
+    inputs: dict[fx.Node, int] = {}
 
     def name(node: fx.Node) -> str:
-        if node in own:
-            return f"%{own[node]}"
-        number = given.setdefault(node, len(given))
+        if node in index_of:
+            return f"%{index_of[node]}"
+        number = inputs.setdefault(node, len(inputs))
         return f"${number}:{_spec(node)}"
 
     text = []
     for node in nodes:
         arguments = fx.node.map_arg((node.args, node.kwargs), name)
-        leaves = not all(user in own for user in node.users)
+        leaves = not all(user in index_of for user in node.users)
         text.append(f"{node.op} {node.target} {arguments} -> {_spec(node)} {leaves}")
     return digest_of(text)
 
@@ -283,13 +280,13 @@ def _shared(
     model: torch.nn.Module, units: Sequence[ModelUnit], given: Mapping[fx.Node, Any]
 ) -> dict[str, tuple[str, ...]]:
     """Trained weight that several units read -> the modules at which these begin."""
-    names = {id(own): name for name, own in model.named_parameters()}
-    found = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    shared = {}
     for node, value in given.items():
         if not isinstance(value, torch.nn.Parameter) or not value.requires_grad:
             continue
         readers = [unit for unit in units if not node.users.keys().isdisjoint(unit.nodes)]
         if len(readers) > 1:
             places = tuple(unit.modules[0] if unit.modules else "" for unit in readers)
-            found[names.get(id(value), node.name)] = places
-    return found
+            shared[names.get(id(value), node.name)] = places
+    return shared

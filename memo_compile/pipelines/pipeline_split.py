@@ -1,7 +1,7 @@
-"""``memo_compile.pipeline_split``: where to cut a model into stages, with recomputation in mind.
+"""``memo_compile.pipeline_split``: finds where to cut a model into pipeline stages.
 
-Source: Lynx (arXiv 2406.08756), section 5: the slowest stage is to be as fast as possible, and how
-fast a stage is depends on how much it must recompute in the memory that its microbatches in flight
+Source: Lynx (arXiv 2406.08756), section 5: the slowest stage is to be as fast as possible, and a
+stage's speed depends on how much it must recompute in the memory that its microbatches in flight
 leave. The paper moves layers one by one; here the best split of all is found, and proved
 (``papers.lynx.partition.split_ranges``), from the plans of few stages.
 """
@@ -12,7 +12,7 @@ import inspect
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.offline.offline_step import offline_config
 from memo_compile.offline.plan_offline import raise_bare, tracing
 from memo_compile.papers.lynx.partition import split_ranges
-from memo_compile.pipelines.looped_split import Cut, looped_split, ranges_of, rank_costs
 from memo_compile.pipelines.loss_costs import Loss, LossCosts, loss_costs
 from memo_compile.pipelines.model_units import ModelUnits, units_of
 from memo_compile.pipelines.split_result import PipelineSplit, SplitStage
@@ -37,8 +36,91 @@ from memo_compile.step.serialise import plain, restore
 from memo_compile.torch_private import distributed, fx_graphs
 from memo_compile.units import format_bytes, format_enough
 
-_asked = itertools.count()
-"""Questions of this process: ranks that ask the same number of questions ask the same ones."""
+Cut = tuple[int, ...]
+"""How many units each stage has."""
+
+Worth = tuple[float, float, float]
+"""How good a cut is, smaller is better: bytes by which ranks exceed the budget, seconds of the
+slowest rank, seconds of the slowest stage."""
+
+
+def ranges_of(cut: Cut) -> list[tuple[int, int]]:
+    """Per stage its units, ``[begin, end)``."""
+    ends = [sum(cut[: stage + 1]) for stage in range(len(cut))]
+    return [(end - count, end) for count, end in zip(cut, ends, strict=True)]
+
+
+def rank_costs(plans: StagePlans, cut: Cut) -> list[StageCost]:
+    """The cost of each rank with all its stages."""
+    num_ranks, ranges = plans.orders.num_ranks, ranges_of(cut)
+    return [plans.rank_cost(rank, tuple(ranges[rank::num_ranks])) for rank in range(num_ranks)]
+
+
+def looped_split(plans: StagePlans) -> Cut:
+    """Finds a split for ranks that have several stages, which share the rank's memory.
+
+    What a stage must recompute depends on its rank's other stages, so that no table of stage times
+    holds it. As in the paper, the search begins at the split that is best without recomputation,
+    and moves one unit to a neighbouring stage while that helps: first the ranks come closer to
+    fitting, then the slowest rank gets faster, then the slowest stage. The ranks of the result may
+    still not fit the budget.
+    """
+
+    def least(_: int, begin: int, end: int) -> float | None:
+        return plans.least_s(begin, end) if end > begin else None
+
+    num_stages = plans.orders.num_stages
+    cut = split_ranges(len(plans.units.units), num_stages, least, least)
+    assert cut is not None, "there are as many layers as stages"
+    worth = _worth(plans, cut)
+    while True:
+        better = _better(plans, cut, worth)
+        if better is None:
+            return cut
+        cut, worth = better
+
+
+def _better(plans: StagePlans, cut: Cut, worth: Worth) -> tuple[Cut, Worth] | None:
+    """The first better neighbour of ``cut``, fast ones first; None where no neighbour is better.
+
+    Seconds without recomputation bound a neighbour's worth: the search stops at the first whose
+    bound is no better, once ``cut`` fits.
+    """
+    for neighbour in sorted(_neighbours(cut), key=lambda other: _least_seconds(plans, other)):
+        if worth[0] == 0 and _least_seconds(plans, neighbour) >= worth[1:]:
+            return None
+        if (neighbour_worth := _worth(plans, neighbour)) < worth:
+            return neighbour, neighbour_worth
+    return None
+
+
+def _neighbours(cut: Cut) -> Iterator[Cut]:
+    """The cuts in which one unit has moved to a neighbouring stage."""
+    for border in range(len(cut) - 1):
+        for change in (-1, 1):
+            moved = list(cut)
+            moved[border] += change
+            moved[border + 1] -= change
+            if min(moved) > 0:
+                yield tuple(moved)
+
+
+def _least_seconds(plans: StagePlans, cut: Cut) -> tuple[float, float]:
+    """Seconds of the slowest rank, and of the slowest stage, if nothing were recomputed."""
+    seconds = [plans.least_s(begin, end) for begin, end in ranges_of(cut)]
+    num_ranks = plans.orders.num_ranks
+    return max(math.fsum(seconds[rank::num_ranks]) for rank in range(num_ranks)), max(seconds)
+
+
+def _worth(plans: StagePlans, cut: Cut) -> Worth:
+    costs, budget = rank_costs(plans, cut), plans.budget_bytes() or 0
+    lacking = sum(max(1, (cost.floor_bytes or 0) - budget) for cost in costs if not cost.fits)
+    _, slowest_stage = _least_seconds(plans, cut)
+    return lacking, max(cost.seconds for cost in costs), slowest_stage
+
+
+_call_numbers = itertools.count()
+"""Numbers the calls of ``pipeline_split`` in this process: the n-th calls of all ranks agree."""
 
 
 def pipeline_split(
@@ -56,7 +138,7 @@ def pipeline_split(
     hardware: str | HardwareProfile | None = None,
     **options: Any,
 ) -> PipelineSplit:
-    """The cut of ``model`` into stages whose slowest is fastest, recomputation included.
+    """Cuts ``model`` into stages so that the slowest is as fast as possible.
 
     Args:
         model: The whole model. It must trace into one graph and hold a list of layers. Weights and
@@ -74,16 +156,16 @@ def pipeline_split(
         hardware: A device to plan for, by name or profile. Without it costs are measured here.
         options: Of ``torch.compile(..., backend="memo", options=...)``.
 
-    Embedding and head are units beside the layers: the first and the last stage may have fewer
-    layers for them, or none. Under torch.distributed each rank may ask: all return the split of the
-    rank that was first.
+    Seconds include recomputation. Embedding and head are units beside the layers: the first and the
+    last stage may have fewer layers for them, or none. Under torch.distributed each rank may call
+    this: all return the split of the rank that was first.
 
     Raises:
         Infeasible: no split fits ``memory_budget``; ``floor_bytes`` is the smallest that does.
         ConfigError: more stages than layers, nothing that repeats, an unknown schedule or option.
         UnsupportedGraph: the model does not trace into one graph, or nothing needs a gradient.
     """
-    number = next(_asked)
+    number = next(_call_numbers)
     profile = find_hardware(hardware) if isinstance(hardware, str) else hardware
     orders = StageOrders(
         kind=schedule,
@@ -124,7 +206,7 @@ def _require_usable(
 ) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"pipeline_split: expected a module, got {type(model).__name__}")
-    if profile is None and any(own.is_meta for own in model.parameters()):
+    if profile is None and any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(
             "pipeline_split: the model lies on meta, where nothing can be measured; name the "
             "hardware that it is to train on"
@@ -153,17 +235,18 @@ def _require_enough(units: ModelUnits, num_stages: int) -> None:
 
 
 def _split(plans: StagePlans) -> PipelineSplit:
-    """The best split. Raises Infeasible: none fits."""
+    """The best split that fits the budget. Raises Infeasible: none fits."""
     units, orders = plans.units, plans.orders
     if orders.num_chunks > 1:
         cut = looped_split(plans)
         _require_fits(plans, cut)
     else:
-        proved = _proved_split(plans)
-        if proved is None:
+        best_cut = _proved_split(plans)
+        if best_cut is None:
             raise _no_split(plans)
-        cut = proved
-    stages, even = (_stages(plans, own) for own in (cut, _even(units, orders.num_stages)))
+        cut = best_cut
+    even_cut = _even_cut(units, orders.num_stages)
+    stages, even = _stages(plans, cut), _stages(plans, even_cut)
     return PipelineSplit(
         stages=stages,
         even=even,
@@ -176,7 +259,7 @@ def _split(plans: StagePlans) -> PipelineSplit:
 
 
 def _proved_split(plans: StagePlans) -> Cut | None:
-    """The best split of all, where each stage has a rank for itself; None: none fits."""
+    """The best of all splits with one stage on each rank; None where none fits."""
     budget = plans.budget_bytes() or math.inf
 
     @functools.cache
@@ -195,9 +278,9 @@ def _require_fits(plans: StagePlans, cut: Cut) -> None:
     """Raise Infeasible where a rank with several stages has no plan."""
     floors = [cost.floor_bytes for cost in rank_costs(plans, cut) if not cost.fits]
     if floors:
-        known = None if None in floors else max(floor for floor in floors if floor is not None)
-        needs = "" if known is None else f"; the smallest that was found is {format_enough(known)}"
-        raise Infeasible(f"{_unfit(plans)}{needs}", floor_bytes=known)
+        floor = None if None in floors else max(floor for floor in floors if floor is not None)
+        needs = "" if floor is None else f"; the smallest that was found is {format_enough(floor)}"
+        raise Infeasible(f"{_unfit(plans)}{needs}", floor_bytes=floor)
 
 
 def _unfit(plans: StagePlans) -> str:
@@ -206,8 +289,8 @@ def _unfit(plans: StagePlans) -> str:
     return f"no split into {plans.orders.num_stages} stages fits {bound} on each rank"
 
 
-def _even(units: ModelUnits, num_stages: int) -> Cut:
-    """As many layers in each stage; what is none stays with the layer before it."""
+def _even_cut(units: ModelUnits, num_stages: int) -> Cut:
+    """Equal numbers of layers in all stages; a unit that is no layer stays with the one before."""
     each, extra = divmod(units.num_layers, num_stages)
     stages = [stage for stage in range(num_stages) for _ in range(each + (stage < extra))]
     counts, layer = [0] * num_stages, -1
@@ -218,31 +301,30 @@ def _even(units: ModelUnits, num_stages: int) -> Cut:
 
 
 def _stages(plans: StagePlans, cut: Cut) -> tuple[SplitStage, ...]:
-    """Stages of one rank share its plan, and what that recomputes by their seconds."""
+    """What each stage holds and takes; a rank's stages share its recomputation by their seconds."""
     orders, ranges = plans.orders, ranges_of(cut)
     if orders.num_chunks > 1:
         costs = [rank_costs(plans, cut)[stage % orders.num_ranks] for stage in range(len(cut))]
     else:
-        costs = [plans.cost(stage, *own) for stage, own in enumerate(ranges)]
-    found = []
-    for stage, (own, cost) in enumerate(zip(ranges, costs, strict=True)):
-        of_rank = [
-            plans.least_s(*other) for other in ranges[stage % orders.num_ranks :: orders.num_ranks]
-        ]
-        share = plans.least_s(*own) / (math.fsum(of_rank) or 1.0)
-        found.append(_stage(plans, stage, own, cost, share))
-    return tuple(found)
+        costs = [plans.cost(stage, begin, end) for stage, (begin, end) in enumerate(ranges)]
+    stages = []
+    for stage, ((begin, end), cost) in enumerate(zip(ranges, costs, strict=True)):
+        rank_ranges = ranges[stage % orders.num_ranks :: orders.num_ranks]
+        rank_s = math.fsum(plans.least_s(*stage_range) for stage_range in rank_ranges)
+        share = plans.least_s(begin, end) / (rank_s or 1.0)
+        stages.append(_stage(plans, stage, (begin, end), cost, share))
+    return tuple(stages)
 
 
 def _stage(
     plans: StagePlans, stage: int, units: tuple[int, int], cost: StageCost, share: float
 ) -> SplitStage:
-    own, plan = plans.units.units[slice(*units)], cost.plan
+    stage_units, plan = plans.units.units[slice(*units)], cost.plan
     lines = () if plan is None else decision_lines(plan.decisions, plan.layer_classes)
     return SplitStage(
-        modules=tuple(dict.fromkeys(name for unit in own for name in unit.modules)),
-        begins_at=own[0].module,
-        num_layers=sum(unit.is_layer for unit in own),
+        modules=tuple(dict.fromkeys(name for unit in stage_units for name in unit.modules)),
+        begins_at=stage_units[0].module,
+        num_layers=sum(unit.is_layer for unit in stage_units),
         num_in_flight=plans.orders.num_in_flight(stage),
         seconds=None if plan is None else plans.least_s(*units) + share * cost.more_s,
         more_s=share * cost.more_s,
@@ -254,7 +336,7 @@ def _stage(
 
 
 def _no_split(plans: StagePlans) -> Infeasible:
-    """Why there is none, and the smallest budget for which there is one."""
+    """The error that no split fits, with the smallest budget that one fits."""
     budget = plans.budget_bytes()
 
     @functools.cache
@@ -269,7 +351,7 @@ def _no_split(plans: StagePlans) -> Infeasible:
     text = _unfit(plans)
     if cut is None:
         return Infeasible(text)
-    needs = [exact(stage, *own) or 0 for stage, own in enumerate(ranges_of(cut))]
+    needs = [exact(stage, begin, end) or 0 for stage, (begin, end) in enumerate(ranges_of(cut))]
     return Infeasible(
         f"{text}; the smallest that fits one is {format_enough(max(needs))}. Raise memory_budget, "
         "take more stages or smaller microbatches",
@@ -284,21 +366,21 @@ def _notes(plans: StagePlans, cut: Cut) -> Sequence[str]:
         for unit in plans.units.units[begin:end]
         for name in unit.modules
     }
-    found = []
+    notes = []
     for weight, modules in plans.units.shared.items():
         stages = sorted({stage_of[name] for name in modules if name in stage_of})
         if len(stages) > 1:
-            found.append(
+            notes.append(
                 f"{weight} is read by stages {', '.join(map(str, stages))}: each has a copy, which "
                 "counts, and nothing in torch.distributed.pipelining adds up their gradients"
             )
-    return found
+    return notes
 
 
 def _loss(
     loss_fn: Loss, gm: fx.GraphModule, target: Any, profile: HardwareProfile | None
 ) -> LossCosts:
-    """What the loss of a microbatch takes. Raises ConfigError: the model returns no one tensor."""
+    """Seconds and bytes of a microbatch's loss. Raises ConfigError: the model returns no tensor."""
     results = results_of(gm.graph)
     if len(results) != 1:
         raise ConfigError(
@@ -316,29 +398,31 @@ def _loss(
 def _without_meta(
     model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
 ) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-    """All of it as fakes on the CPU where the model lies on meta; as it is, else."""
-    if not any(own.is_meta for own in itertools.chain(model.parameters(), model.buffers())):
+    """Model and inputs as fakes on the CPU where the model lies on ``meta``; else unchanged."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(tensor.is_meta for tensor in tensors):
         return model, tuple(args), dict(kwargs), target
     with fx_graphs.fake_mode(real_inputs=True):
 
         def faked(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            made = torch.empty_like(value, device="cpu")
+            fake = torch.empty_like(value, device="cpu")
             if isinstance(value, torch.nn.Parameter):
-                return torch.nn.Parameter(made, requires_grad=value.requires_grad)
-            return made
+                return torch.nn.Parameter(fake, requires_grad=value.requires_grad)
+            return fake
 
-        memo = {id(own): faked(own) for own in itertools.chain(model.parameters(), model.buffers())}
-        copied = copy.deepcopy(model, memo)
+        # deepcopy takes each tensor's copy from here.
+        fakes = {id(tensor): faked(tensor) for tensor in tensors}
+        copied = copy.deepcopy(model, fakes)
         return copied, *tree_map(faked, (tuple(args), dict(kwargs), target))
 
 
 def _agreed(split: PipelineSplit, number: int) -> PipelineSplit:
-    """``split``, or what another rank found first for question ``number``."""
+    """``split``, or the split of the rank that finished call ``number`` first."""
     if distributed.num_ranks() < 2:
         return split
     key = f"memo/pipeline_split/{number}"
     text = distributed.job_store().setdefault(key, json.dumps(plain(split)))
-    found: PipelineSplit = restore(json.loads(text), PipelineSplit, "split")
-    return found
+    first_split: PipelineSplit = restore(json.loads(text), PipelineSplit, "split")
+    return first_split

@@ -1,4 +1,4 @@
-"""What ``memo_compile.pipeline_split`` answers."""
+"""The result of ``memo_compile.pipeline_split``, and its table."""
 
 import io
 import math
@@ -21,28 +21,27 @@ _WIDTH = 110
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitStage:
-    """One stage, and what its plan says of it."""
+    """One stage of a split: its modules, and the figures of its plan."""
 
     modules: tuple[str, ...]
-    """What it holds, fully qualified: layers, and others that hold no layers."""
+    """Fully qualified names: layers, and others that hold no layers."""
     begins_at: str
-    """The first of them; empty for the first stage."""
+    """The first of these names; empty for the first stage."""
     num_layers: int
     num_in_flight: int
-    """Microbatches whose backward is still to come, at most."""
+    """How many microbatches wait for their backward, at most."""
     seconds: float | None
-    """Of a microbatch's forward and backward, recomputation and waits included; None: no plan
-    fits."""
+    """Of a microbatch's forward and backward with recomputation and waits; None: no plan fits."""
     more_s: float
-    """Recomputation, and waits for copies, among these."""
+    """The part of ``seconds`` that is recomputation and waits for copies."""
     peak_bytes: int | None
-    """The most that its rank holds in a step, all of its stages and optimizer state included."""
+    """Peak of its rank in a step, with all its stages and optimizer state."""
     floor_bytes: int | None
-    """The smallest budget that fits, where none does."""
+    """The smallest budget that a plan fits, where none fits this one."""
     host_bytes: int
-    """What it copies to the host, at its most."""
+    """Peak of the bytes that lie on the host."""
     decisions: tuple[str, ...]
-    """What is recomputed and what goes to the host, in lines for people."""
+    """What is recomputed and what goes to the host, as lines for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +59,16 @@ class PipelineSplit:
     num_microbatches: int
     budget_bytes: int | None
     is_proved: bool
-    """True where no split has a faster slowest stage; of several stages on a rank nobody knows."""
+    """True where no split has a faster slowest stage; with several stages on a rank unknown."""
     notes: tuple[str, ...] = ()
 
     @property
     def split_points(self) -> tuple[str, ...]:
-        """Modules at which stages begin, but for the first."""
+        """Modules at which stages begin, without the first stage's."""
         return tuple(stage.begins_at for stage in self.stages[1:])
 
     def split_spec(self) -> "dict[str, SplitPoint]":
-        """What torch's ``pipeline(module, mb_args, split_spec=...)`` takes."""
+        """For torch's ``pipeline(module, mb_args, split_spec=...)``."""
         from torch.distributed.pipelining import SplitPoint
 
         return dict.fromkeys(self.split_points, SplitPoint.BEGINNING)

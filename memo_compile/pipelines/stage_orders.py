@@ -1,4 +1,4 @@
-"""The microbatches of a stage in a schedule's order, as torch.distributed.pipelining has it."""
+"""In which order a pipeline schedule runs the microbatches of a stage, as torch's schedules do."""
 
 from dataclasses import dataclass
 
@@ -25,13 +25,13 @@ class StageOrders:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {value!r}")
-        chunks, rest = divmod(self.num_stages, self.num_ranks)
+        chunks, remainder = divmod(self.num_stages, self.num_ranks)
         if self.kind != "interleaved" and self.num_ranks != self.num_stages:
             raise ConfigError(
                 f"num_ranks: {self.kind} has one stage on each rank, got {self.num_stages} stages "
                 f"on {self.num_ranks}"
             )
-        if rest or (self.kind == "interleaved" and chunks < 2):
+        if remainder or (self.kind == "interleaved" and chunks < 2):
             raise ConfigError(
                 f"num_stages: interleaved expects two or more on each of {self.num_ranks} ranks, "
                 f"got {self.num_stages}"
@@ -52,12 +52,15 @@ class StageOrders:
         return stage == self.num_stages - 1
 
     def runs_one_by_one(self, stage: int) -> bool:
-        """True where each microbatch's backward follows its forward: each is a step by itself."""
+        """True where each microbatch's backward follows its forward, so that each is one step."""
         alternates = self.kind == "1f1b" and self.is_last(stage)
         return self.num_chunks == 1 and (alternates or self.num_microbatches == 1)
 
     def rank_order(self, rank: int) -> HalfOrder:
-        """The halves of all stages of a rank; member ``chunk * num_microbatches + microbatch``."""
+        """(member, is_backward) for all halves of a rank's stages.
+
+        Member ``chunk * num_microbatches + microbatch`` is one microbatch of one stage.
+        """
         count = self.num_microbatches
         if self.kind == "gpipe":
             members = range(count)
@@ -71,15 +74,17 @@ class StageOrders:
         )
 
     def stage_order(self, stage: int) -> HalfOrder:
-        """The halves of a stage's microbatches."""
+        """(microbatch, is_backward) for all halves of a stage."""
         chunk, rank = divmod(stage, self.num_ranks)
-        count = self.num_microbatches
-        own = range(chunk * count, (chunk + 1) * count)
-        halves = self.rank_order(rank)
-        return tuple((at - chunk * count, backward) for at, backward in halves if at in own)
+        first = chunk * self.num_microbatches
+        return tuple(
+            (member - first, is_backward)
+            for member, is_backward in self.rank_order(rank)
+            if first <= member < first + self.num_microbatches
+        )
 
     def num_in_flight(self, stage: int) -> int:
-        """The most microbatches of a stage whose backward is still to come."""
+        """How many microbatches of a stage wait for their backward, at most."""
         level = most = 0
         for _, is_backward in self.stage_order(stage):
             level += -1 if is_backward else 1

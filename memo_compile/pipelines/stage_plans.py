@@ -1,15 +1,17 @@
-"""What a stage takes, by its own plan: its units' graph with all microbatches of its rank's order.
+"""Plans stages of a model that never run, to learn each stage's seconds and bytes.
 
-The graph is captured, lowered and planned as the backend does it when the stage runs, but for what
-only a step shows. Seconds of a microbatch are those of its units, measured one by one, and what the
-plan recomputes and waits for on top.
+The graph of a stage's units is captured, lowered and planned with all microbatches in the order of
+the rank's schedule, as the backend does it when the stage runs, but without what only a running
+step shows. Seconds of a microbatch are those of its units, measured one by one, and on top what the
+plan recomputes and waits for.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from memo_compile.config import MemoConfig
@@ -24,24 +26,26 @@ from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import Infeasible
 from memo_compile.gpus import GpuFacts
 from memo_compile.offline.plan_offline import TracedModel
+from memo_compile.offline.step_record import tiling_of
 from memo_compile.pipelines.loss_costs import LossCosts
 from memo_compile.pipelines.model_units import ModelUnits
-from memo_compile.pipelines.rank_groups import rank_group
 from memo_compile.pipelines.stage_orders import StageOrders
+from memo_compile.step.group import Group, num_user_results
 from memo_compile.step.plans import Plan
+from memo_compile.step.problem import FixedBytes, Interlude
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """What a stage takes of its rank, for one microbatch and at its most."""
+    """Seconds of a stage for one microbatch, and its plan."""
 
     seconds: float = math.inf
-    """Forward and backward of a microbatch with what is recomputed and waited for; infinite: no
-    plan fits."""
+    """Forward and backward of a microbatch with recomputation and waits; infinite where no plan
+    fits."""
     more_s: float = 0.0
-    """Of these, recomputation and waits for copies."""
+    """The part of ``seconds`` that is recomputation and waits for copies."""
     floor_bytes: int | None = None
-    """The smallest budget that fits, where ``seconds`` are infinite."""
+    """The smallest budget that a plan fits, where none fits this one."""
     plan: Plan | None = None
 
     @property
@@ -61,7 +65,7 @@ class StagePlans:
     gpu: GpuFacts | None = None
     loss: LossCosts | None = None
     figures: dict[str, float] = field(default_factory=dict)
-    """Seconds by what a region computes: regions of several stages are measured once."""
+    """Content of a region -> seconds: equal regions of several stages are measured once."""
     _models: dict[tuple[str, ...], "_StageModel"] = field(default_factory=dict)
     _costs: dict[tuple[Any, ...], StageCost] = field(default_factory=dict)
     _unit_s: dict[str, float] = field(default_factory=dict)
@@ -69,7 +73,7 @@ class StagePlans:
     _received: dict[int, int] = field(default_factory=dict)
 
     def budget_bytes(self) -> int | None:
-        """The bound of each rank; None: no one was declared."""
+        """The memory budget of each rank; None where none is given."""
         hardware = self.hardware
         total = (
             hardware.memory_bytes if hardware else self._model(0, 1).traced.facts().device_bytes()
@@ -77,23 +81,24 @@ class StagePlans:
         return self.config.budget_bytes(total)
 
     def unit_s(self, number: int) -> float:
-        """Seconds of a unit's forward and backward, nothing recomputed; the last with the loss."""
+        """Seconds of a unit's forward and backward without recomputation; the last has the loss."""
         unit = self.units.units[number]
         if unit.signature not in self._unit_s:
             config = self._whole(replace(self.config, memory_budget=None))
-            known = self._model(number, number + 1).lowered(None, config)
-            self._unit_s[unit.signature] = known.compute_s()
+            lowered = self._model(number, number + 1).lowered(None, config)
+            self._unit_s[unit.signature] = lowered.compute_s()
         is_last = number == len(self.units.units) - 1
         return self._unit_s[unit.signature] + (self.loss.seconds if is_last and self.loss else 0.0)
 
     def least_s(self, begin: int, end: int) -> float:
-        """Seconds of units ``[begin, end)``, nothing recomputed."""
+        """Seconds of units ``[begin, end)`` without recomputation."""
         return math.fsum(self.unit_s(number) for number in range(begin, end))
 
     def least_bytes(self, stage: int, begin: int, end: int) -> int:
-        """What no plan avoids: parameters, their gradients, optimizer state, and what torch keeps.
+        """Bytes that every plan of units ``[begin, end)`` needs.
 
-        That is what comes in from other ranks, for all microbatches, and the last stage's results.
+        These are parameters, their gradients, optimizer state, and what torch's schedule keeps for
+        all microbatches: what comes in from other ranks, and the last stage's results.
         """
         if (begin, end) not in self._constants:
             facts = GraphFacts(self.units.parameters(begin, end), gpu=self.gpu)
@@ -106,8 +111,8 @@ class StagePlans:
         return self._constants[begin, end] + self.orders.num_microbatches * crossing
 
     def rank_cost(self, rank: int, ranges: tuple[tuple[int, int], ...]) -> StageCost:
-        """A rank that has several stages, each with units ``[begin, end)`` of ``ranges``."""
-        signatures = tuple(self.units.signature(*own) for own in ranges)
+        """The cost of a rank that has several stages, with the units ``[begin, end)`` of each."""
+        signatures = tuple(self.units.signature(begin, end) for begin, end in ranges)
         key = (signatures, self.orders.rank_order(rank), rank == self.orders.num_ranks - 1)
         if key not in self._costs:
             self._costs[key] = self._rank_cost(rank, ranges)
@@ -115,22 +120,23 @@ class StagePlans:
 
     def _rank_cost(self, rank: int, ranges: tuple[tuple[int, int], ...]) -> StageCost:
         config, count = self._whole(self.config), self.orders.num_microbatches
-        chunks = [self._model(*own).lowered(None, config) for own in ranges]
-        graphs = {id(known): known for known in chunks}  # equal stages are one graph
+        chunks = [self._model(begin, end).lowered(None, config) for begin, end in ranges]
+        graphs = {id(chunk): chunk for chunk in chunks}  # equal stages are one graph
         number_of = {key: number for number, key in enumerate(graphs)}
-        known = PieceKnowledge(
+        joint_step = PieceKnowledge(
             graphs=list(graphs.values()),
             members=[number_of[id(chunk)] for chunk in chunks for _ in range(count)],
             group=rank_group(chunks, self.orders, rank, self.loss),
         )
         try:
-            plan = plan_known(known, config, PlanRequest()).plan
+            plan = plan_known(joint_step, config, PlanRequest()).plan
         except Infeasible as error:
             return StageCost(floor_bytes=error.floor_bytes)
-        return self._of_plan(plan, math.fsum(self.least_s(*own) for own in ranges), count)
+        least_s = math.fsum(self.least_s(begin, end) for begin, end in ranges)
+        return self._cost_of_plan(plan, least_s, count)
 
     def cost(self, stage: int, begin: int, end: int) -> StageCost:
-        """Stage number ``stage`` with units ``[begin, end)``."""
+        """The cost of stage number ``stage`` with units ``[begin, end)``."""
         order = self.orders.stage_order(stage)
         key = (self.units.signature(begin, end), order, self.orders.is_last(stage))
         if key not in self._costs:
@@ -143,18 +149,18 @@ class StagePlans:
         except Infeasible as error:
             return StageCost(floor_bytes=error.floor_bytes)
         count = 1 if self.orders.runs_one_by_one(stage) else self.orders.num_microbatches
-        return self._of_plan(plan, self.least_s(begin, end), count)
+        return self._cost_of_plan(plan, self.least_s(begin, end), count)
 
     @staticmethod
-    def _of_plan(plan: Plan, least_s: float, count: int) -> StageCost:
-        """Seconds of a microbatch by the plan of ``count``."""
+    def _cost_of_plan(plan: Plan, least_s: float, count: int) -> StageCost:
+        """The cost of one microbatch, of which ``plan`` runs ``count``."""
         more_s = 0.0
         if plan.step_s is not None and plan.compute_s is not None:
             more_s = max(0.0, plan.step_s - plan.compute_s) / count
         return StageCost(seconds=least_s + more_s, more_s=more_s, plan=plan)
 
     def _plan(self, stage: int, begin: int, end: int) -> Plan:
-        """Whole, or in tiles where it does not fit whole. Raises Infeasible: it fits in none."""
+        """Plans a stage whole, or in tiles where it does not fit whole. Raises Infeasible."""
         model = self._model(begin, end)
         if self.orders.runs_one_by_one(stage):
             count = self.orders.num_microbatches
@@ -163,9 +169,9 @@ class StagePlans:
                 config = replace(config, gradients="accumulated")
             return model.first_that_fits(config, self._one_by_one)
 
-        def grouped(known: StepKnowledge, options: MemoConfig) -> PlannedStep:
-            group = rank_group([known], self.orders, stage, self.loss)
-            return plan_known(known, options, PlanRequest(group=group))
+        def grouped(step: StepKnowledge, options: MemoConfig) -> PlannedStep:
+            group = rank_group([step], self.orders, stage, self.loss)
+            return plan_known(step, options, PlanRequest(group=group))
 
         try:
             whole = self._whole(self.config)
@@ -176,13 +182,13 @@ class StagePlans:
         return model.first_that_fits(self.config, grouped)
 
     @staticmethod
-    def _one_by_one(known: StepKnowledge, options: MemoConfig) -> PlannedStep:
-        planned = plan_known(known, options, first_request(known))
-        require_fast(planned.plan, options, known)
+    def _one_by_one(step: StepKnowledge, options: MemoConfig) -> PlannedStep:
+        planned = plan_known(step, options, first_request(step))
+        require_fast(planned.plan, options, step)
         return planned
 
     def _whole(self, config: MemoConfig) -> MemoConfig:
-        """``config`` without tiles, but for those that the user asked for."""
+        """``config`` without tiles, unless the user named a number of them."""
         return config if config.token_tiles is not None else replace(config, token_tiles=1)
 
     def _model(self, begin: int, end: int) -> "_StageModel":
@@ -202,23 +208,22 @@ class StagePlans:
 
 @dataclass(kw_only=True)
 class _StageModel:
-    """The graph of some units, lowered once in each tiling."""
+    """The graph of neighbouring units, lowered once in each tiling."""
 
     traced: TracedModel
-    _known: dict[tuple[Any, ...], StepKnowledge] = field(default_factory=dict)
+    _lowered: dict[tuple[Any, ...], StepKnowledge] = field(default_factory=dict)
 
     def lowered(self, graph: fx.GraphModule | None, options: MemoConfig) -> StepKnowledge:
         """The step in the tiles that ``options`` name, and for their number of microbatches."""
-        tiles = options.token_tiles, options.tile_above_bytes, options.drops_above()
-        key = (*tiles, options.microbatches, options.memory_budget is None)
-        if key not in self._known:
-            self._known[key] = self.traced.lowered(options, graph)
-        return self._known[key]
+        key = (*tiling_of(options), options.microbatches, options.memory_budget is None)
+        if key not in self._lowered:
+            self._lowered[key] = self.traced.lowered(options, graph)
+        return self._lowered[key]
 
     def first_that_fits(
         self, config: MemoConfig, plan: Callable[[StepKnowledge, MemoConfig], PlannedStep]
     ) -> Plan:
-        """What ``plan`` makes in the first tiles that suit it. Raises Infeasible: none do."""
+        """The plan in the first number of tiles that fits. Raises Infeasible: none fits."""
         hardware = self.traced.hardware
 
         def attempt(graph: fx.GraphModule, options: MemoConfig) -> Plan:
@@ -231,3 +236,110 @@ class _StageModel:
             attempt,
             hardware.memory_bytes if hardware else None,
         )
+
+
+def rank_group(
+    chunks: Sequence[StepKnowledge], orders: StageOrders, rank: int, loss: LossCosts | None
+) -> Group:
+    """The microbatches of all stages of ``rank``, and what torch's schedule holds beside them.
+
+    ``chunks`` are the stages' graphs, in the order of the model. Member ``chunk *
+    num_microbatches + microbatch`` is one microbatch.
+    """
+    halves = _RankHalves(chunks, orders, rank)
+    return Group(
+        num_members=len(chunks) * orders.num_microbatches,
+        fixed=_sum([halves.fixed(chunk) for chunk in range(len(chunks))]),
+        gone=tuple(halves.gone()),
+        passed=tuple(halves.passed()),
+        interludes=tuple(halves.losses(loss)) if loss is not None else (),
+        order=halves.order,
+    )
+
+
+def _sum(parts: Sequence[FixedBytes]) -> FixedBytes:
+    """The sum of all fields but ``libraries``: what libraries keep exists once."""
+    names = [field.name for field in fields(FixedBytes)]
+    sums = {name: sum(getattr(part, name) for part in parts) for name in names}
+    return FixedBytes(**{**sums, "libraries": max(part.libraries for part in parts)})
+
+
+class _RankHalves:
+    """The forward and backward halves of all microbatches of a rank, in the order they run."""
+
+    def __init__(self, chunks: Sequence[StepKnowledge], orders: StageOrders, rank: int) -> None:
+        self.chunks, self.count = chunks, orders.num_microbatches
+        self.order = orders.rank_order(rank)
+        self.half_of = {half: at for at, half in enumerate(self.order)}
+        self.has_last = orders.is_last(rank + (len(chunks) - 1) * orders.num_ranks)
+
+    def _chunk(self, member: int) -> int:
+        return member // self.count
+
+    def _is_last(self, chunk: int) -> bool:
+        """True for the stage whose results the loss reads."""
+        return self.has_last and chunk == len(self.chunks) - 1
+
+    def fixed(self, chunk: int) -> FixedBytes:
+        """Bytes that the stage holds all the time, with the buffers that it receives into."""
+        problem = self.chunks[chunk].lowered.problem
+        received = 0 if self._is_last(chunk) else sum(problem.tangents.values())
+        return replace(
+            problem.fixed,
+            inputs=self.count * (problem.fixed.inputs + received),
+            gradients=problem.fixed.new_gradients,
+        )
+
+    def passed(self) -> Iterator[tuple[int, int]]:
+        """(half, number of a gradient) that comes from another rank, in a buffer that stays."""
+        for at, (member, is_backward) in enumerate(self.order):
+            chunk = self._chunk(member)
+            if is_backward and not self._is_last(chunk):
+                for number in range(len(self.chunks[chunk].lowered.problem.tangents)):
+                    yield at, number
+
+    def gone(self) -> Iterator[tuple[int, int, int]]:
+        """(half, position of a result, half behind which it is freed), as ``Group.gone`` has it.
+
+        A forward's results are kept to the end of its backward, those of the last stage to the end
+        of the step. The first gradient of a parameter stays, later ones are added to it. A gradient
+        that is sent to another rank is there while the next half runs.
+        """
+        last = len(self.order) - 1
+        have_gradients: set[int] = set()
+        for at, (member, is_backward) in enumerate(self.order):
+            chunk = self._chunk(member)
+            lowered = self.chunks[chunk].lowered
+            forward, backward = lowered.problem.halves
+            if not is_backward:
+                until = self.half_of[member, True]
+                stays = self._is_last(chunk) or until == last
+                count = 0 if stays else num_user_results(forward, backward)
+                yield from ((at, position, until) for position in range(count))
+                continue
+            inputs = lowered.cut.facts.inputs()
+            for position, (value, result) in enumerate(zip(inputs, backward.results, strict=False)):
+                is_parameter = isinstance(value, torch.nn.Parameter)
+                until = at if is_parameter else at + 1
+                stays = is_parameter and chunk not in have_gradients
+                if result is not None and until < last and not stays:
+                    yield at, position, until
+            have_gradients.add(chunk)
+
+    def losses(self, loss: LossCosts) -> Iterator[Interlude]:
+        """Bytes of the losses between the halves.
+
+        A loss runs forward behind the last stage's forward, and backward before its backward.
+        """
+        for at, (member, is_backward) in enumerate(self.order):
+            most_bytes = left_bytes = 0
+            previous, previous_is_backward = self.order[at - 1] if at else (0, True)
+            if not previous_is_backward and self._is_last(self._chunk(previous)):
+                most_bytes = max(loss.forward_bytes, loss.saved_bytes)
+                left_bytes = loss.saved_bytes
+            if is_backward and self._is_last(self._chunk(member)):
+                most_bytes = max(most_bytes, left_bytes + loss.backward_bytes)
+                left_bytes -= loss.saved_bytes
+            if at and (most_bytes or left_bytes):
+                most_bytes = max(most_bytes, left_bytes, 0)
+                yield Interlude(half=at, most_bytes=most_bytes, left_bytes=left_bytes)

@@ -1,8 +1,8 @@
-"""The peak of a torch memory snapshot, and what was allocated there.
+"""Finds the peak of a torch memory snapshot, and the blocks that were allocated there.
 
-The snapshot's events are replayed: memory that was there before they began is what they free
-without having allocated it, and what is allocated in the end without an event. As torch counts
-``memory_allocated``, a block is free as soon as that is requested; sizes are as requested.
+The snapshot's events are replayed. Memory from before the first event is what events free without
+having allocated it, and what is allocated in the end without an event. As in torch's
+``memory_allocated``, a block is free as soon as its free is requested; sizes are as requested.
 """
 
 import io
@@ -27,7 +27,7 @@ class LiveBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a snapshot says about one device."""
+    """The peak of one device in a snapshot."""
 
     device: int
     peak_bytes: int
@@ -80,10 +80,10 @@ def measured_peak(
                 "step that is to be measured"
             )
         chosen = recorded if device is None else [device]
-        found = [_replay(snapshot, traces[index], index) for index in chosen]
+        peaks = [_replay(snapshot, traces[index], index) for index in chosen]
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{where}: not a memory snapshot: {error!r} in an event") from error
-    return max(found, key=lambda measured: measured.peak_bytes)
+    return max(peaks, key=lambda measured: measured.peak_bytes)
 
 
 def _replay(
@@ -121,22 +121,22 @@ Alive = dict[int, tuple[int, Sequence[Mapping[str, Any]]]]
 
 
 def _before(snapshot: Mapping[str, Any], events: Sequence[Mapping[str, Any]], device: int) -> Alive:
-    """What was allocated when the first event happened."""
+    """The blocks that were allocated before the first event."""
     alive: Alive = {}
-    made: set[int] = set()
+    allocated: set[int] = set()
     for event in events:
         if event["action"] == "alloc":
-            made.add(event["addr"])
+            allocated.add(event["addr"])
         elif event["action"] == "free_requested":
-            if event["addr"] not in made:
+            if event["addr"] not in allocated:
                 alive[event["addr"]] = (event["size"], event.get("frames", ()))
-            made.discard(event["addr"])
+            allocated.discard(event["addr"])
     for segment in snapshot["segments"]:
         if segment.get("device", 0) != device:
             continue
         address = segment["address"]
         for block in segment["blocks"]:
-            if block["state"] == "active_allocated" and address not in made:
+            if block["state"] == "active_allocated" and address not in allocated:
                 size = block.get("requested_size", block["size"])
                 alive[address] = (size, block.get("frames", ()))
             address += block["size"]

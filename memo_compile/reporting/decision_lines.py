@@ -1,4 +1,4 @@
-"""Decisions in lines for people: all tensors of a layer that go the same way in one line."""
+"""Decisions as lines for people: one line for all tensors of a layer with the same decision."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ from memo_compile.step.problem import LayerClassInfo
 from memo_compile.units import format_bytes
 
 _LAYERS = re.compile(r"^(.*) \[(\d+):(\d+)\]$")
-"""A class of which these layers only go that way (``driver/report_rows.py``)."""
+"""Matches ``layers [0:3]``: a decision for some layers of a class (``driver/report_rows.py``)."""
 
 _VERBS = {"OFFLOAD": "-> host", "RECOMPUTE": "recomputed", "SAVE": "kept"}
 """Decision -> its words, in the order of the lines."""
@@ -18,7 +18,7 @@ _MOST_NAMES = 3
 """Tensors that a line names, the largest ones; the others are counted."""
 
 Way = frozenset[tuple[str, str, float]]
-"""What layers do with each of their tensors: name, decision, part of the tokens."""
+"""(tensor, decision, part of the tokens) for each tensor of a layer."""
 
 
 def decision_lines(
@@ -28,10 +28,10 @@ def decision_lines(
     copies: str = "",
     width: int = 100,
 ) -> Iterator[str]:
-    """One line for each kind of layers and each way that their tensors go.
+    """Yields a line for each set of equally planned layers and each decision on their tensors.
 
-    ``copies`` is said of what goes to the host: ``copies hide``. As many tensors are named as
-    ``width`` characters hold, at most three, and at least one.
+    ``copies`` is appended to lines about the host, such as ``copies hide``. A line names as many
+    tensors as ``width`` characters hold, at most three, and at least one.
     """
     sizes = {cls.module_path: cls.num_layers for cls in classes}
     for label, ways in _ways(decisions).items():
@@ -43,23 +43,23 @@ def decision_lines(
                 if same:
                     tail = f"; {copies}" if copies and decision == "OFFLOAD" else ""
                     each = " a layer" if label in sizes else ""
-                    rest = f" {verb}, {_size(same)}{each}{tail}"
-                    yield f"{where}: {_names(same, width - len(where) - 2 - len(rest))}{rest}"
+                    words = f" {verb}, {_size(same)}{each}{tail}"
+                    yield f"{where}: {_names(same, width - len(where) - 2 - len(words))}{words}"
 
 
 Span = tuple[int, int] | None
-"""The first layer of a class, and the one behind the last; None: all of it."""
+"""The first layer of a class, and the one behind the last; None: all layers of the class."""
 
 
 def _ways(
     decisions: Sequence[Decision],
 ) -> Mapping[str, Mapping[Way, list[tuple[Span, list[Decision]]]]]:
-    """Class -> way -> the layers that go it."""
+    """Class -> way -> the layers that are planned that way."""
     of_layers: dict[str, dict[Span, list[Decision]]] = {}
     for row in decisions:
-        found = _LAYERS.match(row.layer_class)
-        label = found.group(1) if found else row.layer_class
-        span = (int(found.group(2)), int(found.group(3))) if found else None
+        layers = _LAYERS.match(row.layer_class)
+        label = layers.group(1) if layers else row.layer_class
+        span = (int(layers.group(2)), int(layers.group(3))) if layers else None
         of_layers.setdefault(label, {}).setdefault(span, []).append(row)
     ways: dict[str, dict[Way, list[tuple[Span, list[Decision]]]]] = {}
     for label, spans in of_layers.items():
@@ -80,13 +80,13 @@ def _where(label: str, spans: Sequence[Span], num_layers: int | None) -> str:
 
 
 def _names(rows: Sequence[Decision], width: int) -> str:
-    """The largest tensors' names; those of one name are one."""
+    """The names of the largest tensors, each name once with a count."""
     counts = Counter(map(_name, sorted(rows, key=lambda row: -row.bytes * row.token_fraction)))
     names = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
     text = ""
     for shown in range(min(_MOST_NAMES, len(names)), 0, -1):
-        more = len(rows) - sum(list(counts.values())[:shown])
-        text = ", ".join(names[:shown]) + (f" and {more} more" if more else "")
+        num_unnamed = len(rows) - sum(list(counts.values())[:shown])
+        text = ", ".join(names[:shown]) + (f" and {num_unnamed} more" if num_unnamed else "")
         if len(text) <= width:
             break
     return text

@@ -1,7 +1,7 @@
-"""The nearest settings of other tools for what a plan decided, as commented text.
+"""Writes the settings of other tools that come nearest to a plan's decisions, with comments.
 
 Those tools keep, recompute or offload whole layers or whole operators, the same in every layer;
-memo decides for each tensor. What they cannot say is written beside the setting.
+memo decides for each tensor. Where a setting cannot express a decision, a comment says so.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from memo_compile.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the emitted settings must know of a plan."""
+    """The facts of a plan that the templates use."""
 
     model: str
     num_layers: int

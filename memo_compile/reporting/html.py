@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from memo_compile.reporting import charts
-from memo_compile.reporting.instances import instances
+from memo_compile.reporting.charts import instances
 from memo_compile.reporting.render import render
 from memo_compile.reporting.view import StepView, short_source, view_step
 from memo_compile.step.plans import Decision, Plan

@@ -48,12 +48,12 @@ def memory_snapshot(problem: Problem, plan: Plan) -> dict[str, Any]:
     makers = (partial(_arena, plan), partial(_outside, problem), partial(_made, problem))
     for make in makers:
         address += int(segments[-1]["total_size"]) + GAP_BYTES
-        segment, own = make(view, address)
+        segment, segment_lives = make(view, address)
         segments.append(segment)
-        lives.extend(own)
+        lives.extend(segment_lives)
     clock = _clock(problem, plan, view)
     return {
-        "segments": [made for made in segments if made["total_size"]],
+        "segments": [segment for segment in segments if segment["total_size"]],
         "device_traces": [[*_segment_events(segments[1:], clock), *_buffer_events(lives, clock)]],
         "allocator_settings": {},
         "external_annotations": [],
@@ -140,24 +140,24 @@ def _arena(plan: Plan, view: StepView, address: int) -> tuple[dict[str, Any], li
 
 
 def _outside(problem: Problem, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
-    """What kernels allocate themselves, placed as tightly as they would find it free."""
+    """The segment of what kernels allocate themselves, placed without gaps where that is free."""
     born: dict[tuple[str, int], list[int]] = {}
-    found: list[tuple[int, int, int, str]] = []
+    spans: list[tuple[int, int, int, str]] = []
     for line, change, kind in sorted(outside_events(problem), key=lambda event: event[:2]):
         if change > 0:
             born.setdefault((kind, change), []).append(line)
         elif change < 0 and born.get((kind, -change)):
-            found.append((born[(kind, -change)].pop(0), line, -change, kind))
+            spans.append((born[(kind, -change)].pop(0), line, -change, kind))
     buffers = tuple(
         Buffer(id=str(index), lower=start, upper=end, size=size)
-        for index, (start, end, size, _) in enumerate(found)
+        for index, (start, end, size, _) in enumerate(spans)
         if end > start
     )
     placed = place(PlacementProblem(buffers=buffers, alignment=ALIGNMENT_BYTES), solver="greedy")
     lives = []
     for buffer in buffers:
         call = view.call_at(buffer.lower)
-        kind = found[int(buffer.id)][3]
+        kind = spans[int(buffer.id)][3]
         where = _frame(problem.calls[call].name, f"{FRAME_FILE} {view.labels[call]}")
         lives.append(
             _Life(

@@ -1,4 +1,4 @@
-"""What memo did in this process: plans, notes, steps that ran without a plan."""
+"""The state behind ``memo_compile.report()``: plans, notes, steps that ran without a plan."""
 
 import contextlib
 import logging
@@ -138,40 +138,40 @@ def reset() -> None:
 
 
 def add_plan(plan: ReportedPlan) -> None:
-    """A plan stands; those of models that are gone leave the report, with their groups."""
+    """Adds ``plan`` to the report; plans of models that are gone leave it, with their groups."""
     with _state.lock:
         gone, _state.gone = _state.gone, []
-        left = {id(known) for known in gone}
-        names = {known.name for known in gone}
+        gone_ids = {id(old) for old in gone}
+        names = {old.name for old in gone}
         _state.groups = [group for group in _state.groups if names.isdisjoint(group.graphs)]
-        _state.plans = [*(known for known in _state.plans if id(known) not in left), plan]
+        _state.plans = [*(old for old in _state.plans if id(old) not in gone_ids), plan]
         _state.refused = False
         _state.notes = [note for note in _state.notes if note not in _state.refusal_notes]
         _state.refusal_notes.clear()
 
 
 def replace_plan(old: ReportedPlan, new: ReportedPlan) -> None:
-    """``new`` says more than ``old`` about the same step."""
+    """Puts ``new``, which says more about the same step, in the place of ``old``."""
     with _state.lock:
         _state.plans = [new if plan is old else plan for plan in _state.plans]
 
 
 def plan_is_gone(plan: ReportedPlan) -> None:
-    """No step of ``plan`` will run any more: its model is gone."""
+    """Notes that the model of ``plan`` is gone, so that no step of it will run any more."""
     with _state.lock:
         _state.gone.append(plan)
 
 
 def replace_group(old: ReportedGroup | None, new: ReportedGroup) -> None:
-    """``new`` stands in place of ``old``, or is the first plan of its group."""
+    """Puts ``new`` in the place of ``old``; None: it is the first plan of its group."""
     with _state.lock:
         _state.groups = [*(group for group in _state.groups if group is not old), new]
 
 
 def group_is_gone(group: ReportedGroup) -> None:
-    """No step of ``group`` will run any more."""
+    """Removes ``group``, of which no step will run any more."""
     with _state.lock:
-        _state.groups = [known for known in _state.groups if known is not group]
+        _state.groups = [other for other in _state.groups if other is not group]
 
 
 def add_note(note: str) -> bool:
@@ -189,7 +189,7 @@ def add_note(note: str) -> bool:
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[str]]:
-    """The notes that are added inside, those that were there already too."""
+    """Collects the notes that are added inside the block, also those that were there already."""
     gathered: list[str] = []
     with _state.lock:
         _state.noting.append(gathered)
@@ -197,17 +197,17 @@ def noting() -> Iterator[list[str]]:
         yield gathered
     finally:
         with _state.lock:
-            _state.noting = [known for known in _state.noting if known is not gathered]
+            _state.noting = [notes for notes in _state.noting if notes is not gathered]
 
 
 def warn_once(note: str) -> None:
-    """``note`` is in the report, and once in the log."""
+    """Adds ``note`` to the report, and logs it the first time."""
     if add_note(note):
         log.warning("memo: %s", note.removeprefix("memo: "))
 
 
 def mark_failed(note: str) -> None:
-    """A training graph got no plan and runs without one."""
+    """Notes that a training graph got no plan and runs without one."""
     add_note(note)
     with _state.lock:
         _state.failed = True
@@ -220,33 +220,33 @@ def current_notes() -> frozenset[str]:
 
 
 def mark_refused(note: str, before: frozenset[str]) -> None:
-    """A compilation that began with the notes ``before`` ended with an error, as ``note`` says.
+    """Notes that a compilation ended with an error; ``before`` are the notes when it began.
 
-    Neither this note nor others of that compilation matter any more once another graph, its next
-    try, gets a plan.
+    This note and others of that compilation are removed once another graph, its next try, gets a
+    plan.
     """
     add_note(note)
     with _state.lock:
         _state.refused = True
-        _state.refusal_notes += [made for made in _state.notes if made not in before]
+        _state.refusal_notes += [new for new in _state.notes if new not in before]
 
 
 def count_unplanned() -> None:
-    """One more step ran without its plan."""
+    """Counts a step that ran without its plan."""
     with _state.lock:
         _state.unplanned_now = True
         _state.unplanned_steps += 1
 
 
 def step_begins() -> None:
-    """A forward begins while no other step has its backward to come."""
+    """Notes that a forward begins while no other step waits for its backward."""
     with _state.lock:
         _state.unplanned_now = False
         _state.begins = True
 
 
 def step_ran(plan: ReportedPlan) -> None:
-    """A backward by ``plan`` has ended; of several graphs in one step each has its own."""
+    """Notes that a backward by ``plan`` has ended; each graph of a step has a backward."""
     with _state.lock:
         if _state.begins:
             _state.ran.clear()
@@ -255,6 +255,6 @@ def step_ran(plan: ReportedPlan) -> None:
 
 
 def last_step() -> tuple[ReportedPlan, ...]:
-    """The plans by which the last step ran that has ended, with what it has moved."""
+    """The plans of the last step that has ended, with the bytes that it moved."""
     with _state.lock:
         return tuple(_state.ran)

@@ -96,12 +96,12 @@ def merge_small(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
 
 
 def _unite(shapes: Iterable[Shape], noun: str) -> list[Shape]:
-    """Shapes of one column, each grown to where the next no longer touches it."""
-    found: list[Shape] = []
+    """Joins the shapes of one column that touch each other."""
+    united: list[Shape] = []
     for shape in sorted(shapes, key=lambda shape: (shape.y, shape.x)):
-        if found and shape.y <= found[-1].bottom + PIXEL:
-            last = found[-1]
-            found[-1] = replace(
+        if united and shape.y <= united[-1].bottom + PIXEL:
+            last = united[-1]
+            united[-1] = replace(
                 last,
                 x=min(last.x, shape.x),
                 width=max(last.right, shape.right) - min(last.x, shape.x),
@@ -109,22 +109,22 @@ def _unite(shapes: Iterable[Shape], noun: str) -> list[Shape]:
                 count=last.count + shape.count,
             )
         else:
-            found.append(shape)
-    return [_named(shape, noun) for shape in found]
+            united.append(shape)
+    return [_named(shape, noun) for shape in united]
 
 
 def merge_along(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
-    """Shapes of one lane, by x: equal neighbours below a pixel with no visible gap become one."""
-    found: list[Shape] = []
+    """Joins neighbours of one lane and class that are below a pixel and have no visible gap."""
+    merged: list[Shape] = []
     for shape in sorted(shapes, key=lambda shape: shape.x):
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         near = last is not None and last.css == shape.css and shape.x - last.right < PIXEL / 2
         if last is not None and near and min(shape.width, last.width) < PIXEL:
             width = max(last.right, shape.right) - last.x
-            found[-1] = replace(last, width=width, count=last.count + shape.count)
+            merged[-1] = replace(last, width=width, count=last.count + shape.count)
         else:
-            found.append(shape)
-    return [_named(shape, noun) for shape in found]
+            merged.append(shape)
+    return [_named(shape, noun) for shape in merged]
 
 
 def _named(shape: Shape, noun: str) -> Shape:

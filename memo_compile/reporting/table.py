@@ -76,11 +76,11 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
         f"  parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)},"
         f" optimizer state {format_bytes(fixed.optimizer_state)}"
     )
-    rest = fixed.buffers + fixed.inputs + fixed.outputs
+    other_bytes = fixed.buffers + fixed.inputs + fixed.outputs
     kinds = {**plan.outside_bytes_by_kind, "libraries": fixed.libraries}
     allocated = "".join(f", {kind} {format_bytes(size)}" for kind, size in kinds.items() if size)
-    if rest or allocated:
-        yield f"  buffers, inputs and outputs {format_bytes(rest)}{allocated}"
+    if other_bytes or allocated:
+        yield f"  buffers, inputs and outputs {format_bytes(other_bytes)}{allocated}"
     if plan.dropping_saves_bytes:
         yield (
             f"  results count as held, {format_bytes(fixed.outputs)}: dropped before the backward "

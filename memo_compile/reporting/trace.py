@@ -166,8 +166,8 @@ def _begin_end(slices: list[_Slice]) -> Iterator[dict[str, Any]]:
     """Matched B and E events: on each lane slices follow one another, so ends come first."""
     for lane, thread in THREADS.items():
         common = {"pid": PROCESS, "tid": thread}
-        own = (part for part in slices if part.lane == lane)
-        for part in sorted(own, key=lambda part: (part.start_s, part.end_s)):
+        lane_slices = (part for part in slices if part.lane == lane)
+        for part in sorted(lane_slices, key=lambda part: (part.start_s, part.end_s)):
             yield {
                 **common,
                 "ph": "B",

@@ -1,7 +1,7 @@
-"""What the pictures show of a planned step: named boxes in the arena, memory over the program.
+"""A planned step as the pictures show it: named boxes in the arena, memory over the program.
 
-One model of the step for the HTML report, the Perfetto trace and the memory snapshot.
-Time is the step's own axis in lines of generated code (see ``problem.py``); no torch here.
+The HTML report, the Perfetto trace and the memory snapshot are all drawn from this one view. Time
+is counted in lines of the step's generated code (see ``problem.py``); no torch here.
 """
 
 import bisect
@@ -41,7 +41,7 @@ class Role(enum.Enum):
     RELOADED = "reloaded"
     RECOMPUTED = "recomputed"
     SCRATCH = "scratch"
-    """Needed only within its pass."""
+    """Needed only within one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +83,9 @@ class StepView:
     """A planned step, ready to be drawn."""
 
     labels: tuple[str, ...]
-    """Per call, a name for people: ``layer 3 forward``."""
+    """For each call a name for people: ``layer 3 forward``."""
     layers: tuple[int | None, ...]
-    """Per call, its layer."""
+    """For each call the number of its layer."""
     starts: tuple[int, ...]
     """The first line of each call, and the end of the step."""
     backward_start: int
@@ -96,43 +96,43 @@ class StepView:
 
     def call_at(self, line: int) -> int:
         """Index of the call whose lines hold ``line``; the last call for the step's end."""
-        found = bisect.bisect_right(self.starts, line) - 1
-        return max(0, min(found, len(self.labels) - 1))
+        call = bisect.bisect_right(self.starts, line) - 1
+        return max(0, min(call, len(self.labels) - 1))
 
     def heights(self, moment: Moment) -> tuple[int, ...]:
-        """Upper ends of the memory curve's areas: constant, made, by kernels, alive."""
-        own = (moment.made_bytes, moment.outside_bytes, moment.live_bytes)
-        return tuple(itertools.accumulate((self.constant_bytes, *own)))
+        """Upper ends of the memory curve's areas: constant, outputs, by kernels, arena."""
+        areas = (self.constant_bytes, moment.made_bytes, moment.outside_bytes, moment.live_bytes)
+        return tuple(itertools.accumulate(areas))
 
     @property
     def peak(self) -> Moment | None:
-        """The Moment of most memory, the first one of equals."""
+        """The first Moment of most memory."""
         return max(self.moments, key=lambda moment: moment.held_bytes, default=None)
 
     def columns(self, most: int) -> list[Moment]:
-        """The Moments as at most ``most`` equally wide columns, each the one of most memory."""
+        """The step as at most ``most`` equally wide columns; each is its Moment of most memory."""
         end = max(self.starts[-1], 1)
         count = min(most, end)
         groups = itertools.groupby(self.moments, lambda moment: moment.line * count // end)
-        of_column = {column: list(group) for column, group in groups}
+        moments_of = {column: list(group) for column, group in groups}
         amount = operator.attrgetter("held_bytes", "live_bytes")
-        found: list[Moment] = []
+        columns: list[Moment] = []
         before = Moment(line=0, live_bytes=0, outside_bytes=0, made_bytes=0, held_bytes=0)
         for column in range(count):
-            own = of_column.get(column, [])
+            moments = moments_of.get(column, [])
             # What was alive before the column's first change is alive in the column, too.
-            found.append(max((*own, before), key=amount))
-            before = own[-1] if own else before
-        return found
+            columns.append(max((*moments, before), key=amount))
+            before = moments[-1] if moments else before
+        return columns
 
 
 def short_source(source: str | None) -> str:
-    """The file with its folder, and the line."""
+    """``model.py:12`` with its folder only, of a whole path."""
     return "/".join((source or "").split("/")[-2:])
 
 
 def view_step(problem: Problem, plan: Plan) -> StepView:
-    """The picture's model. Cost: buffers x log calls. Raises InputError: a buffer has no offset."""
+    """The view of ``plan``, in buffers x log calls. Raises InputError: a buffer has no offset."""
     starts, layers, buffers = call_starts(problem), _layers(problem), arena_buffers(problem)
     backward_start = starts[problem.first_backward]
     return StepView(
@@ -147,7 +147,7 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
 
 
 def _layers(problem: Problem) -> tuple[int | None, ...]:
-    """Per call the number of its layer, in the order in which forwards run."""
+    """For each call the number of its layer, in the order in which forwards run."""
     numbers: dict[tuple[str, int], int] = {}
     return tuple(
         None
@@ -176,16 +176,16 @@ def _label(call: StepCall, layer: int | None) -> str:
 
 
 class _Names:
-    """What the tensor in a buffer is called, and why it is there."""
+    """Finds the name of the tensor in a buffer, and the decision that put it there."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem = problem
         self.value_of: dict[str, str] = {}
         """The first value of each buffer."""
         buffer_of: dict[str, str] = {}
-        for made in arena_values(problem):
-            buffer_of[made.value] = made.id
-            self.value_of.setdefault(made.id, made.value)
+        for buffer in arena_values(problem):
+            buffer_of[buffer.value] = buffer.id
+            self.value_of.setdefault(buffer.id, buffer.value)
         for value, source in aliases(problem).items():
             buffer_of[value] = buffer_of.get(source, "")
         copied = (call for call in problem.calls if call.kind is CallKind.OFFLOAD)
@@ -194,36 +194,35 @@ class _Names:
         self._decide(plan)
 
     def _decide(self, plan: Plan) -> None:
-        """Spread each class's decisions, which name its first layer, over all its layers."""
+        """Applies each class's decisions, which name tensors of its first layer, to all layers."""
         by_tensor: dict[str, list[Decision]] = {}
         for decision in plan.decisions:
             by_tensor.setdefault(decision.tensor.split(" ")[0], []).append(decision)
         by_place: dict[tuple[str, str, int], list[Decision]] = {}
         for call in self.problem.calls:
-            forward = call.phase is Phase.FORWARD and call.kind is CallKind.RUN
-            if call.layer_class is None or not forward:
+            is_forward = call.phase is Phase.FORWARD and call.kind is CallKind.RUN
+            if call.layer_class is None or not is_forward:
                 continue
             for side, values in (("out", call.outputs), ("in", call.inputs)):
                 for position, value in enumerate(values):
                     place = (call.region, side, position)
                     if value in by_tensor:
                         by_place.setdefault(place, by_tensor[value])
-                    mine = [d for d in by_place.get(place, ()) if _is_of(d, call.instance)]
-                    if mine:
-                        self.decisions_of.setdefault(value, mine)
+                    decisions = [d for d in by_place.get(place, ()) if _is_of(d, call.instance)]
+                    if decisions:
+                        self.decisions_of.setdefault(value, decisions)
 
     def decision(self, value: str, role: Role) -> Decision | None:
-        """The decision on ``value``, of several (a mix along tokens) the one that made ``role``."""
-        found = self.decisions_of.get(value, [])
-        wanted = "RECOMPUTE" if role in (Role.RECOMPUTED, Role.SCRATCH) else "OFFLOAD"
-        return next((d for d in found if d.decision == wanted), next(iter(found), None))
+        """The decision on ``value``; where its tokens are divided, the one that led to ``role``."""
+        decisions = self.decisions_of.get(value, [])
+        kind = "RECOMPUTE" if role in (Role.RECOMPUTED, Role.SCRATCH) else "OFFLOAD"
+        return next((d for d in decisions if d.decision == kind), next(iter(decisions), None))
 
     def origin(self, buffer: str) -> str:
         """The forward's value that the buffer holds; "" when it holds none."""
         value = self.value_of.get(buffer, "")
         origin = original_name(value)
-        known = origin in self.decisions_of or origin in self.problem.tensors
-        return origin if known else value
+        return origin if origin in self.decisions_of or origin in self.problem.tensors else value
 
 
 _LAYER_RANGE = re.compile(r"\[(\d+):(\d+)\]$")
@@ -232,8 +231,8 @@ _LAYER_RANGE = re.compile(r"\[(\d+):(\d+)\]$")
 
 def _is_of(decision: Decision, instance: int) -> bool:
     """Whether ``decision`` is about layer ``instance`` of its class."""
-    found = _LAYER_RANGE.search(decision.layer_class)
-    return found is None or int(found.group(1)) <= instance < int(found.group(2))
+    layers = _LAYER_RANGE.search(decision.layer_class)
+    return layers is None or int(layers.group(1)) <= instance < int(layers.group(2))
 
 
 def _boxes(
@@ -243,7 +242,7 @@ def _boxes(
     layers: tuple[int | None, ...],
     backward_start: int,
 ) -> tuple[Box, ...]:
-    names, found = _Names(problem, plan), []
+    names, boxes = _Names(problem, plan), []
     for buffer in buffers:
         if buffer.id not in plan.offsets:
             raise InputError(
@@ -254,7 +253,7 @@ def _boxes(
         decision, info = names.decision(value, role), problem.tensors.get(value)
         about = "" if info is None else f"{list(info.shape)} {info.dtype}, {info.op}"
         source = (info.source if info else None) or (decision.source if decision else None)
-        found.append(
+        boxes.append(
             Box(
                 id=buffer.id,
                 name=value or buffer.id.split("/", 1)[1],
@@ -270,7 +269,7 @@ def _boxes(
                 source=source or "",
             )
         )
-    return tuple(found)
+    return tuple(boxes)
 
 
 def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, backward_start: int) -> Role:
@@ -290,7 +289,8 @@ def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, backward_start: 
 def _moments(
     problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...], starts: tuple[int, ...]
 ) -> tuple[Moment, ...]:
-    live, given = live_bytes(buffers), running_sums(ordinary_events(problem))
+    """Device memory at each line where it changes."""
+    live, ordinary = live_bytes(buffers), running_sums(ordinary_events(problem))
     outside = running_sums((line, change) for line, change, _ in outside_events(problem))
     resident = plan.resident_bytes or (plan.arena_bytes,) * len(problem.calls)
     if len(resident) != len(problem.calls):
@@ -299,36 +299,38 @@ def _moments(
             "the problem is another step's"
         )
     passing = _passing(problem, plan, starts)
-    constant, found = step_constant_bytes(problem), []
-    alive = by_kernels = made = 0
-    for line in sorted({*live, *outside, *given, *passing, *starts[:-1]}):
+    constant, moments = step_constant_bytes(problem), []
+    alive = by_kernels = outputs = 0
+    for line in sorted({*live, *outside, *ordinary, *passing, *starts[:-1]}):
         if line >= starts[-1]:
             break
         alive, by_kernels = live.get(line, alive), outside.get(line, by_kernels)
-        made = given.get(line, made)
+        outputs = ordinary.get(line, outputs)
         call = bisect.bisect_right(starts, line) - 1
-        more, dropped = passing.get(line, (0, 0))
-        found.append(
+        user_bytes, dropped = passing.get(line, (0, 0))
+        made_bytes = outputs + user_bytes
+        moments.append(
             Moment(
                 line=line,
                 live_bytes=alive,
                 outside_bytes=by_kernels,
-                made_bytes=made + more,
-                held_bytes=constant + resident[call] - dropped + by_kernels + made + more,
+                made_bytes=made_bytes,
+                held_bytes=constant + resident[call] - dropped + by_kernels + made_bytes,
             )
         )
-    return tuple(found)
+    return tuple(moments)
 
 
 def _passing(problem: Problem, plan: Plan, starts: tuple[int, ...]) -> dict[int, tuple[int, int]]:
-    """Line on which the user's code runs -> bytes that it takes, bytes that the arena gives back.
+    """Line on which the user's code runs -> (bytes that it takes, bytes that the arena gives back).
 
-    What stays of the arena is that of the call behind.
+    While the user's code runs, the arena holds no more than during the next call.
     """
     resident = plan.resident_bytes or (plan.arena_bytes,) * len(problem.calls)
     dropped = plan.dropped or ((),) * len(problem.interludes)
-    found = {}
-    for (call, more), ranges in zip(passing_bytes(problem), dropped, strict=True):
-        gone = resident[call] - resident[min(call + 1, len(resident) - 1)]
-        found[starts[call + 1] - 1] = more, gone + sum(end - start for start, end in ranges)
-    return found
+    passing = {}
+    for (call, user_bytes), ranges in zip(passing_bytes(problem), dropped, strict=True):
+        freed = resident[call] - resident[min(call + 1, len(resident) - 1)]
+        freed += sum(end - start for start, end in ranges)
+        passing[starts[call + 1] - 1] = user_bytes, freed
+    return passing

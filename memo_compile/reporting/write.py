@@ -18,7 +18,7 @@ from memo_compile.text_files import named
 def write_pictures(
     folder: Path, problem: Problem, plan: Plan, costs: StepCosts | None = None
 ) -> tuple[Path, ...]:
-    """``folder`` holds every picture of ``plan``; returns the files.
+    """Writes every picture of ``plan`` to ``folder``; returns the files.
 
     ``costs``, where given, come as costs.json. Raises InputError: the folder cannot be written, or
     the plan is not one of this problem.

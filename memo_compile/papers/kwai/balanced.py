@@ -38,11 +38,11 @@ def layer_frontier(
     shape: ModelShape, seq: int, hardware: HardwareProfile, efficiency: Efficiency
 ) -> tuple[LayerPoint, ...]:
     """The frontier of one layer, ascending in bytes, descending in time; one set for each point."""
-    layer_input, *others = layer_tensors(shape, seq)
-    subsets = np.arange(1 << len(others), dtype=np.int64)
+    layer_input, *choosable = layer_tensors(shape, seq)
+    subsets = np.arange(1 << len(choosable), dtype=np.int64)
     kept_bytes = np.full(len(subsets), layer_input.bytes_per_token, dtype=np.int64)
     seconds = np.zeros(len(subsets))
-    for bit, tensor in reversed(list(enumerate(others))):
+    for bit, tensor in reversed(list(enumerate(choosable))):
         kept = (subsets >> bit & 1).astype(bool)
         kept_bytes += kept * tensor.bytes_per_token
         seconds += ~kept * tensor.seconds_per_token(hardware, efficiency)
@@ -55,7 +55,7 @@ def layer_frontier(
         LayerPoint(
             bytes_per_token_hidden=int(kept_bytes[subset]) / shape.hidden,
             extra_time_fraction=float(seconds[subset]) / layer_s,
-            recomputed=tuple(t.name for bit, t in enumerate(others) if not subset >> bit & 1),
+            recomputed=tuple(t.name for bit, t in enumerate(choosable) if not subset >> bit & 1),
         )
         for subset in order[seconds[order] < before * (1 - TIE_TOLERANCE)]
     )

@@ -100,16 +100,16 @@ def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number
 
 
 def _keep_everything(instance: HeuInstance) -> HeuSolution | None:
-    """The plan without recomputation, where the budget allows it: no program is needed then.
+    """The plan without recomputation, if the budget allows it: no program is needed then.
 
-    None also where an operator takes no time: recomputing it saves memory at equal time.
+    None also where a needed operator takes no time: recomputing it saves memory at equal time.
     """
-    needed = zip(instance.ops.times[:-1], instance.need, strict=False)
-    if any(wanted and not seconds for seconds, wanted in needed):
+    operators = zip(instance.ops.times[:-1], instance.need, strict=False)
+    if any(is_needed and not seconds for seconds, is_needed in operators):
         return None
     keep, windows = (*instance.need[:-1], True), ((),) * NUM_PHASES
-    found = HeuSolution(status=SolveStatus.OPTIMAL, keep=keep, windows=windows)
-    everything = _costed(instance, found)
+    solution = HeuSolution(status=SolveStatus.OPTIMAL, keep=keep, windows=windows)
+    everything = _costed(instance, solution)
     return everything if everything.peak <= instance.budget else None
 
 
@@ -168,10 +168,10 @@ def _add_availability(
     Fractions are prefixes of the tokens, so the same inequality states causality for them.
     """
     for i in range(instance.ops.count):
-        made = total([row[i] for row in recompute])
-        program.require(made + keep[i] <= 1)
+        recomputed = total([row[i] for row in recompute])
+        program.require(recomputed + keep[i] <= 1)
         if instance.need[i]:
-            program.require(made + keep[i] >= 1)
+            program.require(recomputed + keep[i] >= 1)
         for phase in range(NUM_PHASES):
             so_far = total([row[i] for row in recompute[: phase + 1]])
             for j in instance.ops.deps[i]:
@@ -197,7 +197,7 @@ def _memory(
 def _minimise(
     phases: _Phases, instance: HeuInstance, break_ties: bool, deadline_s: float
 ) -> HeuSolution:
-    """Solve for the critical path; then, with what came before held fixed, for each tie-break."""
+    """Minimises the critical path, then each tie-break with the earlier goals held fixed."""
     best: HeuSolution | None = None
     status = SolveStatus.TIME_LIMIT
     program = phases.program
@@ -207,11 +207,13 @@ def _minimise(
         status = program.solve(deadline_s - time.monotonic())
         if not status.has_solution:
             break
-        found = _read(phases, instance, status)
-        if best is not None and exceeds(found.critical_time, best.critical_time, SPLIT_TOLERANCE):
+        solution = _read(phases, instance, status)
+        if best is not None and exceeds(
+            solution.critical_time, best.critical_time, SPLIT_TOLERANCE
+        ):
             break
-        best = found if best is None else dataclasses.replace(found, status=best.status)
-        if status is not SolveStatus.OPTIMAL or found.peak > instance.budget:
+        best = solution if best is None else dataclasses.replace(solution, status=best.status)
+        if status is not SolveStatus.OPTIMAL or solution.peak > instance.budget:
             break
         program.require(goal <= program.value(goal) + TIE_SLACK)
     return best or HeuSolution(status=status)

@@ -96,7 +96,7 @@ class JointPlan:
 
     @property
     def slowest_s(self) -> float:
-        """What the pipeline's steady state runs at."""
+        """Seconds of the slowest stage, which set the pace of the pipeline."""
         return max(self.stage_s)
 
 
@@ -107,8 +107,8 @@ def plan_stages(problem: JointProblem, *, token_split: bool = False) -> JointPla
     if layers_of is None:
         return JointPlan(status=SolveStatus.INFEASIBLE, conflict=stages.explain())
     policies = tuple(stages.policy(s, n, break_ties=True) for s, n in enumerate(layers_of))
-    known = [stages.time(s, n) for s, n in enumerate(layers_of)]
-    times = tuple(time for time in known if time is not None)
+    stage_times = (stages.time(s, n) for s, n in enumerate(layers_of))
+    times = tuple(time for time in stage_times if time is not None)
     return JointPlan(
         status=SolveStatus.OPTIMAL,
         layers=layers_of,
@@ -151,11 +151,11 @@ class _Stages:
 
     def time(self, stage: int, layers: int) -> float | None:
         """Time of ``stage`` for one micro-batch; None when ``layers`` layers do not fit."""
-        found = self.policy(stage, layers)
-        if not found.status.has_solution:
+        policy = self.policy(stage, layers)
+        if not policy.status.has_solution:
             return None
         costs, extra = self.problem.costs, self.problem.extra_time
-        each = costs.forward_s + costs.backward_s + found.critical_time
+        each = costs.forward_s + costs.backward_s + policy.critical_time
         return layers * each + (extra[stage] if extra else 0)
 
     def explain(self) -> str:

@@ -187,8 +187,7 @@ class StageTimes:
 def _stage_row(row: Any, name: str) -> tuple[Number | None, ...]:
     if not isinstance(row, list) or not row:
         raise InputError(f"{name}: expected a list of times (null = out of memory), got {row!r}")
-    known = [0 if value is None else value for value in row]
-    times = fields.numbers({name: known}, name)
+    times = fields.numbers({name: [0 if value is None else value for value in row]}, name)
     return tuple(None if row[i] is None else time for i, time in enumerate(times))
 
 

@@ -115,11 +115,11 @@ def replay_opt(
     required output is missing at the end, or the budget is exceeded.
     """
     rows = (*resident[: instance.ops.count], instance.keep)
-    wanted = [{i for i, is_resident in enumerate(row) if is_resident} for row in rows]
+    resident_sets = [{i for i, is_resident in enumerate(row) if is_resident} for row in rows]
     critical_time: Number = 0
     live: set[int] = set()
     peak = instance.static
-    for t, (start, keep_next) in enumerate(itertools.pairwise(wanted)):
+    for t, (start, keep_next) in enumerate(itertools.pairwise(resident_sets)):
         if not start <= live:
             raise InvalidPlan(f"replay: phase {t} starts with {min(start - live)}, never made")
         phase = _Phase(instance, t, start, keep_next, critical[t], overlapped[t])
@@ -127,7 +127,7 @@ def replay_opt(
         live = phase.live & keep_next
         peak = max(peak, phase.peak)
         critical_time += phase.critical_time
-    if missing := wanted[-1] - live:
+    if missing := resident_sets[-1] - live:
         raise InvalidPlan(f"replay: operator {min(missing)} is not resident at the end")
     if exceeds(peak, instance.budget):
         raise InvalidPlan(f"replay: peak {peak} exceeds the budget {instance.budget}")

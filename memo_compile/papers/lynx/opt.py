@@ -122,9 +122,9 @@ def _with_least_hidden(
     program.minimise(weighted(costs * instance.ops.count, hidden))
     if not program.solve(deadline_s - time.monotonic()).has_solution:
         return solution
-    found = _read(schedule, instance, solution.status)
-    slower = exceeds(found.critical_time, solution.critical_time, SPLIT_TOLERANCE)
-    return solution if slower or exceeds(found.peak, instance.budget) else found
+    less_hidden = _read(schedule, instance, solution.status)
+    slower = exceeds(less_hidden.critical_time, solution.critical_time, SPLIT_TOLERANCE)
+    return solution if slower or exceeds(less_hidden.peak, instance.budget) else less_hidden
 
 
 def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _Schedule:
@@ -136,10 +136,10 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
     share = functools.partial(add_share, program, ops.num_slices)
 
     def matrix(cells: set[tuple[int, int]], make: Callable[[], Linear]) -> Matrix:
-        found = np.zeros((num_ops, num_ops), dtype=object)
+        variables = np.zeros((num_ops, num_ops), dtype=object)
         for cell in sorted(cells):
-            found[cell] = make()
-        return found
+            variables[cell] = make()
+        return variables
 
     before = {(t, i) for t in range(num_ops) for i in range(t)}
     can_hide = {(t, i) for t, i in before if t in ops.comm and i not in ops.comm}
@@ -188,10 +188,10 @@ def _add_causality(schedule: _Schedule, instance: OptInstance, t: int) -> None:
                 continue
             require(begun[i] <= ready + begun[j])
             require(hide[i] <= ready + hide[j])
-        made = total([have[i], crit[i], hide[i]])
-        require(total([schedule.resident[t + 1][i]]) <= made)
+        available = total([have[i], crit[i], hide[i]])
+        require(total([schedule.resident[t + 1][i]]) <= available)
         if i < t:
-            require(made <= 1)
+            require(available <= 1)
     if t in ops.comm:
         load = weighted([c / schedule.time_unit for c in ops.times], schedule.overlapped[t])
         require(load <= ops.times[t] / schedule.time_unit)
@@ -272,17 +272,17 @@ def _judged(instance: OptInstance, status: SolveStatus, *matrices: list[list[Any
 
 
 def _prune(instance: OptInstance, resident: Matrix, critical: Matrix, overlapped: Matrix) -> None:
-    """Drop in place what nothing reads and the engine had no reason to remove."""
+    """Removes, in place, what nothing reads: the solver has no reason to leave it out."""
     num_ops, deps = instance.ops.count, instance.ops.deps
-    wanted = {i for i in range(num_ops) if instance.keep[i]}
+    read_later = {i for i in range(num_ops) if instance.keep[i]}
     for t in reversed(range(num_ops)):
-        reads = wanted | {t}
+        reads = read_later | {t}
         for i in reversed(range(num_ops)):
             if i not in reads:
                 critical[t][i] = overlapped[t][i] = resident[t][i] = 0
             if critical[t][i] or overlapped[t][i]:
                 reads |= set(deps[i])
-        wanted = {i for i in range(num_ops) if resident[t][i]}
+        read_later = {i for i in range(num_ops) if resident[t][i]}
 
 
 def _working_set_conflict(instance: OptInstance) -> Conflict | None:

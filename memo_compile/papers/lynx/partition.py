@@ -1,9 +1,9 @@
-"""Splitting layers over pipeline stages so that the slowest stage is as fast as possible.
+"""Splits layers over pipeline stages so that the slowest stage is as fast as possible.
 
 Source: Lynx (arXiv 2406.08756), section 5. ``split_exact`` is a dynamic programme; ``split_ranges``
-the same where layers differ and stage times are dear to find. ``split_paper`` is the paper's greedy
-with two mends: it starts from a split that fits, and when the fastest stage cannot take a layer it
-offers the layer to the next-fastest.
+is the same for layers that differ and stage times that are expensive to find. ``split_paper`` is
+the paper's greedy with two corrections: it starts from a split that fits, and when the fastest
+stage cannot take a layer it offers the layer to the next-fastest.
 """
 
 import itertools
@@ -52,27 +52,28 @@ def split_ranges(
 ) -> tuple[int, ...] | None:
     """Layers of each stage of the best split, as ``split_exact`` has it; None = nothing fits.
 
-    ``least`` is never above ``exact``, and cheap. ``exact`` is asked of few ranges: of those of a
-    split that is best if each range takes what is known of it, the last stage first, until one does
-    not fit or all are known. Then no split is better, since none takes less than is known of it.
+    ``least`` is a cheap lower bound of ``exact``, which is called for few ranges. The best split by
+    exact times, where they are known, and bounds elsewhere is found; the exact times of its ranges
+    are looked up, the last stage first; and so on, until all ranges of the best split are exact.
+    Then no split is better, since no range of another takes less than its bound.
     """
-    known: dict[tuple[int, int, int], Number | None] = {}
+    exact_times: dict[tuple[int, int, int], Number | None] = {}
 
     def time_of(stage: int, begin: int, end: int) -> Number | None:
-        where = (stage, begin, end)
-        return known[where] if where in known else least(*where)
+        key = (stage, begin, end)
+        return exact_times[key] if key in exact_times else least(*key)
 
     while (split := _fastest(num_layers, num_stages, time_of)) is not None:
         ends = itertools.accumulate(split)
         ranges = (
             (s, end - count, end) for s, (count, end) in enumerate(zip(split, ends, strict=True))
         )
-        asked = [where for where in ranges if where not in known]
-        if not asked:
+        bounded = [key for key in ranges if key not in exact_times]
+        if not bounded:
             return split
-        for where in reversed(asked):
-            known[where] = exact(*where)
-            if known[where] is None:
+        for key in reversed(bounded):
+            exact_times[key] = exact(*key)
+            if exact_times[key] is None:
                 break
     return None
 
@@ -114,9 +115,9 @@ def _best_split(
                 if time is None:
                     continue
                 cost = combine(so_far, time)
-                known = reached.get(end, (math.inf, ()))
-                if cost <= known[0]:
-                    reached[end] = min(known, (cost, (*layers_of, end - begin)))
+                best_so_far = reached.get(end, (math.inf, ()))
+                if cost <= best_so_far[0]:
+                    reached[end] = min(best_so_far, (cost, (*layers_of, end - begin)))
         best = reached
     return best[num_layers][1] if num_layers in best else None
 
@@ -126,7 +127,7 @@ def split_paper(table: StageTimes) -> Split:
     each, extra = divmod(table.num_layers, len(table.rows))
     layers_of = [each + (s < extra) for s in range(len(table.rows))]
     if any(_time(table, s, n) is None for s, n in enumerate(layers_of)):
-        exact = split_exact(_without_times(table, layers_of))
+        exact = split_exact(_distances(table, layers_of))
         if exact.status is SolveStatus.INFEASIBLE:
             return exact
         layers_of = list(exact.layers)
@@ -161,11 +162,11 @@ def _time(table: StageTimes, stage: int, layers: int) -> Number | None:
     return row[layers] if 0 <= layers < len(row) else None
 
 
-def _without_times(table: StageTimes, wanted: Sequence[int]) -> StageTimes:
-    """The table whose optimum is a feasible split near ``wanted``: times become distances."""
+def _distances(table: StageTimes, counts: Sequence[int]) -> StageTimes:
+    """The table with distances from ``counts`` as times: its optimum is a feasible split nearby."""
     rows = tuple(
-        tuple(None if time is None else abs(i - want) for i, time in enumerate(row))
-        for row, want in zip(table.rows, wanted, strict=True)
+        tuple(None if time is None else abs(i - count) for i, time in enumerate(row))
+        for row, count in zip(table.rows, counts, strict=True)
     )
     return StageTimes(rows=rows, num_layers=table.num_layers)
 
@@ -189,10 +190,10 @@ def _improve(table: StageTimes, layers_of: list[int]) -> bool:
 
 def _times(table: StageTimes, layers_of: Sequence[int]) -> list[Number]:
     """Each stage's time, read again from the table; all of them fit."""
-    times = [_time(table, s, n) for s, n in enumerate(layers_of)]
-    known = [time for time in times if time is not None]
-    assert len(known) == len(table.rows), f"{layers_of} runs out of memory"
-    return known
+    entries = (_time(table, s, n) for s, n in enumerate(layers_of))
+    times = [time for time in entries if time is not None]
+    assert len(times) == len(table.rows), f"{layers_of} runs out of memory"
+    return times
 
 
 def _checked(table: StageTimes, status: SolveStatus, layers_of: Sequence[int]) -> Split:

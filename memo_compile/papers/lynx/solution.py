@@ -92,19 +92,19 @@ PlanT = TypeVar("PlanT", HeuSolution, OptSolution)
 def within_budget(
     budget: Number, attempt: Callable[[Number], PlanT], explain: Callable[[], Conflict | None]
 ) -> PlanT:
-    """What ``attempt`` finds under ``budget``, which is tightened until the replayed peak obeys it.
+    """Calls ``attempt`` with tighter and tighter budgets until the replayed peak obeys ``budget``.
 
-    Where it proves that there is nothing, ``explain`` says why.
+    Where ``attempt`` proves that there is no plan, ``explain`` says why.
     """
     tight = budget
     for _ in range(MAX_TIGHTENINGS):
-        found = attempt(tight)
-        if found.status is SolveStatus.INFEASIBLE:
-            return replace(found, conflict=explain())
-        if not found.status.has_solution or not exceeds(found.peak, budget):
-            return found
-        tight = budget - 2 * (found.peak - budget)
-    return type(found)(status=SolveStatus.ERROR)
+        plan = attempt(tight)
+        if plan.status is SolveStatus.INFEASIBLE:
+            return replace(plan, conflict=explain())
+        if not plan.status.has_solution or not exceeds(plan.peak, budget):
+            return plan
+        tight = budget - 2 * (plan.peak - budget)
+    return type(plan)(status=SolveStatus.ERROR)
 
 
 def better_plan(whole: PlanT, split: PlanT) -> PlanT:

@@ -85,9 +85,9 @@ def read_cost_model(path: Path) -> CostModel:
     """
     data = read_object(path)
     shares = data.get("model", data)
-    known = {field.name for field in dataclasses.fields(CostModel)}
-    if not isinstance(shares, dict) or not set(shares) <= known:
-        raise InputError(f"{path}: model: expected an object with {', '.join(sorted(known))}")
+    names = {field.name for field in dataclasses.fields(CostModel)}
+    if not isinstance(shares, dict) or not set(shares) <= names:
+        raise InputError(f"{path}: model: expected an object with {', '.join(sorted(names))}")
     for name in shares:
         value = number(shares, name)
         if value == 0 or (value > 1 and not name.endswith("_s")):

@@ -88,11 +88,11 @@ def search(question: SearchQuestion, top: int | None = None) -> SearchResult:
     budget = hardware.memory_bytes * DEFAULT_BUDGET_SHARE if budget is None else budget
     evaluate(work, columns, hardware, question.model, budget)
     started = time.perf_counter()
-    found = evaluate(work, columns, hardware, question.model, budget)
+    evaluation = evaluate(work, columns, hardware, question.model, budget)
     evaluation_s = time.perf_counter() - started
-    keys = (columns.pp, columns.cp, columns.tp, -columns.layers_per_chunk, found.peak_bytes)
-    order = np.lexsort((*keys, found.iteration_s))
-    best = order[found.usable[order]][:top]
+    keys = (columns.pp, columns.cp, columns.tp, -columns.layers_per_chunk, evaluation.peak_bytes)
+    order = np.lexsort((*keys, evaluation.iteration_s))
+    best = order[evaluation.usable[order]][:top]
     return SearchResult(
         num_points=len(columns),
         evaluation_s=evaluation_s,
@@ -100,24 +100,24 @@ def search(question: SearchQuestion, top: int | None = None) -> SearchResult:
             Configuration(
                 **{name: int(getattr(columns, name)[i]) for name in SIZES},
                 checkpoint=CHECKPOINTS[columns.checkpoint[i]],
-                alpha=float(found.alpha[i]),
-                iteration_s=float(found.iteration_s[i]),
-                mfu=float(found.mfu[i]),
-                peak_bytes=round(float(found.peak_bytes[i])),
+                alpha=float(evaluation.alpha[i]),
+                iteration_s=float(evaluation.iteration_s[i]),
+                mfu=float(evaluation.mfu[i]),
+                peak_bytes=round(float(evaluation.peak_bytes[i])),
             )
             for i in best
         ),
-        conflict="" if len(best) else _explain(found, budget, question),
+        conflict="" if len(best) else _explain(evaluation, budget, question),
     )
 
 
-def _explain(found: Evaluation, budget: float, question: SearchQuestion) -> str:
+def _explain(evaluation: Evaluation, budget: float, question: SearchQuestion) -> str:
     """The constraint that no configuration meets."""
-    least = float(found.peak_bytes.min())
+    least = float(evaluation.peak_bytes.min())
     if least > budget:
         return (
             f"budget {format_bytes(budget)} < {format_bytes(least)}, the smallest peak of "
-            f"{len(found.peak_bytes)} configurations; use more GPUs, a shorter sequence or a "
+            f"{len(evaluation.peak_bytes)} configurations; use more GPUs, a shorter sequence or a "
             "larger budget"
         )
     return (

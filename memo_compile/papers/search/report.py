@@ -40,7 +40,7 @@ def write_search_report(path: Path, question: SearchQuestion, result: SearchResu
             ("Best step against sequence", "tokens", _marks([(q.seq, _best_s(q)) for q in by_seq])),
         ),
         columns=COLUMNS,
-        rows=[found.cells() for found in result.configurations],
+        rows=[config.cells() for config in result.configurations],
         seconds=format_seconds,
     )
     write_text(path, page + "\n")
@@ -53,22 +53,22 @@ def _around(value: int, factors: Sequence[float]) -> list[int]:
 
 def _best_s(question: SearchQuestion) -> float | None:
     """Seconds of the fastest usable configuration; None when none is usable."""
-    found = search(question, 1).configurations
-    return found[0].iteration_s if found else None
+    configurations = search(question, 1).configurations
+    return configurations[0].iteration_s if configurations else None
 
 
 def _marks(points: Sequence[tuple[int, float | None]]) -> list[dict[str, Any]]:
     """Where the points lie on logarithmic axes; what does not fit stands on the bottom one."""
-    known = [y for _, y in points if y is not None]
-    if not known:
+    seconds = [y for _, y in points if y is not None]
+    if not seconds:
         return []
-    first, last = points[0][0], points[-1][0]
+    first, last, low, high = points[0][0], points[-1][0], min(seconds), max(seconds)
     return [
         {
             "value": x,
             "seconds": y,
             "left": MARGIN + _share(x, first, last) * (WIDTH - 2 * MARGIN),
-            "top": HEIGHT - MARGIN - _share(y or min(known), min(known), max(known)) * PLOT_HEIGHT,
+            "top": HEIGHT - MARGIN - _share(y or low, low, high) * PLOT_HEIGHT,
         }
         for x, y in points
     ]

@@ -45,8 +45,8 @@ def enumerate_space(shape: ModelShape, gpus: int) -> Columns:
     for pp in _divisors(shape.num_layers):
         chunks = _divisors(shape.num_layers // pp)
         for tp, cp in itertools.product(TP_SIZES, CP_SIZES):
-            dp, left = divmod(gpus, tp * cp * pp)
-            if not left:
+            dp, remainder = divmod(gpus, tp * cp * pp)
+            if not remainder:
                 rows += [(tp, cp, pp, dp, layers) for layers in chunks]
     table = np.repeat(np.array(rows, dtype=np.float64), len(CHECKPOINTS), axis=0)
     checkpoint = np.tile(np.arange(len(CHECKPOINTS)), len(rows))
@@ -54,7 +54,7 @@ def enumerate_space(shape: ModelShape, gpus: int) -> Columns:
 
 
 def columns_of(configs: Iterable[ParallelConfig]) -> Columns:
-    """Just these."""
+    """The given configurations as columns."""
     chosen = tuple(configs)
     return Columns(
         checkpoint=np.array([CHECKPOINTS.index(config.checkpoint) for config in chosen]),
