@@ -1,7 +1,6 @@
 """Captured steps from the cache: nothing is traced, and losses and gradients equal eager's."""
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from memo_compile.errors import UnsupportedGraph
 from memo_compile.file_store import FileStore
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
+from tests.numerics.caches import flipped, rewritten, truncated
 from tests.numerics.small import Pair, Stack, rows
 from tests.numerics.training import INDUCTOR, in_ci, memo_compiled
 
@@ -186,16 +186,6 @@ def test_the_report_says_what_it_said_before(store, monkeypatch):
     assert memo_compile.report().notes == notes
 
 
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
-
-
 @pytest.mark.parametrize("damage", in_ci([flipped, truncated, Path.unlink], flipped))
 def test_damaged_files_are_not_used_and_made_anew(store, monkeypatch, tmp_path, caplog, damage):
     trained(monkeypatch)
@@ -220,18 +210,9 @@ def no_half(record: dict) -> None:
 
 @pytest.mark.parametrize("change", in_ci([another_size, no_half], another_size))
 def test_a_record_that_was_changed_is_not_used(store, monkeypatch, change, caplog):
-    """Its digest is right: whoever wrote it knew how."""
     trained(monkeypatch)
     (path,) = files(store)
-    head, _, body = path.read_bytes().partition(b"\n")
-    record = json.loads(body)
-    change(record)
-    store.write({"kind": "capture"}, record, "x")
-    (made,) = store.folder.glob("*.x.json")
-    said = json.loads(made.read_bytes().partition(b"\n")[0])
-    said["key"] = json.loads(head)["key"]
-    path.write_bytes(json.dumps(said).encode() + b"\n" + made.read_bytes().partition(b"\n")[2])
-    made.unlink()
+    rewritten(store, path, change)
     assert trained(monkeypatch) == MADE
     assert "was remembered of a graph is not used" in caplog.text
 

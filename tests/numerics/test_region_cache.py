@@ -1,10 +1,11 @@
 """Regions from the cache: gradients equal eager's, and whatever does not fit is lowered anew."""
 
 import copy
-import json
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,14 @@ from memo_compile.config import MemoConfig
 from memo_compile.file_store import FileStore
 from memo_compile.lowering import region_cache
 from memo_compile.lowering.region_cache import CacheCounts
+from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
+from tests import models
+from tests.models import ModelCase
+from tests.numerics.caches import emptied, flipped, rewritten, truncated
+from tests.numerics.closeness import Reference
 from tests.numerics.small import Pair, Stack, rows
-from tests.numerics.training import INDUCTOR
+from tests.numerics.training import INDUCTOR, assert_planned, sgd, without_dropout
 
 NUM_REGIONS = 6
 
@@ -87,20 +93,6 @@ def test_nothing_is_cached_where_the_user_does_not_want_it(store, monkeypatch):
     assert files_of_regions(store) == []
 
 
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def exchanged(paths: list[Path]) -> None:
     """Each file holds what another was written for."""
     contents = [path.read_bytes() for path in paths]
@@ -159,7 +151,7 @@ def test_code_without_what_memo_knows_of_it_is_made_anew(store, monkeypatch):
 
 
 def views_left_out(record: dict) -> None:
-    record["views"].pop()
+    record["views"] = record["views"][:-1]
 
 
 def another_code(record: dict) -> None:
@@ -177,24 +169,11 @@ def no_profile(record: dict) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("change", [views_left_out, another_code, inputs_left_out, no_profile])
 def test_a_record_that_cannot_be_of_the_code_is_not_used(store, monkeypatch, change):
-    """Its digest is right: whoever wrote it was wrong."""
     step(monkeypatch)
     for path in files_of_regions(store):
-        head, _, body = path.read_bytes().partition(b"\n")
-        record = json.loads(body)
-        if change is views_left_out and not record["views"]:
-            continue
-        change(record)
-        key = {"kind": "region", "graph": "any"}
-        said = store.write(key, record, "x")
-        assert said is None
-        (made,) = store.folder.glob("*.x.json")
-        new_head, _, new_body = made.read_bytes().partition(b"\n")
-        said = {**json.loads(new_head), "key": json.loads(head)["key"]}
-        path.write_bytes(json.dumps(said).encode() + b"\n" + new_body)
-        made.unlink()
+        rewritten(store, path, change)
     counts = step(monkeypatch)
-    assert counts.refused >= NUM_REGIONS - 1
+    assert counts.refused >= NUM_REGIONS - 1  # one has no views
     assert step(monkeypatch).hits == NUM_REGIONS
 
 
@@ -234,7 +213,7 @@ from memo_compile.lowering import region_cache
 from memo_compile.step.serialise import to_json
 from memo_compile.step.plans import Plan
 from tests.numerics.small import Pair, Stack, rows
-from tests.numerics.training import INDUCTOR
+from tests.numerics.training import INDUCTOR, assert_planned, sgd, without_dropout
 torch.set_num_threads(1)
 torch.manual_seed(0)
 pair = Pair(Stack(hidden=16), **INDUCTOR)
@@ -262,3 +241,60 @@ def test_processes_that_start_at_once_and_one_after_them(tmp_path):
         assert "CacheCounts(" in found
     after = begun()
     assert after.communicate()[0].strip() == repr(CacheCounts(hits=NUM_REGIONS))
+
+
+MODELS: Mapping[str, Callable[..., ModelCase]] = {
+    "llama": functools.partial(models.llama, num_layers=3),
+    "gpt2": functools.partial(models.gpt2, num_layers=3, dropout=0.0),
+    "mixtral": functools.partial(models.mixtral, num_layers=3),
+    "unet": models.unet,
+}
+
+CASES = (
+    ("llama", {}),
+    ("llama", {"policy": "full-recompute"}),
+    ("llama", {"policy": "full-offload", "debug": "poison,copies-late"}),
+    ("llama", {"policy": "memo", "alpha": 0.5, "token_granule": 4, "debug": "poison,copies-early"}),
+    ("llama", {"token_tiles": 4, "token_granule": 1}),
+    ("gpt2", {"memory_budget": 0.9}),
+    ("mixtral", {"policy": "full-offload", "debug": "poison,copies-early"}),
+    ("unet", {}),
+)
+"""``memory_budget`` is here of the step's peak without one."""
+
+
+def planned_run(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, options: Mapping[str, object]
+) -> CacheCounts:
+    """Two steps equal eager's; what came of the regions."""
+    monkeypatch.setattr(region_cache, "counts", CacheCounts())
+    torch._dynamo.reset()
+    state.reset()
+    compiled = functools.partial(
+        torch.compile, backend="memo", options={**INDUCTOR, "costs": "roofline", **options}
+    )
+    reference.assert_close(reference.train(compiled))
+    assert_planned()
+    return region_cache.counts
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_second_compilations_equal_eager(store, monkeypatch, name, options):
+    torch.manual_seed(0)
+    model, inputs, loss = MODELS[name]()
+    reference = Reference((without_dropout(model), inputs, loss), [sgd], steps=2)
+    if "memory_budget" in options:
+        planned_run(reference, monkeypatch, {"cache": False})
+        peak = memo_compile.report().plans[-1].peak_bytes
+        options = {**options, "memory_budget": int(options["memory_budget"] * peak)}
+    first = planned_run(reference, monkeypatch, options)
+    plan = memo_compile.report().plans[-1]
+    second = planned_run(reference, monkeypatch, options)
+    again = memo_compile.report().plans[-1]
+    assert first.misses > 0
+    assert (second.misses, second.refused) == (0, 0)
+    assert second.hits == first.misses + first.hits
+    assert (again.peak_bytes, again.offsets) == (plan.peak_bytes, plan.offsets)
+    other = {**options, "debug": "" if "debug" not in options else "poison"}
+    planned_run(reference, monkeypatch, other)
