@@ -256,7 +256,7 @@ CASES = (
     ("llama", {"policy": "full-offload", "debug": "poison,copies-late"}),
     ("llama", {"policy": "memo", "alpha": 0.5, "token_granule": 4, "debug": "poison,copies-early"}),
     ("llama", {"token_tiles": 4, "token_granule": 1}),
-    ("gpt2", {"memory_budget": 0.9}),
+    ("gpt2", {"memory_budget": 0.95}),
     ("mixtral", {"policy": "full-offload", "debug": "poison,copies-early"}),
     ("unet", {}),
 )
