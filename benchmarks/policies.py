@@ -236,8 +236,8 @@ def frontier_gains(tokens: Sequence[int]) -> list[dict[str, object]]:
             source = CandidateSource(
                 step=step, recompute=recompute_of(step), host_budget_bytes=HOST_BYTES
             )
-            all_plans = unbeaten(source.auto(), HOST_BYTES)
-            greedy = unbeaten([*source.greedy(), *source.named("save")], HOST_BYTES)
+            all_plans = unbeaten(source.plans(*source.all), HOST_BYTES)
+            greedy = unbeaten([*source.plans(*source.quick), *source.named("save")], HOST_BYTES)
             slower = [
                 _fastest(greedy, budget) / best - 1
                 for budget in sorted({candidate.live_bytes for candidate in (*all_plans, *greedy)})

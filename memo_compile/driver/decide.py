@@ -47,7 +47,7 @@ def decide(
         Infeasible: nothing fits; the message names the floor (of lowered regions) and its parts.
             All candidates near the budget were lowered by then, so that the named floor will fit.
     """
-    spares = memory is not None  # what is kept for other budgets is no picture of this one
+    sparing = memory is not None  # what is kept for other budgets is no picture of this one
     memory = memory or SearchMemory()
     searched, num_refused = SearchedMoves(memory=memory), len(library.refused)
     for number in itertools.count(1):
@@ -69,7 +69,7 @@ def decide(
                 max_step_s=config.max_step_s,
                 wanted_s=wanted_s,
                 enough_s=config.enough_s or math.inf,
-                spares=spares,
+                sparing=sparing,
                 refused=refused,
             )
         except NothingFits as error:

@@ -62,8 +62,6 @@ def test_smaller_budgets_never_give_larger_peaks(
             floor_bytes = error.floor_bytes
             break
         assert choice.plan.peak_bytes <= budget_bytes
-        if not solver:  # which would be asked twice
-            assert chosen(spares=True).moves == choice.moves
         assert host_budget_bytes is None or choice.problem.host_bytes <= host_budget_bytes
         assert not exact or all(mode.recompute_rows is None for mode in choice.moves.modes)
         if before is not None:
@@ -111,7 +109,6 @@ def test_neither_do_they_where_placements_have_holes(num_layers, bytes_per_s, ho
         except Infeasible as error:
             floor_bytes = error.floor_bytes
             break
-        assert chosen(spares=True).moves == choice.moves
         if before is not None:
             assert choice.plan.peak_bytes <= before.plan.peak_bytes
             assert choice.timeline.step_s >= before.timeline.step_s * (1 - 1e-3)

@@ -275,6 +275,6 @@ def test_reasons_state_the_numbers():
 def test_candidates_above_the_host_budget_are_left_out():
     step = movable_step(6, bytes_per_s=FAST)
     source = CandidateSource(step=step, recompute=recomputer(step), host_budget_bytes=200 * KIB)
-    kept = unbeaten(source.auto(), 200 * KIB)
+    kept = unbeaten(source.plans(*source.all), 200 * KIB)
     assert max(candidate.host_bytes for candidate in kept) <= 200 * KIB
     assert any(candidate.host_bytes for candidate in kept)

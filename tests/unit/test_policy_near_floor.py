@@ -131,7 +131,7 @@ def allocating_source(num_layers, bytes_per_s, **more):
 
 
 def test_what_helps_with_more_bytes_in_flight_is_tried_with_the_fewest_too():
-    found = allocating_source(4, 16 * KIB).near_floor()
+    found = allocating_source(4, 16 * KIB).plans("near floor")
     wider = {plan.moves.modes for plan in found if plan.moves.schedule.widen > 1}
     assert wider
     assert wider <= {plan.moves.modes for plan in found if plan.moves.schedule.widen == 1}
@@ -140,11 +140,11 @@ def test_what_helps_with_more_bytes_in_flight_is_tried_with_the_fewest_too():
 def test_where_the_host_is_short_small_plans_get_quicker_as_well():
     """Those that copy least of it are no plans of greedy's sequence."""
     source = allocating_source(12, 64 * KIB)
-    host = min(plan.host_bytes for plan in source.steady() if plan.host_bytes)
+    host = min(plan.host_bytes for plan in source.plans("steady") if plan.host_bytes)
     source = allocating_source(12, 64 * KIB, host_budget_bytes=host)
     assert source.is_short
-    small = [plan for plan in source.steady() if plan.host_bytes <= host]
-    near = [plan for plan in source.near_floor() if plan.host_bytes <= host]
+    small = [plan for plan in source.plans("steady") if plan.host_bytes <= host]
+    near = [plan for plan in source.plans("near floor") if plan.host_bytes <= host]
     for plan in small:
         others = [own for own in near if own.live_bytes <= plan.live_bytes]
         assert min(own.cost_s for own in others) <= plan.cost_s

@@ -8,7 +8,6 @@ import pytest
 from benchmarks.layer_steps import Setting, gpt_step, recompute_of
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
-from memo_compile.errors import Infeasible
 from memo_compile.planners.move_rules import can_split, recompute_keys
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidate import simulated
@@ -381,38 +380,6 @@ def test_greedy_goes_from_save_all_down():
     assert max(model.host_bytes(chosen) for chosen in limited) <= 100 * KIB
 
 
-@pytest.mark.parametrize("kib_per_s", [20, 60])
-def test_plans_near_the_floor_are_left_out_only_where_they_would_not_be_chosen(
-    kib_per_s, monkeypatch
-):
-    step = movable_step(4, bytes_per_s=kib_per_s * KIB)
-    most = peak_live_bytes(step.problem)
-
-    def steps(*, spares: bool = False) -> list[float | None]:
-        found: list[float | None] = []
-        for percent in range(50, 100, 8):
-            try:
-                choice = choose(
-                    step,
-                    budget_bytes=most * percent // 100,
-                    host_budget_bytes=None,
-                    policy="greedy",
-                    recompute=recomputer(step),
-                    place=Live,
-                    spares=spares,
-                )
-                found.append(choice.timeline.step_s)
-            except Infeasible:
-                found.append(None)
-        return found
-
-    sparing = steps()
-    assert steps(spares=True) == sparing
-    monkeypatch.setattr(CandidateSource, "near_floor_least_s", lambda _: 0.0)
-    assert steps() == sparing
-    assert len(set(sparing)) > 2
-
-
 def test_bundles_are_single_layers_or_equal_parts():
     assert make_bundles(model_of(4)) == [(0,), (1,), (2,), (3,)]
     parts = make_bundles(model_of(12), num_bundles=7)
@@ -423,7 +390,7 @@ def test_bundles_are_single_layers_or_equal_parts():
 def test_every_candidate_names_who_proposed_it():
     step = movable_step(4)
     source = CandidateSource(step=step, recompute=recomputer(step))
-    proposers = {candidate.moves.policy for candidate in source.auto()}
+    proposers = {candidate.moves.policy for candidate in source.plans(*source.all)}
     needs_shares = {"kwai"}  # of several microbatches, see test_pipeline_chunks
     assert proposers == {"greedy", "program", "steady", "widened", *NAMED} - needs_shares
 
@@ -433,19 +400,10 @@ def test_what_keeps_a_floor_is_the_same_whatever_is_measured():
         step = movable_step(4)
         region_s = {name: seconds * s for name, s in step.costs.region_s.items()}
         step = replace(step, costs=replace(step.costs, region_s=region_s))
-        source = CandidateSource(step=step, recompute=recomputer(step), time_limit_s=0.0)
-        return [candidate.problem for candidate in source.auto() if is_steady(candidate)]
+        source = CandidateSource(step=step, recompute=recomputer(step), solver=False)
+        return [plan.problem for plan in source.plans(*source.all) if is_steady(plan)]
 
     assert steady(1.0) == steady(0.3)
-
-
-def test_without_time_the_choice_is_greedys():
-    step = movable_step(4)
-    source = CandidateSource(step=step, recompute=recomputer(step), time_limit_s=0.0)
-    assert "program" not in {candidate.moves.policy for candidate in source.auto()}
-    assert solve_modes(model_of(3), bound_bytes=1 << 40, time_limit_s=0.0).status is (
-        SolveStatus.TIME_LIMIT
-    )
 
 
 def test_a_gpt_at_64k_tokens_recomputes_the_cheap_and_offloads_attention():
@@ -472,7 +430,9 @@ def test_a_gpt_at_64k_tokens_recomputes_the_cheap_and_offloads_attention():
 def test_a_step_without_layers_keeps_everything_or_names_its_floor():
     step = replace(movable_step(2), layers=())
     source = CandidateSource(step=step, recompute=recomputer(step))
-    assert {candidate.live_bytes for candidate in source.auto()} == {peak_live_bytes(step.problem)}
+    assert {candidate.live_bytes for candidate in source.plans(*source.all)} == {
+        peak_live_bytes(step.problem)
+    }
 
 
 def test_a_layer_that_may_not_recompute_a_slot_saves_instead():

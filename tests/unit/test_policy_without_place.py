@@ -1,7 +1,5 @@
 """What is chosen where placements have holes, so that plans do not fit whose bytes alive do."""
 
-import pytest
-
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidates import CandidateSource
 from memo_compile.planners.policy.chooser import unbeaten
@@ -19,7 +17,6 @@ def chosen(
     place: type[Live],
     *,
     policy: str = "greedy",
-    spares: bool = False,
 ) -> Choice:
     return choose(
         step,
@@ -28,12 +25,10 @@ def chosen(
         policy=policy,
         recompute=recomputer(step),
         place=place,
-        spares=spares,
     )
 
 
-@pytest.mark.parametrize("spares", [False, True])
-def test_a_plan_that_has_no_place_keeps_its_copies_out_of_the_way(spares, monkeypatch):
+def test_a_plan_that_has_no_place_keeps_its_copies_out_of_the_way(monkeypatch):
     """Placements have holes where values that wait for the host fill the forward to the peak."""
 
     class WithHoles(Live):
@@ -47,11 +42,11 @@ def test_a_plan_that_has_no_place_keeps_its_copies_out_of_the_way(spares, monkey
     step = movable_step(4, bytes_per_s=40 * KIB, transient_bytes=40 * KIB)
     budget_bytes = int(0.45 * peak_live_bytes(step.problem))
 
-    with_spared = chosen(step, budget_bytes, WithHoles, spares=spares)
+    with_spared = chosen(step, budget_bytes, WithHoles)
     assert with_spared.moves.schedule.spare > 0
     assert with_spared.plan.peak_bytes <= budget_bytes
     monkeypatch.setattr(CandidateSource, "spared", lambda *_: ())
-    without = chosen(step, budget_bytes, WithHoles, spares=spares)
+    without = chosen(step, budget_bytes, WithHoles)
     assert without.timeline.step_s > 1.1 * with_spared.timeline.step_s
 
 
@@ -59,8 +54,8 @@ def test_where_none_of_the_best_has_a_place_the_fastest_of_the_others_is_taken(m
     """Not a steady plan, which copies at once and is several times as slow."""
     step = movable_step(5, bytes_per_s=12 * KIB)
     source = CandidateSource(step=step, recompute=recomputer(step))
-    steady = source.steady()
-    candidates = [*source.named("save"), *steady, *source.greedy()]
+    steady = source.plans("steady")
+    candidates = [*source.named("save"), *steady, *source.plans(*source.quick)]
     best = {candidate.problem.calls for candidate in unbeaten(candidates, None)}
 
     class WithHoles(Live):
@@ -78,7 +73,7 @@ def test_where_none_of_the_best_has_a_place_the_fastest_of_the_others_is_taken(m
 def test_greedys_choice_stands_where_what_beats_it_has_no_place():
     step = movable_step(6, bytes_per_s=4 * KIB)
     source = CandidateSource(step=step, recompute=recomputer(step))
-    own = {plan.problem.calls for plan in (*source.named("save"), *source.greedy())}
+    own = {plan.problem.calls for plan in (*source.named("save"), *source.plans(*source.quick))}
 
     class WithHoles(Live):
         def __init__(self, problem: Problem) -> None:

@@ -43,7 +43,6 @@ class Candidate:
     moves: Moves
     figures: Figures
     make: Callable[[], Problem]
-    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -110,7 +109,6 @@ def simulated(
     step: MovableStep,
     moves: Moves,
     recompute: RecomputeOf,
-    notes: tuple[str, ...] = (),
     find: Callable[[], Program] | None = None,
 ) -> Candidate:
     """The step program of ``moves``, simulated; ``find`` gives what ``program_before`` does."""
@@ -124,7 +122,7 @@ def simulated(
         cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
         next_times=next_times,
     )
-    return Candidate(moves=moves, figures=figures, make=lambda: problem, notes=notes)
+    return Candidate(moves=moves, figures=figures, make=lambda: problem)
 
 
 def program_before(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> Program:

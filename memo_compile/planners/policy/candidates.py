@@ -8,7 +8,6 @@ import functools
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from memo_compile.planners.policy.candidate import (
     simulated,
 )
 from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
-from memo_compile.planners.policy.lynx_policies import lynx_moves
+from memo_compile.planners.policy.lynx_policies import LYNX, lynx_moves
 from memo_compile.planners.policy.milp import lowest_peak, solve_modes
 from memo_compile.planners.policy.model import (
     StepModel,
@@ -43,7 +42,6 @@ from memo_compile.planners.policy.named import (
     steady_moves,
 )
 from memo_compile.planners.policy.slot_by_slot import slot_by_slot
-from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.problem import Problem
 
@@ -97,10 +95,6 @@ does when its regions are lowered and a few bytes larger."""
 STALLED = 0.001
 """A plan that stalls for at most this share of its step is left as it is."""
 
-ENDED_BY_CLOCK = (
-    "the solver was ended by the clock: the plan may be another one on a faster machine"
-)
-
 MAX_GREEDY = 20
 """Most plans of one greedy sequence that are simulated; they are spread evenly over it."""
 
@@ -140,12 +134,6 @@ def _stalls(candidate: Candidate) -> bool:
     return candidate.timeline.stall_s > STALLED * candidate.timeline.step_s
 
 
-def _widened(candidate: Candidate) -> Moves:
-    """The same decisions with more time for the copies, within the same peak."""
-    moves = candidate.moves
-    return replace(moves, policy="widened", schedule=replace(moves.schedule, widen=1.0))
-
-
 @dataclass(slots=True, kw_only=True)
 class SearchMemory:
     """What was found for one step, one bound on the host and one ``exact``: for every budget."""
@@ -163,85 +151,85 @@ class SearchedMoves:
     memory: SearchMemory = field(default_factory=SearchMemory)
     regions: tuple[str, ...] = ()
     """What is known of the step's regions: those that are lowered, and those that are refused."""
-    greedy: tuple[Moves, ...] | None = None
-    near_floor: tuple[Moves, ...] | None = None
-    filled: tuple[Moves, ...] | None = None
-    program: tuple[Moves, ...] | None = None
-    lynx: dict[str, tuple[Moves, ...]] = field(default_factory=dict)
+    found: dict[str, tuple[Moves, ...]] = field(default_factory=dict)
+    """By the searches that were asked in an earlier round."""
 
-    def once(self, search: str, found: Iterable[Moves]) -> tuple[Moves, ...]:
-        """All that ``found`` makes, where the same ``search`` has not found it before."""
-        key = search, *self.regions
-        if key not in self.memory.moves:
-            self.memory.moves[key] = tuple(found)
-        return self.memory.moves[key]
+    def once(self, search: str, make: Callable[[], Iterable[Moves]]) -> tuple[Moves, ...]:
+        """All that ``make`` finds, where the same ``search`` has not found it before."""
+        if search not in self.found:
+            key = search, *self.regions
+            if key not in self.memory.moves:
+                self.memory.moves[key] = tuple(dict.fromkeys(make()))
+            self.found[search] = self.memory.moves[key]
+        return self.found[search]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateSource:
-    """Makes the candidate sets of one step."""
+    """Makes the plans of one step: by searches that know no budget, each by its name."""
 
     step: MovableStep
     recompute: RecomputeOf
     host_budget_bytes: int | None = None
     exact: bool = False
     solver: bool = True
-    time_limit_s: float = 160.0
-    """Seconds for the solver by the clock, all programs together. They end by their nodes, on a
-    quiet machine within 20 s; a plan that the clock has changed says so."""
     searched: SearchedMoves = field(default_factory=SearchedMoves)
-    _evaluations: dict[tuple[Moves, tuple[str, ...]], Candidate] = field(default_factory=dict)
+    _evaluations: dict[Moves, Candidate] = field(default_factory=dict)
     _least_bytes: dict[Moves, int] = field(default_factory=dict)
     _least_costs: dict[tuple[Mode, ...], float] = field(default_factory=dict)
 
-    def auto(self, most_bytes: int | None = None) -> list[Candidate]:
-        """All that policy ``auto`` chooses from: greedy's, the program's and the named plans.
+    @property
+    def quick(self) -> tuple[str, ...]:
+        """The searches that need no solver."""
+        talks = facts_of(self.step).talks  # then no choice is slower than Lynx's
+        return ("greedy", "near floor", "filled", *(["lynx-heu"] if talks else []))
 
-        Other than named plans that surely need more than ``most_bytes`` are left out.
-        """
-        found = dict.fromkeys((*self._greedy(), *self._filled()))
-        if self.solver and self.step.layers:
-            found.update(dict.fromkeys(self._program()))
-        known: list[Candidate] = []
-        alphas = {"memo": QUANTA, "kwai": () if self.step.problem.has_one_turn else QUANTA}
-        for policy in NAMED:
-            known += self.named(policy, alphas.get(policy, (None,)))
-        known += self.steady()
-        if facts_of(self.step).talks:
-            known += self.lynx("lynx-opt" if self.solver else "lynx-heu", most_bytes)
-        slow = (plan for plan in known if plan.moves.policy != "memo" and _stalls(plan))
-        found.update(dict.fromkeys(map(_widened, slow)))
-        return [*self.valid(self._within(found, most_bytes)), *known]
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All searches."""
+        solved = ["program"] if self.solver and self.step.layers else []
+        talks = facts_of(self.step).talks
+        lynx = ["lynx-opt"] if solved and talks else []
+        return (*self.quick, *solved, "named", "steady", "widened", *lynx)
 
-    def greedy(self, *, near_floor: bool = True, most_bytes: int | None = None) -> list[Candidate]:
-        """What policy ``greedy`` chooses from; ``near_floor`` with plans of the fewest bytes.
+    def moves(self, *searches: str) -> tuple[Moves, ...]:
+        """What the ``searches`` find, before it is simulated."""
+        found: dict[Moves, None] = {}
+        for search in searches:
+            make = functools.partial(self._search, search)
+            found.update(dict.fromkeys(self.searched.once(search, make)))
+        return tuple(found)
 
-        Plans that surely need more than ``most_bytes`` are left out, and not simulated.
-        """
-        found = self._greedy() if near_floor else self._far_from_floor()
-        return self.valid(self._within(found, most_bytes))
+    def _search(self, search: str) -> Iterable[Moves]:
+        searches: dict[str, Callable[[], Iterable[Moves]]] = {
+            "greedy": self._greedy_moves,
+            "near floor": self._floor_moves,
+            "filled": self._filled_moves,
+            "program": self._milp_moves,
+            "named": self._named_moves,
+            "steady": lambda: steady_moves(self.step, self.recompute),
+            "widened": self._widened_moves,
+        }
+        if search in LYNX:
+            return lynx_moves(self.step, search, self.recompute)
+        return searches[search]()
 
-    def _within(self, found: Iterable[Moves], most_bytes: int | None) -> Iterable[Moves]:
-        if most_bytes is None:
-            return found
-        return (own for own in found if self._least_bytes_of(own) <= most_bytes)
+    def plans(self, *searches: str) -> list[Candidate]:
+        """What the ``searches`` find, simulated."""
+        return self.valid(self.moves(*searches))
 
-    def _least_bytes_of(self, moves: Moves) -> int:
+    def least_bytes(self, moves: Moves) -> int:
+        """What the plans of ``moves`` have alive at least."""
         if moves not in self._least_bytes:
             self._least_bytes[moves] = least_bytes(self.step, moves)
         return self._least_bytes[moves]
 
-    def bounded(
-        self, *, near_floor: bool, most_bytes: int | None, others: Iterable[Moves] = ()
-    ) -> list[tuple[float, Moves]]:
-        """``others``, and what ``greedy`` chooses from, before they are simulated.
-
-        With what each costs at least, the cheapest first. Plans that surely need more than
-        ``most_bytes`` are left out.
-        """
-        greedy = self._greedy() if near_floor else self._far_from_floor()
-        some = self._within((*others, *greedy), most_bytes)
-        return sorted(((self._least_s(own), own) for own in some), key=lambda own: own[0])
+    def least_s(self, moves: Moves) -> float:
+        """What the plans of ``moves`` cost at least."""
+        key = moves.modes
+        if key not in self._least_costs:
+            self._least_costs[key] = least_cost_s(self.step, moves, self.recompute)
+        return self._least_costs[key]
 
     def spared(self, candidate: Candidate) -> list[Candidate]:
         """``candidate`` with copies to the host that leave a share of the peak free.
@@ -254,63 +242,6 @@ class CandidateSource:
             return []
         others = (replace(schedule, spare=spare) for spare in SPARES)
         return [self._evaluated(replace(moves, schedule=other)) for other in others]
-
-    def near_floor(self) -> list[Candidate]:
-        """Those of ``greedy`` that need the fewest bytes."""
-        return self.valid(self._near_floor())
-
-    def near_floor_least_s(self) -> float:
-        """What plans near the floor take at least."""
-        return min(map(self._least_s, self._near_floor()), default=math.inf)
-
-    def _least_s(self, moves: Moves) -> float:
-        """What the plans of ``moves`` cost at least."""
-        key = moves.modes
-        if key not in self._least_costs:
-            self._least_costs[key] = least_cost_s(self.step, moves, self.recompute)
-        return self._least_costs[key]
-
-    def steady(self) -> list[Candidate]:
-        """Plans that do not depend on measured seconds."""
-        return self.valid(steady_moves(self.step, self.recompute))
-
-    def lynx(self, policy: str, most_bytes: int | None = None) -> list[Candidate]:
-        """What one of the policies ``LYNX`` chooses from; it copies nothing.
-
-        Plans that surely need more than ``most_bytes`` are left out.
-        """
-        return self.valid(self.lynx_moves(policy, most_bytes))
-
-    def lynx_moves(self, policy: str, most_bytes: int | None = None) -> tuple[Moves, ...]:
-        """The same before they are simulated. They are not searched where none can fit."""
-        if most_bytes is not None and self._least_bytes_of(self._everything_again()) > most_bytes:
-            return ()
-        if policy not in self.searched.lynx:
-            found = lynx_moves(self.step, policy, self.recompute, time_limit_s=self.time_limit_s)
-            self.searched.lynx[policy] = tuple(found)
-        return tuple(self._within(self.searched.lynx[policy], most_bytes))
-
-    def _everything_again(self) -> Moves:
-        """Nothing is copied, and nothing is kept that may be recomputed."""
-        choice = {True: Action.RECOMPUTE, False: Action.SAVE}
-        modes = {
-            key: Mode(actions=tuple(choice[slot.can_recompute] for slot in cls.slots))
-            for key, cls in self.step.classes.items()
-        }
-        return Moves(modes=tuple(modes[layer.class_key] for layer in self.step.layers))
-
-    def _greedy(self) -> tuple[Moves, ...]:
-        return *self._far_from_floor(), *self._near_floor()
-
-    def _far_from_floor(self) -> tuple[Moves, ...]:
-        if self.searched.greedy is None:
-            self.searched.greedy = self.searched.once("greedy", self._greedy_moves())
-        return self.searched.greedy
-
-    def _near_floor(self) -> tuple[Moves, ...]:
-        if self.searched.near_floor is None:
-            self.searched.near_floor = self.searched.once("near floor", self._floor_moves())
-        return self.searched.near_floor
 
     def _floor_moves(self) -> Iterator[Moves]:
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
@@ -358,14 +289,17 @@ class CandidateSource:
 
         Where little may be copied, greedy's sequence may have no plan that is as small.
         """
-        steady = (replace(_widened(own), policy="greedy") for own in self.steady())
+        steady = (
+            replace(own.moves, policy="greedy", schedule=replace(own.moves.schedule, widen=1.0))
+            for own in self.plans("steady")
+        )
         found = [own for own in self.valid(steady) if self._has_host(own)]
         return sorted(found, key=lambda plan: (plan.live_bytes, plan.cost_s))[:1]
 
     def _perhaps_simulated(self, most_bytes: int, moves: Moves, below_s: float) -> Candidate | None:
         """``moves`` simulated; None where they surely need more bytes, or cost ``below_s``."""
         with contextlib.suppress(InvalidPlan, UnsupportedGraph):
-            if least_bytes(self.step, moves) <= most_bytes and self._least_s(moves) < below_s:
+            if least_bytes(self.step, moves) <= most_bytes and self.least_s(moves) < below_s:
                 return simulated(self.step, moves, self.recompute)
         return None
 
@@ -379,12 +313,6 @@ class CandidateSource:
     def _has_host(self, candidate: Candidate) -> bool:
         most = self.host_budget_bytes
         return most is None or candidate.host_bytes <= most
-
-    def _filled(self) -> tuple[Moves, ...]:
-        """Greedy's plans with as many copies as a host that is short has room for."""
-        if self.searched.filled is None:
-            self.searched.filled = self.searched.once("filled", self._filled_moves())
-        return self.searched.filled
 
     def _filled_moves(self) -> Iterator[Moves]:
         most = self.host_budget_bytes
@@ -412,24 +340,28 @@ class CandidateSource:
         slots = self.step.class_of(layer).slots
         return sum(slot.size_bytes for slot in slots if slot.can_offload)
 
-    def _program(self) -> tuple[Moves, ...]:
-        if self.searched.program is None:
-            self.searched.program = self.searched.once("program", self._milp_moves())
-        return self.searched.program
-
     def _models(self, schedules: Iterable[Schedule]) -> dict[Schedule, StepModel]:
         modes = self._modes()
         return {schedule: build_model(self.step, modes, schedule) for schedule in schedules}
 
-    def named(self, policy: str, alphas: Sequence[float | None] = (None,)) -> list[Candidate]:
-        """The plan of a named policy, for each of ``alphas``."""
-        found = []
-        for alpha in alphas:
-            plan = self._named(policy, alpha)
-            found.append(self._evaluated(plan.moves, plan.notes))
-        return found
+    def _named_moves(self) -> Iterator[Moves]:
+        alphas = {"memo": QUANTA, "kwai": () if self.step.problem.has_one_turn else QUANTA}
+        for policy in NAMED:
+            for alpha in alphas.get(policy, (None,)):
+                yield self.named_plan(policy, alpha).moves
 
-    def _named(self, policy: str, alpha: float | None) -> NamedPlan:
+    def _widened_moves(self) -> Iterator[Moves]:
+        """Named plans with more time for their copies; MEMO's keep two rotating buffers."""
+        for moves in self.moves("named", "steady"):
+            if moves.policy != "memo" and any(mode.slots(Action.OFFLOAD) for mode in moves.modes):
+                yield replace(moves, policy="widened", schedule=replace(moves.schedule, widen=1.0))
+
+    def named(self, policy: str, alphas: Sequence[float | None] = (None,)) -> list[Candidate]:
+        """The plan of a named policy, for each of ``alphas``. Raises InvalidPlan: it is none."""
+        return [self._evaluated(self.named_plan(policy, alpha).moves) for alpha in alphas]
+
+    def named_plan(self, policy: str, alpha: float | None = None) -> NamedPlan:
+        """The decisions of a named policy, and what it could not do."""
         return named_moves(
             self.step,
             policy,
@@ -464,30 +396,24 @@ class CandidateSource:
             wider = self._evaluated(replace(moves, schedule=schedule), program=program)
             yield wider
 
-    def _evaluated(
-        self,
-        moves: Moves,
-        notes: tuple[str, ...] = (),
-        program: Callable[[], Program] | None = None,
-    ) -> Candidate:
-        if (moves, notes) not in self._evaluations:
-            self._evaluations[moves, notes] = self._known_or_simulated(moves, notes, program)
-        return self._evaluations[moves, notes]
+    def _evaluated(self, moves: Moves, program: Callable[[], Program] | None = None) -> Candidate:
+        """``moves`` simulated, or with the figures that are known from another budget."""
+        if moves not in self._evaluations:
+            self._evaluations[moves] = self._known_or_simulated(moves, program)
+        return self._evaluations[moves]
 
-    def _known_or_simulated(
-        self, moves: Moves, notes: tuple[str, ...], program: Callable[[], Program] | None
-    ) -> Candidate:
+    def _known_or_simulated(self, moves: Moves, program: Callable[[], Program] | None) -> Candidate:
         key = moves, self._estimated(moves)
         figures = self.searched.memory.figures.get(key)
         if figures is None:
-            candidate = simulated(self.step, moves, self.recompute, notes, program)
+            candidate = simulated(self.step, moves, self.recompute, program)
             self.searched.memory.figures[key] = candidate.figures
             return candidate
 
         def make() -> Problem:
             return program_of(self.step, moves, self.recompute)[0]
 
-        return Candidate(moves=moves, figures=figures, make=make, notes=notes)
+        return Candidate(moves=moves, figures=figures, make=make)
 
     def _estimated(self, moves: Moves) -> tuple[str, ...]:
         """The regions of ``moves`` that are not lowered: what is known of a region changes then."""
@@ -531,38 +457,26 @@ class CandidateSource:
     def _milp_moves(self) -> Iterator[Moves]:
         """The program's answers, floor to save-all; solving frees the GIL, hence threads."""
         models = self._models(GRIDS)
-        deadline = time.monotonic() + self.time_limit_s
         top = models[NEXT].peak_bytes([0] * models[NEXT].num_layers)
         with ThreadPoolExecutor(max_workers=len(GRIDS)) as pool:
             solved = [
-                pool.submit(self._solved, models[schedule], top, shares, deadline)
+                pool.submit(self._solved, models[schedule], top, shares)
                 for schedule, shares in GRIDS.items()
             ]
             for answer in solved:
                 yield from answer.result()
 
-    def _solved(
-        self, model: StepModel, top: int, shares: Sequence[float], deadline: float
-    ) -> list[Moves]:
+    def _solved(self, model: StepModel, top: int, shares: Sequence[float]) -> list[Moves]:
         """One schedule's answers at each of ``shares`` between its floor and ``top`` bytes."""
-        lowest = lowest_peak(
-            model,
-            host_budget_bytes=self.host_budget_bytes,
-            time_limit_s=deadline - time.monotonic(),
-        )
+        host_bytes = self.host_budget_bytes
+        lowest = lowest_peak(model, host_budget_bytes=host_bytes)
         if not lowest.status.has_solution:
             return []
         floor = model.peak_bytes(lowest.chosen)
         found = []
         for share in shares:
-            solution = solve_modes(
-                model,
-                bound_bytes=int(floor + share * (top - floor)),
-                host_budget_bytes=self.host_budget_bytes,
-                time_limit_s=deadline - time.monotonic(),
-            )
-            if solution.status is SolveStatus.TIME_LIMIT:
-                log.warning("memo: %s", ENDED_BY_CLOCK)
+            bound_bytes = int(floor + share * (top - floor))
+            solution = solve_modes(model, bound_bytes=bound_bytes, host_budget_bytes=host_bytes)
             chosen = solution.chosen if solution.status.has_solution else lowest.chosen
             found.append(model.moves(chosen, "program"))
         return found

@@ -78,12 +78,12 @@ class Chooser:
     _placed: dict[Decisions, Plan] = field(default_factory=dict)
 
     def pick(
-        self, ordered: Iterable[Candidate], *, below_s: float = math.inf, most_s: float = math.inf
+        self, ordered: Iterable[Candidate], *, below_s: float = math.inf
     ) -> tuple[Candidate, Plan] | None:
         """The first candidate that fits, with its placement.
 
         What ``_spared`` makes of one that has no place comes before the next that is slower. It is
-        left out where it costs ``below_s`` or its step takes more than ``most_s``: it comes later.
+        left out where it costs ``below_s``: it comes later.
         """
         spared: list[Candidate] = []
         for candidate in ordered:
@@ -93,7 +93,7 @@ class Chooser:
             if found := self._fitting(candidate):
                 return found
             for other in self._spared_of(candidate):
-                if other.cost_s < below_s and other.timeline.step_s <= most_s:
+                if other.cost_s < below_s:
                     bisect.insort(spared, other, key=preference)
         return next(filter(None, map(self._fitting, spared)), None)
 

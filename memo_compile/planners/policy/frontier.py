@@ -16,12 +16,11 @@ is skipped leaves the others in their places. Of two such choices the faster is 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from memo_compile.errors import ConfigError, TooSlow
-from memo_compile.planners.move_rules import RecomputeOf, facts_of
+from memo_compile.planners.move_rules import RecomputeOf
 from memo_compile.planners.policy.candidate import Candidate, costs_with, program_of
 from memo_compile.planners.policy.candidates import CandidateSource, SearchedMoves
 from memo_compile.planners.policy.chooser import (
@@ -45,6 +44,10 @@ plan beats, the program of the whole step is not solved: that takes most of the 
 saves a third of a percent. The proof above holds: at a smaller budget greedy's plan is the same,
 and just as near, or it does not fit."""
 
+
+NUM_SMALL = 4
+"""Where nothing fits, so many plans that may need the fewest bytes are simulated, and one of them
+is placed: what needs more than that is no floor."""
 
 ROUNDING = 1e-9
 """Sums of the same seconds in other orders differ by less than this share."""
@@ -84,7 +87,7 @@ def choose(
     max_step_s: float = math.inf,
     wanted_s: float = math.inf,
     enough_s: float = math.inf,
-    spares: bool = False,
+    sparing: bool = False,
     refused: Set[Decisions] = frozenset(),
 ) -> Choice:
     """The fastest plan of ``policy`` whose placed peak is at most ``budget_bytes``.
@@ -93,13 +96,12 @@ def choose(
     when that fits. A named policy is one plan; ``memo`` without ``alpha`` and with a budget may
     take a smaller alpha than its own program's. ``recompute`` raises UnsupportedGraph for a region
     that cannot be used; ``exact`` forbids recomputing a slice of rows. The same inputs give the
-    same choice unless the time limit of ``CandidateSource`` ends a search. What ``searched`` holds
-    is not searched again, and what is found is added to it. Plans of ``max_step_s`` or more are not
-    placed. If greedy has no plan of at most ``wanted_s`` that may fit, no plan is placed: the
-    choice waits until it is known how fast other tiles are. Likewise with ``enough_s``, where the
-    host has room for all copies: for a short one ``auto`` has better plans. With ``spares`` plans
-    are not simulated which surely come behind the chosen one, or do not fit; the frontier lacks
-    them. What is ``refused`` is not chosen.
+    same choice. What ``searched`` holds is not searched again, and what is found is added to it.
+    Plans of ``max_step_s`` or more are not placed. If greedy has no plan of at most ``wanted_s``
+    that may fit, no plan is placed: the choice waits until it is known how fast other tiles are.
+    Likewise with ``enough_s``, where the host has room for all copies: for a short one ``auto`` has
+    better plans. With ``sparing`` the frontier lacks plans that surely come behind the chosen one,
+    or do not fit: they are not simulated. What is ``refused`` is not chosen.
 
     Raises:
         TooSlow: all plans are slower.
@@ -116,8 +118,23 @@ def choose(
         searched=searched or SearchedMoves(),
     )
     chooser = Chooser(budget_bytes, host_budget_bytes, place, source.spared, max_step_s, refused)
-    wanted_s = wanted_s if source.is_short else min(wanted_s, enough_s)
-    considered, found = _search(source, chooser, policy, alpha, wanted_s, spares=spares)
+    notes: tuple[str, ...] = ()
+    if policy in ("auto", "greedy"):
+        fast_s = min(wanted_s if source.is_short else min(wanted_s, enough_s), max_step_s)
+        considered, found = _searched(source, chooser, policy, fast_s)
+        if found is not None and len(considered) > 1 and not sparing:
+            considered = list(dict.fromkeys([*considered, *source.plans(*source.quick)]))
+    elif policy in NAMED:
+        notes = source.named_plan(policy, alpha).notes
+        considered = source.named(policy, (alpha,))
+        if policy == "memo" and alpha is None and budget_bytes is not None:
+            considered += sorted(source.named(policy, QUANTA), key=preference)
+        found = chooser.pick(considered)
+    elif policy in LYNX:
+        considered, found = _picked(source.plans(policy), chooser)
+    else:
+        known = ", ".join((*NAMED, *LYNX))
+        raise ConfigError(f"policy: expected auto, greedy, {known}, got {policy!r}")
     if found is None and chooser.least_left_s is not None:
         raise TooSlow("all other plans of these tiles are slower", step_s=chooser.least_left_s)
     if found is None:
@@ -130,7 +147,7 @@ def choose(
         timeline=timeline,
         plan=plan,
         frontier=chooser.frontier(considered, candidate),
-        notes=candidate.notes,
+        notes=notes,
     )
 
 
@@ -164,171 +181,76 @@ def confirmed(
     return replace(choice, problem=problem, timeline=timeline, plan=plan, frontier=tuple(points))
 
 
-class _Others(NamedTuple):
-    """What is considered beside greedy's plans."""
-
-    source: CandidateSource
-    plans: list[Candidate]
-    moves: tuple[Moves, ...] = ()
-    """Those that are not simulated yet."""
-
-    def simulated(self) -> list[Candidate]:
-        """All of them."""
-        return [*self.plans, *self.source.valid(self.moves)]
+_Found = tuple[Candidate, Plan] | None
+"""The chosen plan with its placement; None where none fits."""
 
 
-def _search(
+def _searched(
+    source: CandidateSource, chooser: Chooser, policy: str, fast_s: float
+) -> tuple[list[Candidate], _Found]:
+    """The plans that were simulated, and the chosen one: of all, or without the solver's."""
+    saved = source.named("save")
+    found = chooser.pick(saved)
+    if found is not None:
+        return saved, found
+    quick = source.quick if policy == "auto" else (*source.quick, "steady")
+    plans, found = _cheapest_first(source, chooser, saved, source.moves(*quick), fast_s)
+    is_near = found is not None and found[0].cost_s <= saved[0].cost_s * (1 + GOOD_ENOUGH)
+    if policy == "greedy" or is_near:
+        return plans, found
+    plans, best = _cheapest_first(source, chooser, saved, source.moves(*source.all))
+    # What beats the first choice in cost and in bytes alive may have no place, nor what follows it.
+    both = [choice for choice in (best, found) if choice is not None]
+    return plans, min(both, key=lambda choice: choice[0].cost_s, default=None)
+
+
+def _cheapest_first(
     source: CandidateSource,
     chooser: Chooser,
-    policy: str,
-    alpha: float | None,
-    wanted_s: float,
-    *,
-    spares: bool,
-) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
-    """The candidates of ``policy``, and the chosen one with its placement."""
-    if policy in ("auto", "greedy"):
-        saved = source.named("save")
-        found = chooser.pick(saved)
-        if found is not None:
-            return saved, found
-        others = _Others(source, [*saved, *(source.steady() if policy == "greedy" else [])])
-        if policy == "auto" and facts_of(source.step).talks:  # no choice is slower than Lynx's
-            found_moves = source.lynx_moves("lynx-heu", chooser.budget_bytes if spares else None)
-            others = others._replace(moves=found_moves)
-        fast_s = min(wanted_s, chooser.max_step_s)
-        if not (spares and _is_fast(source, chooser, others, fast_s)):
-            _require_fast(source, chooser, others, fast_s)
-        ordered, found = _far_from_floor(source, chooser, others, fast_s, spares=spares)
-        if found is None:
-            ordered, found = _near_and_far(source, chooser, others, spares=spares)
-        limit_s = saved[0].cost_s * (1 + GOOD_ENOUGH)
-        if policy == "greedy" or (found is not None and found[0].cost_s <= limit_s):
-            return ordered, found
-        most_bytes = chooser.most_of_floor(ordered) if spares and found is None else None
-        ordered, best = _picked(source.auto(most_bytes), chooser)
-        # a plan that beats greedy's in cost and bytes alive may have no place, nor what follows it
-        both = [own for own in (best, found) if own is not None]
-        return ordered, min(both, key=lambda own: own[0].cost_s, default=None)
-    if policy in LYNX:
-        return _picked(source.lynx(policy), chooser)
-    if policy not in NAMED:
-        known = ", ".join((*NAMED, *LYNX))
-        raise ConfigError(f"policy: expected auto, greedy, {known}, got {policy!r}")
-    considered = source.named(policy, (alpha,))
-    if policy == "memo" and alpha is None and chooser.budget_bytes is not None:
-        considered += sorted(source.named(policy, QUANTA), key=preference)
-    return considered, chooser.pick(considered)
+    saved: Sequence[Candidate],
+    moves: Sequence[Moves],
+    fast_s: float = math.inf,
+) -> tuple[list[Candidate], _Found]:
+    """Simulates ``moves`` in the order of what each costs at least, until the choice is certain.
 
-
-def _require_fast(
-    source: CandidateSource, chooser: Chooser, others: _Others, fast_s: float
-) -> None:
-    """Raises TooSlow where all plans that may fit take over ``fast_s``, if there are any.
-
-    Only plans that may fit are simulated, and those near the floor only where no other is fast.
+    It is when a plan fits that costs less than all others cost at least. Where none fits, those
+    follow that may need no more than the smallest peak. Raises TooSlow: no plan takes ``fast_s``.
     """
-    if fast_s == math.inf:
-        return
-    least_s = 0.0
-    for near_floor in (False, True):
-        some = source.greedy(near_floor=near_floor, most_bytes=chooser.budget_bytes)
-        least_s = chooser.least_s([*others.simulated(), *some])
-        if 0 < least_s <= fast_s:
-            return
-    if least_s > fast_s:
+    plans, budget_bytes = [*saved], chooser.budget_bytes
+    left = [own for own in moves if budget_bytes is None or source.least_bytes(own) <= budget_bytes]
+    left.sort(key=source.least_s)
+    is_fast = fast_s == math.inf
+    for number in range(len(left) + 1):
+        next_s = math.inf
+        if number < len(left):
+            next_s = source.least_s(left[number]) * (1 - ROUNDING)
+        if not is_fast:
+            is_fast = _is_fast(chooser.least_s(plans), next_s, fast_s)
+        if is_fast:
+            best = unbeaten(plans, chooser.host_budget_bytes)
+            safe = [plan for plan in best if plan.cost_s < next_s]
+            if found := chooser.pick(safe, below_s=next_s):
+                return plans, found
+        if number < len(left):
+            plans += source.valid([left[number]])
+    small = source.valid(sorted(moves, key=source.least_bytes)[:NUM_SMALL])
+    most_bytes = None if budget_bytes is None else chooser.most_of_floor([*plans, *small])
+    near = [own for own in moves if most_bytes is None or source.least_bytes(own) <= most_bytes]
+    return _picked(list(dict.fromkeys([*plans, *small, *source.valid(near)])), chooser)
+
+
+def _is_fast(least_s: float, next_s: float, fast_s: float) -> bool:
+    """True where a plan that may fit takes ``fast_s``, or none may; False: it is not known yet.
+
+    The fastest of them takes ``least_s``, others at least ``next_s``. Raises TooSlow: none does.
+    """
+    if fast_s < least_s <= next_s:
         raise TooSlow("no plan is fast enough", step_s=least_s, is_bound=True)
+    return 0 < least_s <= fast_s or (not least_s and next_s == math.inf)
 
 
-def _is_fast(source: CandidateSource, chooser: Chooser, others: _Others, fast_s: float) -> bool:
-    """True where a plan far from the floor that may fit takes ``fast_s``; as few are simulated."""
-    for known in _by_least_s(source, chooser, others, near_floor=False):
-        if any(plan.timeline.step_s <= fast_s for plan in known.safe if chooser.may_fit(plan)):
-            return True
-        if known.next_s > fast_s:
-            break
-    return False
-
-
-def _far_from_floor(
-    source: CandidateSource,
-    chooser: Chooser,
-    others: _Others,
-    fast_s: float,
-    *,
-    spares: bool,
-) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
-    """The choice without plans near the floor, where it would be the same with them.
-
-    It is where one that none beats fits and is as fast as the fastest of those could be: what is
-    slower comes after it. Plans near the floor take longest to simulate.
-    """
-    least_s = source.near_floor_least_s()
-
-    def picked(best: Iterable[Candidate], below_s: float) -> tuple[Candidate, Plan] | None:
-        fast = (plan for plan in best if plan.cost_s < below_s and plan.timeline.step_s <= fast_s)
-        return chooser.pick(fast, below_s=below_s, most_s=fast_s)
-
-    if not spares:
-        considered = [*others.simulated(), *source.greedy(near_floor=False)]
-        return considered, picked(unbeaten(considered, chooser.host_budget_bytes), least_s)
-    for known in _by_least_s(source, chooser, others, near_floor=False):
-        found = picked(known.safe, min(least_s, known.next_s))
-        if found is not None or known.next_s >= least_s:
-            break
-    return known.plans, found
-
-
-def _near_and_far(
-    source: CandidateSource, chooser: Chooser, others: _Others, *, spares: bool
-) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
-    """The choice among all of greedy's plans.
-
-    With ``spares``, where none fits, without those that surely need more than the floor.
-    """
-    most_bytes = None
-    if spares:
-        for known in _by_least_s(source, chooser, others, near_floor=True):
-            found = chooser.pick(known.safe, below_s=known.next_s)
-            if found is not None:
-                return known.plans, found
-        most_bytes = chooser.most_of_floor([*others.plans, *source.near_floor()])
-    return _picked([*others.simulated(), *source.greedy(most_bytes=most_bytes)], chooser)
-
-
-def _picked(
-    candidates: Sequence[Candidate], chooser: Chooser
-) -> tuple[list[Candidate], tuple[Candidate, Plan] | None]:
-    """The candidates to try, and the first that fits; those that some beat after all others."""
+def _picked(candidates: Sequence[Candidate], chooser: Chooser) -> tuple[list[Candidate], _Found]:
+    """The plans to try, and the first that fits; those that some beat after all others."""
     best = unbeaten(candidates, chooser.host_budget_bytes)
     more = beaten(candidates, best)
     return [*best, *more], chooser.pick(best) or chooser.pick(more)
-
-
-class _Simulated(NamedTuple):
-    """The plans that were simulated so far."""
-
-    plans: list[Candidate]
-    safe: list[Candidate]
-    """Those that none beats, of the others neither, fastest first; the others come after them."""
-    next_s: float
-    """Seconds that the others take at least."""
-
-
-def _by_least_s(
-    source: CandidateSource, chooser: Chooser, others: _Others, *, near_floor: bool
-) -> Iterator[_Simulated]:
-    """Plans that may fit are simulated one by one, in the order of bounds.
-
-    Those that surely do not fit beat none that does.
-    """
-    plans = [*others.plans]
-    left = source.bounded(
-        near_floor=near_floor, most_bytes=chooser.budget_bytes, others=others.moves
-    )
-    for number in range(len(left) + 1):
-        next_s = left[number][0] * (1 - ROUNDING) if number < len(left) else math.inf
-        best = unbeaten(plans, chooser.host_budget_bytes)
-        yield _Simulated(plans, [plan for plan in best if plan.cost_s < next_s], next_s)
-        if number < len(left):
-            plans += source.valid([left[number][1]])

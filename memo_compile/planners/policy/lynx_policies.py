@@ -44,14 +44,12 @@ HIDDEN_PRICE = 0.01
 """A second of recomputation that hides costs this much, so that of equal plans the lesser wins."""
 
 
-def lynx_moves(
-    step: MovableStep, policy: str, recompute: RecomputeOf, *, time_limit_s: float
-) -> list[Moves]:
+def lynx_moves(step: MovableStep, policy: str, recompute: RecomputeOf) -> list[Moves]:
     """The plans among which ``policy``, one of LYNX, takes the fastest that fits."""
     modes = _bare_modes(step, recompute)
     plans = list(_uniform(step, modes))
     if policy == "lynx-opt":
-        plans += _by_place(step, modes, time_limit_s)
+        plans += _by_place(step, modes)
     return [
         Moves(modes=plan, schedule=Schedule(widen=room), policy=policy)
         for plan in dict.fromkeys(plans)
@@ -113,7 +111,7 @@ def _uniform(
 
 
 def _by_place(
-    step: MovableStep, modes: Sequence[tuple[ModeCost, ...]], time_limit_s: float
+    step: MovableStep, modes: Sequence[tuple[ModeCost, ...]]
 ) -> Iterator[tuple[Mode, ...]]:
     """Each layer by itself: the program of the whole step, where windows make seconds cheap."""
     window_s = _window_s(step)
@@ -122,16 +120,12 @@ def _by_place(
     for own in modes:
         cheap.setdefault(id(own), tuple(_with_window(cost, window_s) for cost in own))
     model = build_model(step, [cheap[id(own)] for own in modes], once)
-    lowest = lowest_peak(model, time_limit_s=time_limit_s / (1 + len(SHARES)))
+    lowest = lowest_peak(model)
     if not lowest.status.has_solution:
         return
     floor, top = model.peak_bytes(lowest.chosen), model.peak_bytes([0] * model.num_layers)
     for share in SHARES:
-        solved = solve_modes(
-            model,
-            bound_bytes=int(floor + share * (top - floor)),
-            time_limit_s=time_limit_s / (1 + len(SHARES)),
-        )
+        solved = solve_modes(model, bound_bytes=int(floor + share * (top - floor)))
         if solved.status.has_solution:
             yield model.moves(solved.chosen, "lynx-opt").modes
 

@@ -26,7 +26,6 @@ layers stay single, because they are the first that are worth keeping.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -76,29 +75,23 @@ def solve_modes(
     *,
     bound_bytes: int,
     host_budget_bytes: int | None = None,
-    time_limit_s: float = math.inf,
     gap: float = GAP,
 ) -> MilpSolution:
-    """Modes of the fastest step within ``bound_bytes``; deterministic unless the time runs out."""
+    """Modes of the fastest step within ``bound_bytes``; always the same."""
     program = _Program(model, gap)
     if not program.require_bytes(bound_bytes):
         return MilpSolution(status=SolveStatus.INFEASIBLE)
     program.require_host(host_budget_bytes)
     program.require_times()
-    return program.solve(time_limit_s)
+    return program.solve()
 
 
-def lowest_peak(
-    model: StepModel,
-    *,
-    host_budget_bytes: int | None = None,
-    time_limit_s: float = math.inf,
-) -> MilpSolution:
+def lowest_peak(model: StepModel, *, host_budget_bytes: int | None = None) -> MilpSolution:
     """The modes with the smallest peak, whatever they cost in time."""
     program = _Program(model, FLOOR_GAP)
     program.minimise_bytes()
     program.require_host(host_budget_bytes)
-    return program.solve(time_limit_s)
+    return program.solve()
 
 
 def make_bundles(model: StepModel, num_bundles: int = NUM_BUNDLES) -> list[tuple[int, ...]]:
@@ -247,9 +240,9 @@ class _Program:
         copies = [COPY_WEIGHT * copy for copy in (*outs, *backs)]
         self.program.minimise(total([start[-1], -sum(seconds), *copies, *ties]))
 
-    def solve(self, time_limit_s: float) -> MilpSolution:
+    def solve(self) -> MilpSolution:
         """The modes of the solution, and how the solve ended."""
-        status = self.program.solve(time_limit_s)
+        status = self.program.solve()
         if not status.has_solution:
             return MilpSolution(status=status)
         taken = [

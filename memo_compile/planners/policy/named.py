@@ -16,7 +16,7 @@ A slot that cannot do what its policy wants stays, and a note says so.
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import ConfigError, UnsupportedGraph
@@ -32,9 +32,6 @@ from memo_compile.planners.policy.modes import (
 from memo_compile.planners.policy.shares import shared_slots
 from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.problem import align
-
-NAMED = ("save", "full-recompute", "full-offload", "memo", "kwai")
-"""Policies that are one plan, or for ``memo`` and ``kwai`` one plan for each alpha."""
 
 QUANTA = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """MEMO's alpha is rounded down to one of these, so that row splits stay multiples of 128 tokens."""
@@ -59,6 +56,17 @@ class NamedPlan:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A step, and what a named policy is asked about it."""
+
+    step: MovableStep
+    recompute: RecomputeOf
+    alpha: float | None = None
+    host_budget_bytes: int | None = None
+    exact: bool = False
+
+
 def named_moves(
     step: MovableStep,
     policy: str,
@@ -73,32 +81,55 @@ def named_moves(
     For ``kwai`` it is the share of every member, None means those of the step, else everything.
     Raises ConfigError: the policy is unknown, or alpha is not one of MEMO's.
     """
-    if policy == "save":
-        return NamedPlan(moves=step.save_all())
-    if policy == "full-recompute":
-        return _per_layer(step, policy, Schedule(), recompute, _all_recomputed)
-    if policy == "full-offload":
-        return _per_layer(step, policy, ROTATING, recompute, _all_offloaded)
-    if policy == "kwai":
-        return _shared(step, alpha)
-    if policy != "memo":
+    if policy not in _POLICIES:
         raise ConfigError(f"policy: expected one of {', '.join(NAMED)}, got {policy!r}")
+    return _POLICIES[policy](
+        Asked(
+            step=step,
+            recompute=recompute,
+            alpha=alpha,
+            host_budget_bytes=host_budget_bytes,
+            exact=exact,
+        )
+    )
+
+
+def save(asked: Asked) -> NamedPlan:
+    """Everything stays."""
+    return NamedPlan(moves=asked.step.save_all())
+
+
+def full_recompute(asked: Asked) -> NamedPlan:
+    """What can be recomputed from the layer's input and its other slots is."""
+    return _per_layer(asked.step, "full-recompute", Schedule(), asked.recompute, _all_recomputed)
+
+
+def full_offload(asked: Asked) -> NamedPlan:
+    """Everything goes to the host."""
+    return _per_layer(asked.step, "full-offload", ROTATING, asked.recompute, _all_offloaded)
+
+
+def memo(asked: Asked) -> NamedPlan:
+    """MEMO's token-wise mix of layers that repeat, but for the last two."""
+    step, alpha = asked.step, asked.alpha
     if alpha is None:
-        alpha = memo_alpha(step, host_budget_bytes=host_budget_bytes)
+        alpha = memo_alpha(step, host_budget_bytes=asked.host_budget_bytes)
     elif alpha not in QUANTA:
         raise ConfigError(f"alpha: expected one of {QUANTA}, got {alpha!r}")
     notes: tuple[str, ...] = ()
-    if exact and 0 < alpha < 1:
+    if asked.exact and 0 < alpha < 1:
         notes = (f"policy memo: exact=True forbids alpha {alpha}: all tokens are recomputed",)
         alpha = 0.0
     mode_of = functools.partial(_memo, alpha=alpha, granule=step.token_granule)
     repeating = repeating_layers(step)
-    plan = _per_layer(step, policy, ROTATING, recompute, mode_of, only=repeating[:-KEPT_LAYERS])
+    only = repeating[:-KEPT_LAYERS]
+    plan = _per_layer(step, "memo", ROTATING, asked.recompute, mode_of, only=only)
     return replace(plan, notes=(*notes, *plan.notes, *_kept_by_memo(step, repeating)))
 
 
-def _shared(step: MovableStep, alpha: float | None) -> NamedPlan:
-    """Policy ``kwai``: a copy may last until the next layer of its microbatch has run."""
+def kwai(asked: Asked) -> NamedPlan:
+    """Of each microbatch a share; a copy may last until the next layer of it has run."""
+    step, alpha = asked.step, asked.alpha
     count = 1 + max((call.member for call in step.problem.calls), default=0)
     shares = step.shares if alpha is None and step.shares else (1.0 if alpha is None else alpha,)
     shares = shares if len(shares) == count else shares[:1] * count
@@ -108,6 +139,17 @@ def _shared(step: MovableStep, alpha: float | None) -> NamedPlan:
         for layer, own in zip(step.layers, slots, strict=True)
     )
     return NamedPlan(moves=Moves(modes=modes, schedule=ROTATING, policy="kwai"))
+
+
+_POLICIES: Mapping[str, Callable[[Asked], NamedPlan]] = {
+    "save": save,
+    "full-recompute": full_recompute,
+    "full-offload": full_offload,
+    "memo": memo,
+    "kwai": kwai,
+}
+NAMED = tuple(_POLICIES)
+"""Policies that are one plan, or for ``memo`` and ``kwai`` one plan for each alpha."""
 
 
 def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
