@@ -182,9 +182,9 @@ def run_arms(
     rows: list[dict[str, Any]],
     save: Callable[[], None],
 ) -> None:
-    """Add a row per model and arm to ``rows``; what went wrong instead of lengths when it failed.
+    """Runs each model in each arm, unless ``rows`` has it already, and adds its row.
 
-    What ``rows`` has already is not measured again.
+    The time until ``deadline`` is shared out evenly. An arm that fails leaves a row that says why.
     """
     arms = (OVERLAP,) if part == "overlap" else options.arms.split(",")
     measured = {(row["model"], row["arm"]) for row in rows}

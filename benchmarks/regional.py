@@ -96,21 +96,21 @@ def settings_of(options: argparse.Namespace) -> dict[str, int]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All arms of all models, and what they did not keep."""
+    """The results of all models, and the promises that do not hold."""
     arms, failures = Arms(options), list[str]()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for model in MODELS if options.model is None else (options.model,):
         if model == "diffusers" and importlib.util.find_spec("diffusers") is None:
             print("diffusers is not installed (pip install diffusers): its model is left out")
-            found[model] = "left out: diffusers is not installed"
+            results[model] = "left out: diffusers is not installed"
             continue
         try:
-            found[model] = measured(options, arms, model)
-        except OutOfTurns as left:
-            failures.append(f"not run yet: {left}, and what follows")
+            results[model] = measured(options, arms, model)
+        except OutOfTurns as key:
+            failures.append(f"not run yet: {key}, and what follows")
             continue
-        failures += (f"{model}: {text}" for text in judge(found[model]))
-    return {**arms.payload(), **found, "failures": failures}
+        failures += (f"{model}: {text}" for text in judge(results[model]))
+    return {**arms.payload(), **results, "failures": failures}
 
 
 def measured(options: argparse.Namespace, arms: Arms, model: str) -> dict[str, Any]:

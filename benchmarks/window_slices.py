@@ -76,8 +76,8 @@ def _bound(options: argparse.Namespace, shape: str, link: float, policy: str) ->
         step = _planned(options, shape, link, given)
     problem, costs = _on_demand(step.problem), step.costs
     whole = filled(TimedProgram(problem, costs), limit_bytes=UNLIMITED).problem
-    parts, more = _in_slices(problem, options.slices)
-    seconds = {name: costs.region_s[of] / options.slices for name, of in more.items()}
+    parts, whole_of = _in_slices(problem, options.slices)
+    seconds = {part: costs.region_s[of] / options.slices for part, of in whole_of.items()}
     costs_of_parts = replace(costs, region_s={**costs.region_s, **seconds})
     sliced = filled(TimedProgram(parts, costs_of_parts), limit_bytes=UNLIMITED).problem
     return {
@@ -176,10 +176,13 @@ def _on_demand(problem: Any) -> Any:
 
 
 def _in_slices(problem: Any, count: int) -> tuple[Any, dict[str, str]]:
-    """Each recomputation as ``count`` calls, of which the last makes what is read."""
+    """Divides each recomputation into ``count`` calls, of which the last has its results.
+
+    Returns the problem, and for each new region the region that it is a slice of.
+    """
     from memo_compile.step.problem import CallKind
 
-    regions, made, calls = dict(problem.regions), dict[str, str](), list[Any]()
+    regions, whole_of, calls = dict(problem.regions), dict[str, str](), list[Any]()
     for call in problem.calls:
         if call.kind is not CallKind.RECOMPUTE or call.into:
             calls.append(call)
@@ -188,13 +191,13 @@ def _in_slices(problem: Any, count: int) -> tuple[Any, dict[str, str]]:
         profile = problem.regions[call.region]
         regions[part] = replace(profile, name=part, outputs=(), output_layouts=())
         regions[last] = replace(profile, name=last)
-        made |= {part: call.region, last: call.region}
+        whole_of |= {part: call.region, last: call.region}
         calls += [
             replace(call, name=f"{call.name}.{number}", region=part, outputs=())
             for number in range(count - 1)
         ]
         calls.append(replace(call, region=last))
-    return replace(problem, regions=regions, calls=tuple(calls)), made
+    return replace(problem, regions=regions, calls=tuple(calls)), whole_of
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -71,7 +71,8 @@ class Room:
         ``beside_bytes`` of its peak lie beside the arena and count once.
         """
         arena_bytes = max(0, peak_bytes - beside_bytes)
-        return peak_bytes - (-arena_bytes * (self.arena_percent - 100) // 100)  # rounded up
+        further_arenas_bytes = -(-arena_bytes * (self.arena_percent - 100) // 100)  # rounded up
+        return peak_bytes + further_arenas_bytes
 
     def taken_bytes(self, plan: Plan) -> int:
         """Bytes that ``plan`` takes of ``available_bytes``."""

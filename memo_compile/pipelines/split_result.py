@@ -85,7 +85,7 @@ class PipelineSplit:
 
     @property
     def even_slowest_s(self) -> float:
-        """The same of the even split; infinite where it does not fit."""
+        """Seconds of a microbatch on the even split's slowest stage; infinite: it does not fit."""
         return _slowest(self.even)
 
     def __str__(self) -> str:

@@ -78,10 +78,10 @@ def _verdict(plan: Plan) -> tuple[str, str]:
 def _cards(plan: Plan, view: StepView) -> list[tuple[str, str, str]]:
     """(label, value, remark) of the headline numbers."""
     budget = plan.budget_bytes
-    of = "no budget" if budget is None else f"budget {format_bytes(budget)}"
+    budget_text = "no budget" if budget is None else f"budget {format_bytes(budget)}"
     ratio = plan.arena_bytes / plan.lower_bound_bytes if plan.lower_bound_bytes else 1.0
     cards = [
-        ("peak device memory", format_bytes(plan.peak_bytes), of),
+        ("peak device memory", format_bytes(plan.peak_bytes), budget_text),
         ("arena for activations", format_bytes(plan.arena_bytes), f"{ratio:.3f} x what must live"),
     ]
     if plan.timeline is not None:
