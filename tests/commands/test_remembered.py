@@ -206,11 +206,11 @@ def test_what_a_record_depends_on_is_in_its_name(kept, monkeypatch):
         answer(**KEEPS)
 
 
-def test_a_bound_tells_like_another_where_it_divides_the_sizes_alike():
+def test_a_bound_decides_as_another_where_it_divides_the_sizes_alike():
     bound = Threshold(bound_bytes=5, sizes=(0, 3, 8))
-    assert [other for other in range(10) if bound.tells_like(other)] == [3, 4, 5, 6, 7]
+    assert [other for other in range(10) if bound.decides_as(other)] == [3, 4, 5, 6, 7]
     everything = Threshold(bound_bytes=0, sizes=(0, 3, 8))  # no bound: all sizes count
-    assert [other for other in range(10) if everything.tells_like(other)] == [0]
+    assert [other for other in range(10) if everything.decides_as(other)] == [0]
 
 
 def test_the_store_drops_what_was_not_used_for_longest(tmp_path):
