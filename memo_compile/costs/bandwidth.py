@@ -1,4 +1,4 @@
-"""How fast this machine copies between a device and the host, measured once and remembered.
+"""Measures how fast this machine copies between a device and the host; keeps the result on disk.
 
 Nominal figures are never believed: MEMO's own tables imply 10 to 12 GB/s where it states 32.
 """
@@ -24,10 +24,10 @@ COPY_BYTES = 64 * 2**20
 """Size of a timed copy: above most last-level caches; 1 ms over PCIe 5.0, long beside a launch."""
 
 SMALL_BYTES = 4096
-"""Size of a copy so small that its time is all latency."""
+"""Size of a copy whose time is all latency."""
 
 REPEATS = 5
-"""Runs of each copy, of which the median counts. Together 10 ms on a GPU, 100 ms on a CPU."""
+"""Runs of each copy; the median counts. Together 10 ms on a GPU, 100 ms on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class CopyBandwidth:
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     latency_s: float
-    """Seconds from the issue of a copy of no size to its end."""
+    """Seconds from the issue to the end of a copy of a few bytes."""
     source: str
 
     def __post_init__(self) -> None:
@@ -48,16 +48,16 @@ class CopyBandwidth:
 
 
 def copy_bandwidth(device: torch.device, kind: str) -> CopyBandwidth:
-    """The speed of copies to host memory of ``kind``: remembered, or measured now.
+    """Returns the speed of copies to host memory of ``kind``: kept on disk, or measured now.
 
-    Where memory cannot be pinned, that of pageable memory, which steps take then. What is
-    remembered for another version of torch, device, driver or host is measured again.
+    Where memory cannot be pinned, that of pageable memory, which steps use then. The kept speed
+    holds for one version of torch, device, driver and host.
     """
     store, key = user_store(), _key(device, kind)
     for body in () if store is None else store.read(key):
         try:
-            known: CopyBandwidth = restore(body, CopyBandwidth, "copies")
-            return known
+            kept: CopyBandwidth = restore(body, CopyBandwidth, "copies")
+            return kept
         except (InputError, ValueError) as error:
             log.info("memo: copies are timed again: %s", error)
     try:
@@ -75,16 +75,16 @@ def copy_bandwidth(device: torch.device, kind: str) -> CopyBandwidth:
 def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
     """Times copies with the engine that steps use and host memory of ``kind``.
 
-    Files are timed as far as the system's cache takes them; a disk may be slower in the long run.
-    Raises HostStoreError: the host refused even 64 MiB of it.
+    Files are timed in the system's page cache; a disk may be slower in the long run. Raises
+    HostStoreError: the host refused even 64 MiB of it.
     """
     store = HostStore(kind, COPY_BYTES)
-    own = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    on_device = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     host = store.bytes(COPY_BYTES)
     try:
-        latency_s = _copy_s(device, Lane.D2H, host[:SMALL_BYTES], own[:SMALL_BYTES])
-        d2h_s = _copy_s(device, Lane.D2H, host, own)
-        h2d_s = _copy_s(device, Lane.H2D, own, host)
+        latency_s = _copy_s(device, Lane.D2H, host[:SMALL_BYTES], on_device[:SMALL_BYTES])
+        d2h_s = _copy_s(device, Lane.D2H, host, on_device)
+        h2d_s = _copy_s(device, Lane.H2D, on_device, host)
     finally:
         del host
         store.close()
@@ -97,14 +97,14 @@ def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
 
 
 def _above(seconds: float, latency_s: float) -> float:
-    """Seconds of the transfer alone, at least half of the whole: latency is measured with noise."""
+    """Returns the seconds of the transfer alone, at least half: latency is measured with noise."""
     return max(seconds - latency_s, seconds / 2)
 
 
 def _copy_s(
     device: torch.device, lane: Lane, destination: torch.Tensor, source: torch.Tensor
 ) -> float:
-    """Median seconds; the first run, which touches new pages, does not count."""
+    """Returns the median seconds of a copy; the first run, which touches new pages, is left out."""
     engine = engine_of(device)
 
     def run() -> None:
@@ -117,7 +117,7 @@ def _copy_s(
 
 
 def _key(device: torch.device, kind: str) -> dict[str, Any]:
-    """What a measurement holds for."""
+    """Returns what a measurement depends on."""
     place = f"{device.type}:{device.index or 0}"
-    said = {**machine(device), "place": place, "copy_bytes": COPY_BYTES, "host_store": kind}
-    return {"kind": "copies", **said}
+    depends = {**machine(device), "place": place, "copy_bytes": COPY_BYTES, "host_store": kind}
+    return {"kind": "copies", **depends}

@@ -1,4 +1,4 @@
-"""Seconds of a region that is too large to be run by itself, from runs on fewer tokens.
+"""Estimates the seconds of a region too large to run by itself, from runs on fewer tokens.
 
     t = a L + b Q
 
@@ -47,7 +47,7 @@ def extrapolated_seconds(
     runner: PassRunner,
     room_bytes: int | None = None,
 ) -> float:
-    """Seconds of ``region`` at its full length; at most ``room_bytes`` are allocated for that.
+    """Returns the seconds of ``region`` at its full length, allocating ``room_bytes`` at most.
 
     Raises UnsupportedGraph: it cannot be cut to fewer tokens, or these do not fit either.
     """
@@ -61,9 +61,9 @@ def extrapolated_seconds(
 
 
 def extrapolate(works: Sequence[RegionWork], seconds: Sequence[float], whole: RegionWork) -> float:
-    """``a L + b Q`` of the whole, from two lengths; one factor for both where they disagree.
+    """Returns ``a L + b Q`` of the whole, with ``a`` and ``b`` from two lengths.
 
-    They do where a factor would be negative, or where nothing grows faster than the tokens.
+    With ``a = b`` where one would be negative, or where nothing grows faster than the tokens.
     """
     (first, second), (first_s, second_s) = works, seconds
     determinant = first.in_proportion_s * second.faster_s - second.in_proportion_s * first.faster_s
@@ -82,7 +82,7 @@ def _total(work: RegionWork) -> float:
 def _grows_faster(
     whole: fx.GraphModule, part: fx.GraphModule, profile: HardwareProfile
 ) -> tuple[bool, ...]:
-    """Whether each node grows faster than the tokens; both graphs have the same nodes."""
+    """Says of each node whether its work grows faster than the tokens; both graphs are alike."""
     return tuple(
         node_seconds(large, profile) > _IN_PROPORTION * PARTS[-1] * node_seconds(small, profile)
         for large, small in zip(whole.graph.nodes, part.graph.nodes, strict=True)

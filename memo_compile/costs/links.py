@@ -1,4 +1,4 @@
-"""How long collectives take, remembered for each process group of a machine."""
+"""Reads and keeps the seconds of collectives, for each process group of a machine."""
 
 import contextlib
 import math
@@ -15,10 +15,10 @@ from memo_compile.step.serialise import restore
 
 
 def label(timed: TimedCollective) -> str:
-    """``timed`` in words, equal on all ranks of its group: ``all_reduce sum float32 4096 B``."""
+    """Names ``timed``, equally on all ranks of its group: ``all_reduce sum float32 4096 B``."""
     kind, reduce_op = timed.collective.kind.value, timed.collective.reduce_op
     splits = [timed.collective.input_splits, timed.collective.output_splits]
-    words = [kind, *([reduce_op] if reduce_op else []), *(str(own) for own in splits if own)]
+    words = [kind, *([reduce_op] if reduce_op else []), *(str(split) for split in splits if split)]
     return " ".join([*words, timed.dtype, f"{timed.num_bytes} B"])
 
 
@@ -30,7 +30,7 @@ def group_fingerprint(
     num_ranks: int,
     link_bytes_per_s: float | None,
 ) -> dict[str, Any]:
-    """What the seconds of a group's collectives hold for.
+    """Returns what the seconds of a group's collectives depend on.
 
     ``places`` are host and rank of each member, counted from the first; ``num_ranks`` is of the
     whole job, ``link_bytes_per_s`` of a link that is slowed down.
@@ -46,18 +46,18 @@ def group_fingerprint(
 
 
 def read_seconds(store: FileStore, fingerprint: Mapping[str, Any]) -> dict[str, float]:
-    """Label of a collective -> its seconds; empty where nothing that holds is remembered."""
+    """Returns the kept seconds by label of a collective; empty: none are usable."""
     for body in store.read(_key(fingerprint)):
         with contextlib.suppress(InputError):
-            found = restore(body, Mapping[str, float], "collectives")
-            return {name: float(s) for name, s in found.items() if 0 <= s < math.inf}
+            seconds = restore(body, Mapping[str, float], "collectives")
+            return {name: float(s) for name, s in seconds.items() if 0 <= s < math.inf}
     return {}
 
 
 def add_seconds(
     store: FileStore, fingerprint: Mapping[str, Any], seconds: Mapping[str, float]
 ) -> None:
-    """Remember ``seconds`` beside what is remembered already."""
+    """Adds ``seconds`` to the kept ones."""
     store.write(_key(fingerprint), {**read_seconds(store, fingerprint), **seconds})
 
 

@@ -33,30 +33,30 @@ _ROLLUP = Path("/proc/self/smaps_rollup")
 
 @dataclass(slots=True, kw_only=True)
 class MemoryWatch:
-    """What ``watch_memory`` saw. Bytes of anonymous resident memory of the process."""
+    """Anonymous resident memory of the process while ``watch_memory`` ran, in bytes."""
 
     baseline_bytes: int
     peak_bytes: int
 
     @property
     def growth_bytes(self) -> int:
-        """How far memory rose above the baseline."""
+        """The rise of memory above the baseline."""
         return self.peak_bytes - self.baseline_bytes
 
 
 def resident_bytes() -> int:
-    """This process's ``RssAnon`` now. Raises RuntimeMisuse: not Linux, or older than 4.5."""
+    """Returns this process's ``RssAnon``. Raises RuntimeMisuse: not Linux, or older than 4.5."""
     return _field_bytes(_STATUS, "RssAnon:")
 
 
 def hand_back_freed_memory() -> None:
-    """The C allocator returns what is free to the kernel; without glibc nothing happens."""
+    """Makes the C allocator return free memory to the kernel; without glibc nothing happens."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _set_thresholds(num_bytes: int) -> None:
-    """Blocks from ``num_bytes`` on are mapped one by one; twice that much free heap goes back."""
+    """Makes glibc map blocks from ``num_bytes`` on one by one, and trim twice that much heap."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, num_bytes)
@@ -64,17 +64,15 @@ def _set_thresholds(num_bytes: int) -> None:
 
 
 _thresholds = [_USUAL_THRESHOLD_BYTES]
-"""What holds outside of watches is the last."""
+"""The last one holds outside of watches."""
 
 
 def keep_large_blocks_apart() -> None:
-    """From now on glibc gives large blocks mappings of their own, which go when they are freed.
+    """Makes glibc give large blocks mappings of their own, unless they fit into a hole of the heap.
 
-    Only a block that finds a free place in the heap is still put there.
-
-    By default a freed block raises the size from which blocks are mapped, up to 32 MiB. Gradients
-    and work space then come from the heap and leave holes of random size: 3 to 7 MiB in steps of
-    180 MiB.
+    A mapping is returned to the system when its block is freed. By default a freed block raises the
+    size from which blocks are mapped, up to 32 MiB. Gradients and work space then come from the
+    heap and leave holes of random size: 3 to 7 MiB in steps of 180 MiB.
     """
     if MIN_OWN_BLOCK_BYTES not in _thresholds:
         _thresholds.append(MIN_OWN_BLOCK_BYTES)
@@ -83,7 +81,7 @@ def keep_large_blocks_apart() -> None:
 
 @contextlib.contextmanager
 def watch_memory() -> Iterator[MemoryWatch]:
-    """Follow the process's anonymous resident memory while the block runs.
+    """Follows the process's anonymous resident memory while the block runs.
 
     The block runs slower than usual: its large allocations go to the kernel, whose counter behind
     ``RssAnon`` lags by up to 128 KiB per core. The baseline is read exactly. Raises RuntimeMisuse:
@@ -114,7 +112,7 @@ def _sample(watch: MemoryWatch, stop: threading.Event) -> None:
 
 
 def _field_bytes(path: Path, name: str) -> int:
-    """The value of a ``Name:  123 kB`` line of a file of /proc."""
+    """Returns the value of a ``Name:  123 kB`` line of a file of /proc, in bytes."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:

@@ -1,8 +1,8 @@
-"""How long lowered regions take on this machine: each is run a few times on made-up inputs.
+"""Measures lowered regions on this machine: each is run a few times on made-up inputs.
 
-Inputs are small random numbers, and zeros where the type is whole: an index of zero is valid
-everywhere. Work that depends on values (tokens per expert) is therefore not what a step sees.
-``run_once`` runs a region for what stays behind in the libraries that its kernels call.
+Inputs are small random numbers, and zeros where the dtype is whole: an index of zero is valid
+everywhere. So work that depends on values (tokens per expert) differs from that in a step.
+``run_once`` runs a region so that libraries allocate what they keep for its kernels.
 """
 
 import contextlib
@@ -34,12 +34,11 @@ ROOM = 0.9
 """A region is timed only if it takes at most this share of the free memory."""
 
 _KERNEL_FAILURES = (RuntimeError, ValueError, IndexError, MemoryError)
-"""What a kernel raises that does not take the made-up numbers, or finds no memory. Whatever else is
-raised is a fault of memo."""
-
+"""Errors of a kernel that does not take the made-up numbers, or finds no memory. Any other error is
+a fault of memo."""
 
 Average = Callable[[Sequence[float]], float]
-"""Several timings to one."""
+"""Makes one number of several timings."""
 
 
 class TooLarge(UnsupportedGraph):
@@ -55,13 +54,12 @@ def measure_all(
     too_large: Callable[[RegionGraph, str], float] | None = None,
     room_bytes: int | None = None,
 ) -> dict[str, float]:
-    """Seconds of every lowered region, by name; memory is freed between two regions.
+    """Returns the seconds of every lowered region by name; frees memory between two regions.
 
-    A collective and its wait take no time of the computation.
-
-    ``repeats`` and ``average`` as for ``measure``. ``too_large`` gives the seconds of a region that
-    does not fit whole, and is told why. Raises UnsupportedGraph: a region cannot be run by itself.
-    All or nothing: measured seconds and computed ones do not compare.
+    Collectives and their waits count as 0: they take no time of the computation. ``repeats`` and
+    ``average`` as for ``measure``. ``too_large`` returns the seconds of a region that does not fit
+    whole; it is given the reason. Raises UnsupportedGraph: a region cannot be run by itself; then
+    none is measured, since measured and computed seconds do not compare.
     """
     seconds = {name: 0.0 for name in lowered if graphs[name].kind is not CallKind.RUN}
     computing = {name: region for name, region in lowered.items() if name not in seconds}
@@ -97,11 +95,11 @@ def measure(
     average: Average = statistics.median,
     room_bytes: int | None = None,
 ) -> float:
-    """The average seconds of ``repeats`` runs of one region, after one run to warm up.
+    """Returns the average seconds of ``repeats`` runs of one region, after one run to warm up.
 
-    The median forgets what disturbed one run; a whole step does not: compare the mean with it.
-    Inputs and frame are made for the call, so that writes into inputs are lost. Random number
-    generators are as before. All that it allocates is at most ``room_bytes``.
+    The median ignores a disturbed run; a whole step does not: compare the mean with it. Inputs and
+    frame are made for the call, so that writes into inputs are lost. Random number generators are
+    as before. At most ``room_bytes`` are allocated.
 
     Raises:
         TooLarge: the region does not fit into the memory that is left.
@@ -115,10 +113,10 @@ def measure(
 
 
 def run_once(lowered: LoweredRegion, region: RegionGraph) -> None:
-    """The region has run on zeros, which take no memory on CPU. Traces and errors as ``measure``.
+    """Runs the region on zeros, which take no memory on a CPU. Raises as ``measure``.
 
-    A custom operator is refused too: where costs are computed, only the step itself calls it.
-    Free frames give their pages back first, so that no more is in memory than in a step.
+    A custom operator is refused too: where costs are computed, only the step itself calls it. Free
+    frames give their pages back first, so that no more is in memory than in a step.
     """
     _require_runs_alone(region)
     custom = next(filter(_is_custom, region.gm.graph.nodes), None)
@@ -139,7 +137,7 @@ def _alone(
     inputs_of: Callable[[RegionGraph], Sequence[torch.Tensor]],
     room_bytes: int | None = None,
 ) -> Iterator[Callable[[], object]]:
-    """What runs the region, its memory there while the block runs; raises as ``measure``."""
+    """Yields a function that runs the region, with inputs and a frame; raises as ``measure``."""
     _require_fits(lowered, region, room_bytes)
     try:
         with torch_as_before(region.device):
@@ -155,9 +153,10 @@ def _alone(
 
 
 def _require_runs_alone(region: RegionGraph) -> None:
-    """Refuse what waits for other ranks, or might: they do not measure at the same time.
+    """Raises UnsupportedGraph for a region that may wait for other ranks, or has an effect.
 
-    And what has an effect: a print, or a custom operator that counts its calls.
+    Other ranks do not measure at the same time. An effect is a print, or a custom operator that
+    counts its calls.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     for node in region.gm.graph.nodes:
@@ -176,20 +175,20 @@ def _require_runs_alone(region: RegionGraph) -> None:
 def _is_custom(node: fx.Node) -> bool:
     """True for a custom operator, or one that torch has wrapped since it writes or has effects."""
     called = (node.target, *node.args) if node.op == "call_function" else ()
-    operators = (found for found in called if isinstance(found, torch._ops.OpOverload))
+    operators = (target for target in called if isinstance(target, torch._ops.OpOverload))
     return any(operator.namespace not in ("aten", "prims", "memo") for operator in operators)
 
 
 def _require_fits(lowered: LoweredRegion, region: RegionGraph, room_bytes: int | None) -> None:
-    """Refuse what the system would kill the process for, and what breaks a budget."""
+    """Raises TooLarge where the system would kill the process, or a budget would be broken."""
     inputs = (value for value in region.example_inputs() if isinstance(value, torch.Tensor))
     needed = sum(align(storage_bytes(value)) for value in inputs)
     needed += _offsets(lowered.profile)[1]
     needed += sum(buffer.size_bytes for buffer in lowered.profile.outside)
-    made = sum(output.size_bytes for output in lowered.profile.outputs if output.same_as is None)
-    if room_bytes is not None and needed + made > room_bytes:
+    outputs = sum(output.size_bytes for output in lowered.profile.outputs if output.same_as is None)
+    if room_bytes is not None and needed + outputs > room_bytes:
         raise TooLarge(
-            f"region {region.name} does not fit to run alone: {format_bytes(needed + made)} of "
+            f"region {region.name} does not fit to run alone: {format_bytes(needed + outputs)} of "
             f"{format_bytes(max(0, room_bytes))} that the budget leaves"
         )
     free = _free_bytes(region.device)
@@ -201,7 +200,7 @@ def _require_fits(lowered: LoweredRegion, region: RegionGraph, room_bytes: int |
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Memory of the device that this process may still take; None where nobody says."""
+    """Returns the memory of the device that this process may still take; None: unknown."""
     if device.type != "cuda":
         return host_memory().usable_bytes
     free, _ = torch.cuda.mem_get_info(device)
@@ -211,7 +210,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 @contextlib.contextmanager
 def torch_as_before(device: torch.device) -> Iterator[None]:
-    """Random states are restored and nothing is recorded for gradients."""
+    """Inside, nothing is recorded for gradients; afterwards random states are as before."""
     on_cuda = device.type == "cuda"
     guard = torch.cuda.device(device) if on_cuda else contextlib.nullcontext()
     with guard:
@@ -221,18 +220,18 @@ def torch_as_before(device: torch.device) -> Iterator[None]:
 
 
 def _inputs(region: RegionGraph) -> list[torch.Tensor]:
-    """A tensor of its own for every placeholder, with the strides that the region expects."""
+    """Returns random tensors for the placeholders, with the strides that the region expects."""
     generators: dict[torch.device, torch.Generator] = {}
-    made = []
+    inputs = []
     for value in _expected(region):
         if value.device not in generators:
             generators[value.device] = torch.Generator(value.device).manual_seed(0)
-        made.append(_made_up(value, generators[value.device]))
-    return made
+        inputs.append(_made_up(value, generators[value.device]))
+    return inputs
 
 
 def _zeros_of(region: RegionGraph) -> list[torch.Tensor]:
-    """The same of zeros; on CPU they take memory only where they are written."""
+    """Returns zeros for the placeholders; on a CPU they take memory only where written."""
     return list(map(_zeros, _expected(region)))
 
 
@@ -249,7 +248,7 @@ def _zeros(value: torch.Tensor) -> torch.Tensor:
 
 
 def _expected(region: RegionGraph) -> Iterator[torch.Tensor]:
-    """The placeholders' fake tensors; raises UnsupportedGraph where one is none."""
+    """Yields the placeholders' fake tensors. Raises UnsupportedGraph: one is no tensor."""
     for node in region.gm.graph.find_nodes(op="placeholder"):
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
@@ -261,7 +260,7 @@ def _expected(region: RegionGraph) -> Iterator[torch.Tensor]:
 
 
 def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Numbers with the layout of ``value``; where strides overlap, one element serves several."""
+    """Returns numbers in the layout of ``value``; where strides overlap they share elements."""
     num_elements = layout_elements(value)
     flat = torch.zeros(num_elements, dtype=value.dtype, device=value.device)
     if (flat.is_floating_point() or flat.is_complex()) and flat.element_size() > 1:
@@ -274,7 +273,7 @@ def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _frame(lowered: LoweredRegion, device: torch.device) -> Iterator[None]:
-    """The region's buffers lie in memory of their own while the block runs."""
+    """Inside, the region's buffers lie in a frame of their own."""
     offsets, size_bytes = _offsets(lowered.profile)
     slab = Slab(device, max(size_bytes, ALIGNMENT_BYTES))
     row = [
@@ -290,7 +289,7 @@ def _frame(lowered: LoweredRegion, device: torch.device) -> Iterator[None]:
 
 
 def _offsets(profile: RegionProfile) -> tuple[Sequence[int], int]:
-    """Where each buffer lies when buffers that live one after the other share bytes."""
+    """Places the buffers; returns their offsets, and the bytes of all."""
     buffers = tuple(
         Buffer(id=str(index), lower=buffer.start, upper=buffer.end, size=buffer.size_bytes)
         for index, buffer in enumerate(profile.buffers)
@@ -300,7 +299,7 @@ def _offsets(profile: RegionProfile) -> tuple[Sequence[int], int]:
 
 
 def _cpu_s(run: Callable[[], Any]) -> float:
-    """Seconds of ``run``, whose results take memory that was given back before, as in a step."""
+    """Returns the seconds of ``run`` after a trim: as in a step, its results take new pages."""
     trim_heap()
     start = time.perf_counter()
     run()

@@ -1,4 +1,4 @@
-"""What an operator of a graph costs: floating point operations, and bytes of memory traffic."""
+"""Counts the FLOPs and the bytes of memory traffic of a graph's operators."""
 
 import math
 import re
@@ -15,8 +15,8 @@ from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.work import NOTHING, NodeCost, roofline_s, work_seconds
 
 _LIKE_FLASH_ATTENTION = re.compile("flash_attention_for_cpu|fused_attention_overrideable")
-"""Found in the names of attention kernels that torch's registry lacks; their first arguments, and
-those of their backwards, are flash attention's."""
+"""Matches names of attention kernels that torch's registry lacks; their first arguments, and those
+of their backwards, are flash attention's."""
 
 _GROUPED_PRODUCTS = ("_grouped_mm", "_scaled_grouped_mm")
 """Products of each expert's rows with its own matrix; torch's registry lacks them (2.11, 2.13)."""
@@ -31,11 +31,11 @@ _FUSED = frozenset(
         "_softmax _log_softmax native_layer_norm _fused_rms_norm"
     ).split()
 )
-"""Beside torch's pointwise operators, what Inductor fuses with its neighbours into one kernel."""
+"""Operators that Inductor fuses with their neighbours, beside torch's pointwise ones."""
 
 
 def node_cost(node: fx.Node) -> NodeCost:
-    """The cost of ``node`` on the shapes of its fake values; views and items of a tuple cost 0.
+    """Returns the cost of ``node`` by its fake values; views and items of a tuple cost 0.
 
     A value that only passes from one fusible operator to others never reaches memory, as in
     Inductor's kernels. An operator that torch's registry of FLOPs does not know counts its bytes.
@@ -46,7 +46,7 @@ def node_cost(node: fx.Node) -> NodeCost:
 
 
 def graph_cost(gm: fx.GraphModule) -> NodeCost:
-    """The sum over all nodes."""
+    """Returns the sum over all nodes."""
     costs = [node_cost(node) for node in gm.graph.nodes]
     return NodeCost(
         flops=sum(cost.flops for cost in costs), bytes=sum(cost.bytes for cost in costs)
@@ -78,7 +78,7 @@ def _flops(node: fx.Node) -> int:
 
 
 def _formula(node: fx.Node) -> Any:
-    """Torch's formula for the operator of ``node``, None where it has none."""
+    """Returns torch's formula for the FLOPs of ``node``; None: it has none."""
     target = node.target
     if op_name(node) in _GROUPED_PRODUCTS:
         return _grouped_product_flops
@@ -91,9 +91,10 @@ def _formula(node: fx.Node) -> Any:
 
 
 def _with_heads_of_queries(args: Sequence[Any]) -> tuple[Any, ...]:
-    """``args`` of an attention kernel, each key and value repeated for the queries that share it.
+    """Returns ``args`` of an attention kernel with as many heads everywhere, (B, H, T, D) each.
 
-    (B, H, T, D) each. The work is the same; torch 2.11's formulas take as many heads everywhere.
+    Keys and values that queries share are repeated: the work is the same, and torch 2.11's formulas
+    expect it.
     """
     heads = max((value.shape[1] for value in args if _is_of_heads(value)), default=0)
     return tuple(
@@ -119,16 +120,16 @@ def _grouped_product_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any)
 
 
 def _read_bytes(node: fx.Node) -> int:
-    """Bytes of the inputs that lie in memory, each storage element once."""
+    """Returns the bytes of inputs that lie in memory, each storage element once."""
     table = looked_up_bytes(node)
-    others = node.all_input_nodes if table is None else node.all_input_nodes[1:]
-    in_memory = (source for source in others if is_in_memory(storage_of(source)))
+    sources = node.all_input_nodes if table is None else node.all_input_nodes[1:]
+    in_memory = (source for source in sources if is_in_memory(storage_of(source)))
     total = sum(_bytes(source.meta.get("val")) for source in in_memory)
     return total if table is None else total + min(table)
 
 
 def looked_up_bytes(node: fx.Node) -> tuple[int, int] | None:
-    """Of a look-up the bytes of its table and of what it returns, the fewer of which it reads."""
+    """Returns the bytes of a look-up's table and of its result; it reads as many as the smaller."""
     if op_name(node) not in _LOOK_UPS or not node.all_input_nodes:
         return None
     table = node.all_input_nodes[0]
@@ -153,7 +154,7 @@ def is_in_memory(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads the value of ``node``, through views and items."""
+    """Yields the nodes that read the value of ``node``, through views and items."""
     for user in node.users:
         if is_view(user) or (op_name(user) == "" and user.op == "call_function"):
             yield from _readers(user)

@@ -1,11 +1,10 @@
-"""The arena of a device: slabs of memory that frames of step plans are laid on.
+"""The arena of a device: slabs of memory, each of which holds the frame of one live step at a time.
 
-A frame is one plan's worth of arena for one live step. Plans whose steps are never live together
-(other shapes, other models) share the same slab; steps that are live together (graph breaks, two
-forwards before a backward) each hold one. A slab only grows while nothing is leased from it, and
-then takes a storage of its own size and makes its views anew: what else looks at the old storage
-(numpy, after a custom operator's ``.numpy()``; DLPack) keeps that, and frees it when it goes. Host
-frames, into which steps offload, are shared in the same way.
+A frame is the memory that a plan takes in the arena. Steps that are never live together (of other
+shapes, other models) use the same slab one after the other; steps that are live together (graph
+breaks, two forwards before a backward) each lease one. A slab grows only while nothing is leased
+from it: it takes a new storage, and its views are made anew. Whoever else looks at the old storage
+(numpy, DLPack) keeps it alive. Host frames, into which steps offload, are shared in the same way.
 """
 
 import threading
@@ -47,18 +46,18 @@ class Slab:
         self.leased = False
         self.order = StreamOrder(device)
         self.resident_bytes = 0
-        """How many bytes, from its start, may be in memory, where pages are given back (CPU)."""
+        """Bytes from its start that may be in physical memory, where pages are given back (CPU)."""
         self._tables: dict[int, list[list[torch.Tensor]] | None] = {}
         """Plan -> its views; None where the slab has grown since they were made."""
         self._allocate(size_bytes)
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes the slab holds now."""
+        """The size of the slab now."""
         return self._storage.nbytes()
 
     def grow(self, size_bytes: int) -> None:
-        """Make the slab at least ``size_bytes`` large. What was in it is lost, and its views."""
+        """Makes the slab at least ``size_bytes`` large. Its content and its views are lost."""
         if self.leased:
             raise AssertionError("a leased slab must not move")
         if size_bytes > self.size_bytes:
@@ -80,12 +79,12 @@ class Slab:
             ask_for_large_pages(self._storage.data_ptr(), size_bytes)
 
     def bytes(self, num_bytes: int, offset_bytes: int = 0) -> torch.Tensor:
-        """``num_bytes`` of the slab from ``offset_bytes`` as a uint8 tensor."""
+        """Returns ``num_bytes`` of the slab from ``offset_bytes`` as a uint8 tensor."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         return empty.set_(self._storage, offset_bytes, (num_bytes,), (1,))
 
     def drop_tail(self, start: int) -> None:
-        """Give the pages from ``start`` on back; their content is lost.
+        """Gives the pages from ``start`` on back to the system; their content is lost.
 
         The next write brings them back, zeroed. Until the next frame begins they are small pages: a
         large page across ``start`` would bring some of them back with what lies before it.
@@ -95,12 +94,15 @@ class Slab:
             self.resident_bytes = start
 
     def drop(self, start: int, end: int) -> None:
-        """Give the whole pages inside ``[start, end)`` back, as ``drop_tail`` does."""
+        """Gives the whole pages inside ``[start, end)`` back, as ``drop_tail`` does."""
         if gives_pages_back(self.device):
             drop_pages(self._storage.data_ptr() + start, end - start)
 
     def occupy(self, num_bytes: int) -> int:
-        """A frame of ``num_bytes`` begins; pages above it go back. Returns the bytes in memory."""
+        """Begins a frame of ``num_bytes``; gives pages above it back.
+
+        Returns how many bytes of it may be in physical memory already.
+        """
         before = min(self.resident_bytes, num_bytes)
         if gives_pages_back(self.device):
             ask_for_large_pages(self._storage.data_ptr(), num_bytes)
@@ -109,7 +111,7 @@ class Slab:
         return before
 
     def tables(self, key: int, table: FrameTable) -> list[list[torch.Tensor]]:
-        """The views of plan ``key``, which are made once, and anew when the slab has grown."""
+        """Returns the views of plan ``key``, made once, and anew when the slab has grown."""
         views = self._tables.get(key)
         if views is None:
             views = [[self._view(view) for view in call] for call in table]
@@ -136,7 +138,7 @@ class DeviceArena:
         self._lock = threading.RLock()  # the collector may end a lease while this thread holds it
 
     def acquire(self, size_bytes: int) -> Slab:
-        """A free slab of at least ``size_bytes``: the tightest that fits, else one that grows."""
+        """Leases a slab of at least ``size_bytes``: the smallest that fits, else one that grows."""
         with self._lock:
             free = [slab for slab in self._slabs if not slab.leased]
             fitting = [slab for slab in free if slab.size_bytes >= size_bytes]
@@ -153,7 +155,7 @@ class DeviceArena:
             return slab
 
     def release(self, slab: Slab) -> None:
-        """Give ``slab`` back; it keeps its memory for the next frame."""
+        """Ends the lease of ``slab``, which keeps its memory for the next frame."""
         with self._lock:
             try:
                 slab.order.end(slab.bytes(slab.size_bytes))
@@ -161,14 +163,14 @@ class DeviceArena:
                 slab.leased = False
 
     def release_pages(self) -> None:
-        """Give the pages of every free slab back; they return at the next write."""
+        """Gives the pages of every free slab back; they return at the next write."""
         with self._lock:
             for slab in self._slabs:
                 if not slab.leased:
                     slab.drop_tail(0)
 
     def forget(self, key: int) -> None:
-        """Drop all views of plan ``key``, and memory that no plan needs, host frames too."""
+        """Drops the views of plan ``key``, and slabs and host frames that no plan uses any more."""
         with self._lock:
             for slab in self._slabs:
                 slab._tables.pop(key, None)
@@ -186,7 +188,7 @@ _arenas_lock = threading.Lock()
 
 
 def arena_of(device: torch.device) -> DeviceArena:
-    """The one arena of ``device`` in this process."""
+    """Returns the one arena of ``device`` in this process."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     with _arenas_lock:

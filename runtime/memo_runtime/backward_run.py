@@ -1,7 +1,7 @@
-"""The backward of one step while it runs: as a whole, or in parts between which autograd works.
+"""Runs the backward of one step: as a whole, or in parts between which autograd works.
 
-Between two parts the user's code may run (hooks, an optimizer, other graphs). What it writes into
-that later parts read is seen before they go on.
+Between two parts the user's code may run (hooks, an optimizer, other graphs). If it writes into a
+tensor that later parts read, the next part raises.
 """
 
 from collections.abc import Sequence
@@ -21,24 +21,24 @@ class StepError(RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class BackwardRun:
-    """One backward of one step; ``rest`` ends it, and so does whatever is raised in it."""
+    """One backward of one step; ``rest`` ends it, and so does an exception in it."""
 
     plan: Any
     """The StepPlan of its forward."""
     lease: Lease
     running: Running
     calls: tuple[Instruction, ...]
-    """Those of the plan's backward, and in a group the copies that stand among them."""
+    """The plan's backward; in a group without the copies of members that never began."""
     keeps_graph: bool
     """The backward may run again: the frame is not given back."""
     snapshot: torch.Tensor | None
     """The frame as it was, where ``keeps_graph``; a group has its own."""
     _done: int = 0
     """How many of the half's calls have run."""
-    _left: set[int] = field(default_factory=set)
-    """Positions of the results that were taken."""
-    _seen: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """What later parts read of the user's tensors, and their versions when the last part ended."""
+    _taken: set[int] = field(default_factory=set)
+    """Positions of the results that were returned."""
+    _versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """The user's tensors that later parts read, and their versions when the last part ended."""
 
     @property
     def is_over(self) -> bool:
@@ -46,23 +46,23 @@ class BackwardRun:
         return self._done < 0
 
     def part(self, results: Sequence[int], read: Sequence[int] = ()) -> list[Any]:
-        """These results, by position, when nothing of the step uses them any more.
+        """Runs until nothing of the step uses ``results`` any more, and returns them.
 
-        Neither the inputs that they are gradients of nor those at the positions ``read`` are read
-        after it. Raises StepError: the user wrote into what the step still reads.
+        After it the step does not read their inputs either, nor the inputs at the positions
+        ``read``. Raises StepError: the user wrote into a tensor that the step still reads.
         """
         half = self.plan.backward
         ends = [half.ready[position] for position in results]
         ends += [half.read_until[position] for position in (*results, *read)]
         self._run_to(max(ends, default=0))
-        found = [self._take(position) for position in results]
-        self._seen = self._still_read()
-        return found
+        values = [self._take(position) for position in results]
+        self._versions = self._still_read()
+        return values
 
     def rest(self, results: Sequence[int]) -> list[Any]:
-        """These results, when all calls have run; the step has ended."""
+        """Runs all calls that are left, ends the step, and returns ``results``."""
         self._run_to(len(self.calls))
-        found = [self._take(position) for position in results]
+        values = [self._take(position) for position in results]
         lease, group, counted = self.lease, self.lease.group, self.running.counted
         if group is not None:
             self.running.leave(self.plan.backward)
@@ -72,17 +72,17 @@ class BackwardRun:
             self.plan.on_step_end(lease.counted + counted)
         else:
             group.count(lease.counted + counted)
-        return found
+        return values
 
     def abandon(self) -> None:
-        """End a backward that nobody goes on with, because of an exception between two parts."""
+        """Ends a backward that is given up because of an exception between two parts."""
         if not self.is_over:
             self._end()
 
     def _run_to(self, end: int) -> None:
         if self.is_over:
             raise StepError("memo: this backward has ended, because a part of it failed")
-        if any(tensor._version != version for tensor, version in self._seen):
+        if any(tensor._version != version for tensor, version in self._versions):
             self._end()
             raise StepError(
                 "memo: a hook wrote in place into what the rest of this backward reads (a "
@@ -102,33 +102,32 @@ class BackwardRun:
         self._done = max(self._done, end)
 
     def _take(self, position: int) -> Any:
-        """Result ``position``, which the step lets go of unless another result is the same."""
+        """Returns a result, and drops it from the step unless another result is the same."""
         results, env = self.plan.backward.results, self.running.env
         register = results[position]
         if register is None:
             return None
         value = env[register]
-        self._left.add(position)
-        if all(at in self._left for at, other in enumerate(results) if other == register):
+        self._taken.add(position)
+        if all(at in self._taken for at, other in enumerate(results) if other == register):
             env[register] = None
         return value
 
     def _still_read(self) -> list[tuple[torch.Tensor, int]]:
-        """The user's tensors that calls to come read, and their versions."""
+        """Returns the user's tensors that later calls read, with their versions now."""
         half, env, lease = self.plan.backward, self.running.env, self.lease
-        found = [env[register] for register, until in half.guarded if until > self._done]
-        behind = [tensor for tensor, _ in lease.checked]
+        values = [env[register] for register, until in half.guarded if until > self._done]
         until = half.checked_until
-        found += [
+        values += [
             tensor
-            for at, tensor in enumerate(behind)
-            if at >= len(until) or until[at] > self._done  # the others are results of the step
+            for at, (tensor, _) in enumerate(lease.checked)
+            if at >= len(until) or until[at] > self._done  # behind ``until`` are the step's results
         ]
-        return [(value, value._version) for value in found if isinstance(value, torch.Tensor)]
+        return [(value, value._version) for value in values if isinstance(value, torch.Tensor)]
 
     def _end(self) -> None:
-        """Give the frame back, or put it as it was."""
-        lease, self._done, self._seen = self.lease, -1, []
+        """Gives the frame back, or restores it for another backward."""
+        lease, self._done, self._versions = self.lease, -1, []
         if self.snapshot is not None:
             lease.settle()  # before a reload in flight can overwrite what is restored
             lease.restore(self.snapshot)

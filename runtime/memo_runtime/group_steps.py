@@ -1,12 +1,12 @@
 """Runs a group: several live steps of one graph in one frame, half by half as planned.
 
-Each member has a lease and a handle of its own, the frame is the group's. It goes back when the
-last member's backward has run, or when autograd has dropped the handles of all that are left.
+Each member has a lease and a handle of its own; the frame is the group's. It is given back when the
+last member's backward has run, or when autograd has dropped the handles of all remaining members.
 
-Autograd may leave halves out: a block that did not run, an output that nobody used. Then the copies
-that the plan put into those halves for other members are made all the same, in order. A backward
-that comes too early, or again (retain_graph), finds the frame as it was when the others had run: it
-is copied before anything is overwritten that is still to be read, and put back.
+Autograd may leave halves out: a block that did not run, an output that nobody used. The copies that
+the plan put into those halves for other members are made all the same, in order. For a backward
+that comes too early, or again (retain_graph), the frame is copied before a half overwrites what is
+still to be read, and is restored later.
 """
 
 import contextlib
@@ -45,11 +45,11 @@ class GroupPlan:
         self.members[0].reserve()
 
     def begin(self, *, follows: bool = False, stays: bool = False) -> "GroupStep":
-        """The frame is taken; no member has run. Raises as ``run_forward``.
+        """Takes the frame for a step; no member has run. Raises as ``run_forward``.
 
-        A step that ``follows`` belongs to others that ran before, as which it is planned: what is
-        taken since they began is known. ``stays``: if the step is dropped, the next one begins at
-        once, and uses the pages of its frame.
+        ``follows``: other graphs of the same step have run before, and the heap watch has begun
+        with them. ``stays``: if the step is dropped, its frame keeps its pages, since the next step
+        begins at once.
         """
         first = self.members[0]
         refuse_capture(first.device)
@@ -91,14 +91,14 @@ class GroupStep:
         return not self.frame.active
 
     def place_of(self, member: int, *, is_backward: bool) -> int:
-        """Where this half stands in the plan's order."""
+        """Returns the position of a half in the plan's order."""
         return self.plan.order.index((member, is_backward))
 
     def takes(self, member: int) -> bool:
-        """True where the member's forward can run now, and every live backward still after it.
+        """True where the member's forward can run now.
 
-        None of those may stand before it in the plan's order: its place in the frame is planned
-        for when they have run. Nor may the frame have to be put back for one.
+        No live backward may stand before it in the plan's order: its place in the frame is planned
+        for when those have run. Nor may the frame have to be restored for one.
         """
         place = self.place_of(member, is_backward=False)
         skipped = self.plan.order[self.position : place]
@@ -106,7 +106,7 @@ class GroupStep:
         return place >= self.position and not waits and self._snapshot is None
 
     def forward(self, member: int, args: list[object]) -> list[object]:
-        """The forward's results. The step must take the member."""
+        """Runs the member's forward, which ``takes`` allows, and returns its results."""
         try:
             self._advance(self.place_of(member, is_backward=False))
         except BaseException:
@@ -122,7 +122,7 @@ class GroupStep:
         return run_forward(self.plan.members[member], args, lease)
 
     def begin_backward(self, lease: Lease, *, keep_graph: bool) -> None:
-        """The frame is as the backward of this member needs it."""
+        """Brings the frame into the state in which the backward of this member finds its values."""
         member = next(at for at, number in self.live.items() if number == lease.number)
         place = self.place_of(member, is_backward=True)
         if place < self.position:
@@ -135,19 +135,19 @@ class GroupStep:
         self.position += 1
 
     def count(self, counted: StepCounters) -> None:
-        """A member has run, both halves; tells the plan when it was the last."""
+        """Adds the counters of a member whose halves have run; tells the plan after the last."""
         self.counted += counted
         if self.position == len(self.plan.order):
             self.plan.on_step_end(self.counted)
 
     def instructions(self, half: RunHalf) -> Iterator[Instruction]:
-        """What a half does: all but the copies of members that never began."""
+        """Yields a half's instructions without the copies of members that never began."""
         for call, owner in zip(half.calls, half.owners, strict=True):
             if owner in self.started:
                 yield call
 
     def _advance(self, place: int) -> None:
-        """The halves up to ``place`` are left out; copies that stand in them are made."""
+        """Skips the halves up to ``place``, but makes the copies that stand in them."""
         for member, is_backward in self.plan.order[self.position : place]:
             plan = self.plan.members[member]
             half = plan.backward if is_backward else plan.forward

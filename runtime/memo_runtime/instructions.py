@@ -1,4 +1,4 @@
-"""What a half of a step is made of: region calls; copies and collectives that begin; waits.
+"""The instructions of a half: region calls, copies and collectives that begin, and waits.
 
 An instruction is bound to registers of the half's environment and to byte ranges of the step's
 frame and host frame. Their order in ``RunHalf.calls`` is the schedule; each executes itself on a
@@ -21,7 +21,7 @@ from memo_runtime.pages import own_mapping, trim_heap
 
 
 class EndedHalf(Protocol):
-    """What is known of the end of a half; a ``run_step.RunHalf``."""
+    """The part of a ``run_step.RunHalf`` that says what happens at its end."""
 
     resident_bytes: int | None
     dropped: tuple[tuple[int, int], ...]
@@ -41,12 +41,12 @@ class Running:
     counted: StepCounters
     heap: HeapWatch | None = None
 
-    def count(self, **more: Any) -> None:
-        """Add to the step's counters."""
-        self.counted += StepCounters(**more)
+    def count(self, **numbers: Any) -> None:
+        """Adds to the step's counters."""
+        self.counted += StepCounters(**numbers)
 
     def keep(self, resident_bytes: int) -> None:
-        """From now on only the first ``resident_bytes`` of the frame are used."""
+        """Gives back all but the first ``resident_bytes`` of the frame."""
         if resident_bytes >= self.resident_bytes:
             return
         if self.poison:
@@ -56,7 +56,7 @@ class Running:
         self.resident_bytes = resident_bytes
 
     def leave(self, half: EndedHalf) -> None:
-        """The half has ended: keep what it says of the frame; before a pause free heap goes too."""
+        """Gives back what the half does not keep of the frame, and before a pause the free heap."""
         if half.resident_bytes is not None:
             self.keep(half.resident_bytes)
         if half.is_paused and self.heap is not None:
@@ -69,7 +69,7 @@ class Running:
                 slab.drop(start, end)
 
     def reloaded(self, table: int, offload: int, frame_offset_bytes: int) -> torch.Tensor:
-        """The buffer of a reload, which starts there, viewed as the value that was offloaded."""
+        """Returns the buffer of a reload, viewed as the value that was offloaded."""
         (buffer,) = self.tables[table]
         like, start_bytes = self.lease.shown[offload]
         return view_inside(buffer, like, frame_offset_bytes + start_bytes)
@@ -110,7 +110,7 @@ class RunCall:
     are in memory, the free heap goes back to the system."""
 
     def execute(self, running: Running) -> None:
-        """Put the outputs into the environment; take out inputs that nobody reads any more."""
+        """Runs the region; puts outputs into the environment, drops inputs that nobody reads."""
         lease, env = running.lease, running.env
         running.keep(self.resident_bytes)
         views = running.tables[self.table]
@@ -122,7 +122,7 @@ class RunCall:
             }
         inputs = [env[register] for register in self.inputs]
         for view in self.views:
-            inputs[view[0]] = seen(inputs[view[0]], view)
+            inputs[view[0]] = viewed(inputs[view[0]], view)
         for register in self.drop:
             env[register] = None  # so that the region can free it at its last use
         with shown_to_modes():
@@ -149,7 +149,7 @@ class RunCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRange:
-    """Which bytes a copy moves: of a value whose storage starts at ``frame_offset_bytes``."""
+    """The bytes that a copy moves, of a value whose storage starts at ``frame_offset_bytes``."""
 
     number: int
     """The number of the copy in its step, which the wait names."""
@@ -164,7 +164,7 @@ class CopyRange:
         return self.end_bytes - self.start_bytes
 
     def issue(self, lane: Lane, lease: Lease) -> None:
-        """Begin the copy."""
+        """Begins the copy."""
         if lease.host is None:
             raise AssertionError("the plan moves bytes but has no host frame")
         frame = lease.slab.bytes(self.num_bytes, self.frame_offset_bytes + self.start_bytes)
@@ -175,14 +175,14 @@ class CopyRange:
 
 @dataclass(slots=True, kw_only=True)
 class StartOffload:
-    """A copy from the frame to the host frame begins."""
+    """Begins a copy from the frame to the host frame."""
 
     copy: CopyRange
     input: int
     """The value's register: a reload views the bytes as this value does now."""
 
     def execute(self, running: Running) -> None:
-        """Begin the copy, and remember how the value views its buffer."""
+        """Begins the copy, and notes how the value views its buffer."""
         value = running.env[self.input]
         start_bytes = value.storage_offset() * value.element_size() - self.copy.frame_offset_bytes
         running.lease.shown[self.copy.number] = (value, start_bytes)
@@ -192,7 +192,7 @@ class StartOffload:
 
 @dataclass(slots=True, kw_only=True)
 class ShowReloaded:
-    """A value that is reloaded is put into the environment of the half that reads it."""
+    """Puts a value that an earlier half reloads into the environment of the half that reads it."""
 
     table: int
     """Index of the reload in the frame's tables; the table's one view is the value's buffer."""
@@ -203,13 +203,13 @@ class ShowReloaded:
     """Where the value's buffer starts."""
 
     def execute(self, running: Running) -> None:
-        """Put the value there; its bytes are there after the copy's wait."""
+        """Puts the value there; its bytes are valid after the copy's wait."""
         running.env[self.output] = running.reloaded(self.table, self.of, self.frame_offset_bytes)
 
 
 @dataclass(slots=True, kw_only=True)
 class StartReload:
-    """A value is born in the frame and a copy of its bytes, or of a part, begins."""
+    """Puts a value into the frame, and begins to copy its bytes, or a part, from the host frame."""
 
     copy: CopyRange
     table: int
@@ -220,7 +220,7 @@ class StartReload:
     """The offload of this value."""
 
     def execute(self, running: Running) -> None:
-        """Put the value into the environment; its bytes are there after the copy's wait."""
+        """Puts the value into the environment; its bytes are valid after the copy's wait."""
         if running.poison:
             poison(running.tables[self.table][0])
         if self.output is not None:
@@ -231,14 +231,14 @@ class StartReload:
 
 @dataclass(slots=True, kw_only=True)
 class WaitCopy:
-    """Computation goes on when a copy of this step has ended, also one that the forward began."""
+    """Waits until a copy of this step has ended, also one that the forward began."""
 
     number: int
     dying: tuple[tuple[int, int], ...] = ()
     """Poison mode: (offset, bytes) of the frame's ranges whose life ends here."""
 
     def execute(self, running: Running) -> None:
-        """Wait until the copy has ended."""
+        """Waits until the copy has ended."""
         stall_s = running.lease.wait(self.number)
         if stall_s:
             running.count(stall_s=stall_s)
@@ -249,7 +249,7 @@ class WaitCopy:
 
 @dataclass(slots=True, kw_only=True)
 class IssueCollective:
-    """A collective begins; its output appears in the environment, to be read after the wait."""
+    """Begins a collective; its output is in the environment, to be read after the wait."""
 
     number: int
     """The number of the collective in its step, which the wait names."""
@@ -270,10 +270,10 @@ class IssueCollective:
     """An external output gets pages of its own."""
 
     def execute(self, running: Running) -> None:
-        """Begin it. The input stays in the environment, for the wait holds it too."""
+        """Begins it. The input stays in the environment until the wait."""
         running.keep(self.resident_bytes)
         value = running.env[self.input]
-        source = value if self.view is None else seen(value, self.view)
+        source = value if self.view is None else viewed(value, self.view)
         if self.in_place:
             destination = source
         elif self.external is None:
@@ -292,13 +292,13 @@ class IssueCollective:
 
 @dataclass(slots=True, kw_only=True)
 class WaitCollective:
-    """Computation goes on when a collective of this half has ended."""
+    """Waits until a collective of this half has ended."""
 
     number: int
     resident_bytes: int
     """As of RunCall."""
     in_flight: int
-    """The register of what the issue has put into the environment."""
+    """The register of the output that the issue has put into the environment."""
     output: int
     """The register of the same tensor, now that its numbers are there."""
     drop: tuple[int, ...]
@@ -307,7 +307,7 @@ class WaitCollective:
     """Poison mode: (offset, bytes) of the frame's ranges whose life ends here."""
 
     def execute(self, running: Running) -> None:
-        """Wait until the collective has ended, and show its output."""
+        """Waits until the collective has ended, and puts its output into its register."""
         blocked_s = running.lease.wait_for_ranks(self.number)
         running.count(comm_wait_s=blocked_s)
         running.keep(self.resident_bytes)
@@ -331,16 +331,16 @@ Instruction = (
 )
 
 
-def seen(value: torch.Tensor, view: InputView) -> torch.Tensor:
-    """``value`` as ``view`` says; the view's position is not looked at."""
+def viewed(value: torch.Tensor, view: InputView) -> torch.Tensor:
+    """Returns ``value`` with the size, stride and offset of ``view``."""
     _, size, stride, offset = view
     return value.as_strided(size, stride, value.storage_offset() + offset)
 
 
 def view_inside(value: torch.Tensor, like: torch.Tensor, offset_bytes: int) -> torch.Tensor:
-    """A view shaped as ``like`` of the storage of ``value``, from ``offset_bytes`` of it.
+    """Returns a view like ``like`` of the storage of ``value``, from byte ``offset_bytes`` on.
 
-    It reads the bytes as ``like`` does: conjugated or negated where that is.
+    It is conjugated or negated where ``like`` is.
     """
     storage, item = value.untyped_storage(), like.element_size()
     extent = sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True)) + 1

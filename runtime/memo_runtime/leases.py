@@ -1,4 +1,4 @@
-"""Who holds which frame: a forward takes a lease, its backward or autograd's graph gives it back.
+"""Leases of frames: a forward takes one, and its backward or autograd's graph gives it back.
 
 What travels through autograd is a small CPU tensor, the handle (``memo_runtime.handle``), so that a
 lease also ends when autograd drops the step without a backward (the loss died, an exception, an
@@ -31,14 +31,14 @@ from memo_runtime.operator_modes import hidden_from_modes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounters:
-    """What one step moved and recomputed while it ran."""
+    """Counters of one step."""
 
     offloaded_bytes: int = 0
     recomputed_bytes: int = 0
     stall_s: float = 0.0
-    """How long computation stood still for copies (row 16 of docs/situations.md)."""
+    """Seconds in which computation waited for copies (row 16 of docs/situations.md)."""
     comm_wait_s: float = 0.0
-    """How long it stood still for other ranks."""
+    """Seconds in which it waited for other ranks."""
 
     def __add__(self, other: "StepCounters") -> "StepCounters":
         return StepCounters(
@@ -57,7 +57,7 @@ class Lease:
     slab: Slab
     size_bytes: int
     at_end: contextlib.ExitStack
-    """Gives the frames back, what was added last first; runs once."""
+    """Gives the frames back, the last one first; runs once."""
     host: HostStore | None = None
     engine: CopyEngine | None = None
     plan: Any = None
@@ -92,23 +92,23 @@ class Lease:
     """What its forward did."""
 
     def handle(self) -> torch.Tensor:
-        """The tensor to hand to autograd; the lease ends at the latest when nobody can use it."""
+        """Returns the tensor for autograd; the lease ends at the latest when it is freed."""
         return make_handle(self.number, self.drop)
 
     def drop(self) -> None:
-        """No backward will come: the frame goes back, and its pages, where the device takes them.
+        """Gives the frame and its pages back, since no backward will come.
 
-        The pages are missed by what runs between a forward that is dropped and the one that is
-        run again for its backward (``torch.utils.checkpoint``).
+        Other code needs the pages between a forward that is dropped and the one that is run again
+        for its backward (``torch.utils.checkpoint``).
         """
         if self.active and self.group is None:
             self.at_end.callback(self.slab.drop_tail, 0)
         self.release()
 
     def note_read_later(self, inputs: Iterable[Any]) -> None:
-        """Remember the versions of ``inputs``, which are the backward's too.
+        """Notes the versions of ``inputs``, which the backward gets as well.
 
-        Under saved-tensor hooks it may read copies of them, which nobody writes.
+        Not under saved-tensor hooks: there it may get copies, which nobody writes.
         """
         if hooks_pack():
             return
@@ -117,16 +117,16 @@ class Lease:
 
     @property
     def is_refused(self) -> bool:
-        """True where its backward can run no more: something that it reads was written in place.
+        """True where its backward cannot run any more: a tensor that it reads was written.
 
-        Either autograd refuses that, or memo does. What autograd keeps is dropped with the graph
-        only, which a loop that skips a bad batch holds by the name ``loss``.
+        Autograd or memo refuses it then. Its graph may still be held, for example by the name
+        ``loss`` in a loop that skips a bad batch.
         """
         if self.running:
             return False
-        kept = ((reference(), version) for reference, version in self.read_later)
-        known = ((tensor, version) for tensor, version in kept if tensor is not None)
-        return any(tensor._version != version for tensor, version in (*known, *self.checked))
+        inputs = ((reference(), version) for reference, version in self.read_later)
+        alive = ((tensor, version) for tensor, version in inputs if tensor is not None)
+        return any(tensor._version != version for tensor, version in (*alive, *self.checked))
 
     def issue(self, number: int, lane: Lane, frame: torch.Tensor, host: torch.Tensor) -> None:
         """Begin copy ``number`` of the step between bytes of its frame and of its host frame."""
@@ -167,7 +167,7 @@ class Lease:
         self.settle_ranks()
 
     def settle_ranks(self) -> None:
-        """Wait until no collective of the step is in flight: what was to wait for them will not."""
+        """Waits until no collective of the step is in flight, where its own waits do not come."""
         for flight in self.flights.values():
             if self.ranks is not None:
                 self.ranks.settle(flight)
@@ -200,10 +200,10 @@ class Lease:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Drop everything but the handle's number.
+        """Drops everything but the handle's number.
 
-        A result that the user holds keeps the handle alive, and through it this lease. The memory
-        of a plan that is no longer run must go all the same.
+        A result that the user holds keeps the handle alive, and through it this lease; the memory
+        of its plan must be freed all the same.
         """
         self.plan = self.host = self.engine = self.ranks = self.group = self.owner = None
         del self.slab
@@ -221,7 +221,7 @@ class Lease:
 def _give_back(
     at_end: contextlib.ExitStack, tickets: dict[int, Ticket], flights: dict[int, CollectiveTicket]
 ) -> None:
-    """Close a lease that nobody can end any more; what a copy or a rank may write stays taken."""
+    """Closes a lease that was dropped unended, unless a copy or a rank may still write into it."""
     finished = [ticket.finished for ticket in tickets.values()]
     if all(finished + [flight.finished for flight in flights.values()]):
         _close(at_end)
@@ -244,10 +244,10 @@ class LeaseTable:
     def open(
         self, slab: Slab, size_bytes: int, host: HostStore | None, at_end: contextlib.ExitStack
     ) -> Lease:
-        """A new lease on ``slab`` and ``host``; ``at_end`` is closed once, when it ends.
+        """Returns a new lease on ``slab`` and ``host``; ``at_end`` is closed once, when it ends.
 
-        It is closed even if nobody ends the lease: an interrupt (Ctrl-C) may come before a step has
-        begun, or while its release runs.
+        Also if nobody ends the lease: an interrupt (Ctrl-C) may come before a step has begun, or
+        while its release runs.
         """
         lease = Lease(next(self._numbers), slab, size_bytes, at_end, host)
         weakref.finalize(lease, _give_back, at_end, lease.tickets, lease.flights).atexit = False
@@ -297,7 +297,7 @@ def lease_frame(
     host_kind: str = "shm",
     plan_key: int = 0,
 ) -> Lease:
-    """A frame of the device's arena for one step, and a host frame of ``host_bytes`` if any.
+    """Leases a frame of the device's arena for one step, and a host frame of ``host_bytes`` if any.
 
     Raises ArenaError, HostStoreError: one of them was refused; nothing is held.
     """
@@ -313,7 +313,7 @@ def lease_frame(
 def lease_ordinary(
     device: torch.device, size_bytes: int, *, host_bytes: int = 0, host_kind: str = "shm"
 ) -> Lease:
-    """Frames in ordinary memory that are freed with the lease: for a step that is not planned."""
+    """Leases frames in ordinary memory, freed with the lease, for a step beyond the planned."""
     slab, host, at_end = Slab(device, size_bytes), None, contextlib.ExitStack()
     slab.leased = True
     if host_bytes:

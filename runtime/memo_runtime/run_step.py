@@ -21,7 +21,7 @@ from memo_runtime.leases import Lease, StepCounters, lease_frame, lease_ordinary
 
 @dataclass(slots=True, kw_only=True)
 class RunHalf:
-    """One half of a step: where arguments go, what is executed, what is returned."""
+    """One half of a step: registers of its arguments, instructions, registers of its results."""
 
     num_registers: int
     """Length of the environment, which holds the values of a half while it runs."""
@@ -40,19 +40,19 @@ class RunHalf:
     planned_bytes: int = 0
     """Bytes that the step holds as the half begins, in its frame and in ordinary memory."""
     resident_bytes: int | None = None
-    """FORWARD: bytes of the frame, from its start, that the backward uses. The rest goes back at
-    once: autograd makes gradients of the results in ordinary memory before the backward begins."""
+    """FORWARD: bytes of the frame, from its start, that the backward uses. The rest is given back:
+    autograd makes gradients of the results in ordinary memory before the backward begins."""
     dropped: tuple[tuple[int, int], ...] = ()
-    """Ranges of the frame that go back when the half has ended: nothing in them is read again."""
+    """Ranges of the frame that are given back when the half has ended: nothing reads them again."""
     is_paused: bool = False
-    """Code of the user that takes much memory runs behind the half: free heap goes back before."""
+    """User code that takes much memory runs after the half: the free heap is given back first."""
     ready: tuple[int, ...] = ()
-    """BACKWARD: per result after how many calls it is made and nobody reads it any more. Empty
-    where results and the forward's arguments do not belong together one by one."""
+    """BACKWARD: per result, the number of calls after which it is made and read no more. Empty
+    where results are not the gradients of the forward's arguments, one by one."""
     read_until: tuple[int, ...] = ()
-    """BACKWARD: per argument of the forward after how many calls nobody reads it any more."""
+    """BACKWARD: per argument of the forward, the number of calls after which it is read no more."""
     guarded: tuple[tuple[int, int], ...] = ()
-    """BACKWARD: (register, until) of what the user may write into between two calls."""
+    """BACKWARD: (register, number of calls that read it) of tensors that the user may write."""
     checked_until: tuple[int, ...] = ()
     """BACKWARD: ``read_until`` of the forward's ``checked``."""
     owners: tuple[int, ...] = ()
@@ -102,21 +102,21 @@ class StepPlan:
     """Re-entrant: the collector may end a lease while this thread holds it."""
 
     def reserve(self) -> None:
-        """Allocate the frames of all live steps: a refusal comes now, not in the first step.
+        """Allocates the frames of all live steps, so that a refusal comes now.
 
         Raises ArenaError, HostStoreError: a frame, or a host frame, was refused.
         """
-        held = []
+        reserved = []
         try:
             for _ in range(self.max_inflight):
-                held.append(self._planned_lease(count=0))
-                held[-1].slab.tables(self.key, self.table)  # so the arena knows that it is needed
+                reserved.append(self._planned_lease(count=0))
+                reserved[-1].slab.tables(self.key, self.table)  # marks the slab as needed
         finally:
-            for lease in held:
+            for lease in reserved:
                 lease.release()
 
     def lease(self) -> Lease:
-        """Frames for one more forward, in ordinary memory if ``max_inflight`` steps are live."""
+        """Returns frames for a forward, in ordinary memory if ``max_inflight`` steps are live."""
         engine = engine_of(
             arena_of(self.device).device,
             CopySchedule(self.schedule),
@@ -152,7 +152,7 @@ class StepPlan:
         return lease
 
     def _planned_lease(self, *, count: int) -> Lease:
-        """Frames of the device's arena, for ``count`` live steps; these end when they go back."""
+        """Returns frames of the device's arena, which count as ``count`` live steps while held."""
         try:
             lease = lease_frame(
                 arena_of(self.device),
@@ -179,9 +179,9 @@ class StepPlan:
 
 
 def run_forward(plan: StepPlan, args: list[Any], member: Lease | None = None) -> list[Any]:
-    """The forward's results; saved activations stay in the frame under the returned handle.
+    """Runs the forward; saved activations stay in the frame under the handle among the results.
 
-    ``args`` is emptied, so that inputs can be freed while the step runs. ``member`` is the hold of
+    ``args`` is emptied, so that inputs can be freed while the step runs. ``member`` is the lease of
     a group's member on the group's frame; without it the step takes a frame of its own. Raises
     StepError: the current stream is being captured.
     """
@@ -197,7 +197,8 @@ def run_forward(plan: StepPlan, args: list[Any], member: Lease | None = None) ->
         lease.counted = _execute(plan, plan.forward, lease, env)
         env[plan.forward.handle] = lease.handle()
         results = [
-            None if register is None else _apart(env[register]) for register in plan.forward.results
+            None if register is None else _no_view(env[register])
+            for register in plan.forward.results
         ]
         for register in plan.forward.visible:
             # Autograd ties a result to the handle: a lease that held it would keep itself alive.
@@ -212,7 +213,7 @@ def run_forward(plan: StepPlan, args: list[Any], member: Lease | None = None) ->
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises StepError: what the current stream of ``device`` is given goes into a CUDA graph."""
+    """Raises StepError where the current stream of ``device`` is captured into a CUDA graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise StepError(
             "memo: a planned step cannot be captured into a CUDA graph: its frames are lent to one "
@@ -221,8 +222,8 @@ def refuse_capture(device: torch.device) -> None:
         )
 
 
-def _apart(result: Any) -> Any:
-    """A view of what the step made, as a tensor of its own in the same memory.
+def _no_view(result: Any) -> Any:
+    """Returns a view as a tensor in the same memory that is no view.
 
     If a function returns a view, autograd gives it another version counter and forbids the user to
     write into it.
@@ -231,13 +232,13 @@ def _apart(result: Any) -> Any:
         return result
     if result.is_conj() or result.is_neg():  # which only a view can be
         return result
-    apart = torch.empty(0, dtype=result.dtype, device=result.device)
+    empty = torch.empty(0, dtype=result.dtype, device=result.device)
     storage = result.untyped_storage()
-    return apart.set_(storage, result.storage_offset(), result.size(), result.stride())
+    return empty.set_(storage, result.storage_offset(), result.size(), result.stride())
 
 
 def _in_same_memory(results: Sequence[Any], leased: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What of both lies in memory of both: a write may change any of their versions."""
+    """Returns the tensors that share memory with one of the other list: writes show in either."""
     tensors = [result for result in results if leased and isinstance(result, torch.Tensor)]
     shared = {_memory(tensor) for tensor in leased} & {_memory(tensor) for tensor in tensors}
     return [tensor for tensor in leased if _memory(tensor) in shared] + [
@@ -256,7 +257,7 @@ def ran_before(plan: StepPlan, args: list[Any]) -> bool:
 
 
 def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[Any]:
-    """All gradients of the step whose handle is among ``args``; raises as ``begin_backward``."""
+    """Runs the backward of the step with a handle among ``args``; raises as ``begin_backward``."""
     run = begin_backward(plan, args, keep_graph=keep_graph)
     if not keep_graph:
         run.lease.checked = []  # which is for parts, between which the user may write
@@ -264,12 +265,12 @@ def run_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> list[A
 
 
 def begin_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> BackwardRun:
-    """The backward of the step whose handle is among ``args``, before its first call.
+    """Returns the backward of the step whose handle is among ``args``, before its first call.
 
-    The step is finished by the plan that its forward ran with, which may be an older one than
-    ``plan``; both take the same ``args``. With ``keep_graph`` the frame is as before afterwards, so
-    that the backward can run again. Raises StepError: the step's frame is gone, or the current
-    stream is being captured; nothing has been overwritten.
+    It runs by the plan of its forward, which may be older than ``plan``; both take the same
+    ``args``. With ``keep_graph`` the frame is restored afterwards, so that the backward can run
+    again. Raises StepError: the step's frame is gone, or the current stream is being captured;
+    nothing has been overwritten.
     """
     lease = leases.find(args[plan.backward.arguments.index(plan.backward.handle)])
     if lease is None:
@@ -323,7 +324,7 @@ def _environment(half: RunHalf, args: list[Any]) -> list[Any]:
 
 
 def _calls(half: RunHalf, lease: Lease) -> tuple[Instruction, ...]:
-    """What the half does; of a group all but the copies of members that never began."""
+    """Returns the half's instructions; in a group without copies of members that never began."""
     return half.calls if lease.group is None else tuple(lease.group.instructions(half))
 
 
