@@ -1,4 +1,4 @@
-"""Every option of memo, and where its value comes from.
+"""The options of memo, and the places that their values come from.
 
 Precedence: options of the call > ``memo_compile.configure()`` > ``MEMO_*`` environment variables >
 the file named by ``MEMO_CONFIG`` (JSON) > defaults. This is the only file that reads os.environ.
@@ -48,7 +48,7 @@ DEBUG_FLAGS = (
     "stalls",
 )
 _KEEPING = ("auto", "greedy", "save", "full-offload")
-"""Policies that compute nothing again, the first two without a budget."""
+"""Policies that recompute nothing; the first two only without a budget."""
 ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
 """MEMO's fractions of the tokens (section 4.2 of the paper)."""
 
@@ -197,13 +197,13 @@ class MemoConfig:
             raise ConfigError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
     def budget_bytes(self, device_bytes: int | None) -> int | None:
-        """The budget in bytes; ``80%`` is of ``device_bytes``."""
+        """Returns the budget in bytes; ``80%`` is of ``device_bytes``."""
         if self.memory_budget is None:
             return None
         return parse_size(self.memory_budget, total_bytes=device_bytes, what="memory_budget")
 
     def plan_bytes(self, budget_bytes: int, beside_bytes: int) -> int:
-        """The peak that a plan may have, of which so many bytes lie beside its arena."""
+        """Returns the peak that a plan may have with ``beside_bytes`` outside of its arena."""
         if self.arena_percent == 100:
             return budget_bytes
         room = max(0, budget_bytes - beside_bytes)
@@ -211,50 +211,50 @@ class MemoConfig:
 
     @property
     def recomputes(self) -> bool:
-        """True where a plan may compute something again."""
+        """True where a plan may recompute something."""
         in_tiles = (self.token_tiles or 1) > 1
         return in_tiles or self.memory_budget is not None or self.policy not in _KEEPING
 
     def declared_host_budget_bytes(self, total_bytes: int | None) -> int | None:
-        """The host budget in bytes if the user gave one; ``50%`` is of ``total_bytes``."""
+        """Returns the user's host budget in bytes; ``50%`` is of ``total_bytes``; None: none."""
         if self.host_budget is None:
             return None
         return parse_size(self.host_budget, total_bytes=total_bytes, what="host_budget")
 
     def copy_speeds(self) -> tuple[float | None, float | None]:
-        """The speed to the host, and back."""
+        """Returns the declared limit of copies to the host, and back."""
         speeds = self.copy_bytes_per_s
         if speeds is None or isinstance(speeds, int | float):
             return speeds, speeds
         return speeds
 
     def store(self) -> FileStore | None:
-        """Where a compilation looks for what was found out before; None: nowhere."""
+        """Returns the files that earlier compilations have kept; None: they are not used."""
         return user_store() if self.cache else None
 
     def at_any_speed(self) -> "MemoConfig":
-        """The same options once tiles are chosen: no others are compared any more."""
+        """Returns the same options without bounds on seconds, for tiles that are chosen."""
         return dataclasses.replace(
             self, max_over_compute=math.inf, max_step_s=math.inf, enough_s=0.0
         )
 
     def drops_above(self) -> int | None:
-        """Bytes above which wide chains' values, made in tiles, are not saved; None: all may be."""
+        """Returns the bytes above which values made in tiles are not saved; None: all may be."""
         return self.drop_above_bytes if (self.token_tiles or 1) > 1 else None
 
     def host_kind(self, device_type: str) -> str:
-        """Which memory activations are offloaded to: ``pinned``, ``shm`` or ``file:DIR``."""
+        """Returns the memory for offloaded activations: ``pinned``, ``shm`` or ``file:DIR``."""
         if self.host_store == "auto":
             return "pinned" if device_type == "cuda" else "shm"
         return self.host_store
 
     def collective_schedule(self) -> str:
-        """When collectives run: ``normal``, or one of the debugging schedules."""
+        """Returns when collectives run: ``normal``, or one of the debugging schedules."""
         flags = (flag for flag in self.debug if flag.startswith("collectives-"))
         return next(flags, "collectives-normal").removeprefix("collectives-")
 
     def copy_schedule(self) -> str:
-        """When copies happen: ``normal``, or one of the debugging schedules."""
+        """Returns when copies happen: ``normal``, or one of the debugging schedules."""
         flags = (flag for flag in self.debug if flag.startswith("copies-"))
         return next(flags, "copies-normal").removeprefix("copies-")
 
@@ -289,11 +289,11 @@ _KINDS: Mapping[Any, _Kind] = {
         "a mapping of names", lambda value: isinstance(value, Mapping) and _is_list((*value,), str)
     ),
 }
-"""Type in an option's annotation -> what is accepted for it, from whatever source."""
+"""Type in an option's annotation -> the values that are accepted, from any source."""
 
 
 def _kinds_of(option: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    """The types that an option may have."""
+    """Returns the types that an option may have."""
     is_union = isinstance(option.type, UnionType)
     return typing.get_args(option.type) if is_union else (option.type,)
 
@@ -310,7 +310,7 @@ _configured: dict[str, Any] = {}
 
 
 def configure(**options: Any) -> None:
-    """Set defaults for every later compilation in this process; ``None`` resets an option.
+    """Sets defaults for every later compilation in this process; ``None`` resets an option.
 
     Raises ConfigError: an option is unknown or its value cannot be used.
     """
@@ -322,7 +322,7 @@ def configure(**options: Any) -> None:
 
 
 def resolve(options: Mapping[str, Any] | None, mode: str | None) -> MemoConfig:
-    """The configuration of one compilation, by the precedence in this file's head."""
+    """Returns the configuration of one compilation, by the precedence in this file's head."""
     values = {**_from_file(), **_from_environment(), **_configured}
     values.update(_checked(options or {}, "options"))
     if mode is not None:
@@ -350,7 +350,7 @@ def _checked(options: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _hint(name: str, value: object) -> str:
-    """What may have been meant by an option ``name`` that memo lacks."""
+    """Says what may have been meant by an option ``name`` that memo lacks."""
     # Imported where the program is wrong anyway: options are read without torch.
     inductor = importlib.import_module("memo_compile.torch_private.inductor_api")
     if name in inductor.inductor_settings():
@@ -362,17 +362,17 @@ def _from_environment() -> dict[str, Any]:
     for variable in os.environ:
         if variable.startswith("MEMO_") and variable not in _VARIABLES:
             _warn_unknown(variable)
-    found = {}
+    values = {}
     for name, option in _FIELDS.items():
         text = os.environ.get(f"MEMO_{name.upper()}")
         if text:
-            found[name] = _parsed(name, _kinds_of(option), text)
-    return found
+            values[name] = _parsed(name, _kinds_of(option), text)
+    return values
 
 
 @functools.cache
 def _warn_unknown(variable: str) -> None:
-    """Say that ``variable`` sets nothing, and for which one it may have been meant."""
+    """Says that ``variable`` sets nothing, and for which one it may have been meant."""
     near = difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.75)
     hint = f"; did you mean {near[0]}?" if near else ""
     log.warning("memo: %s sets no option%s", variable, hint)
@@ -382,7 +382,7 @@ _TRUTHS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def _parsed(name: str, kinds: Sequence[Any], text: str) -> Any:
-    """``text`` of an environment variable as a value of one of ``kinds``."""
+    """Returns ``text`` of an environment variable as a value of one of ``kinds``."""
     if name in _LISTS:
         return _flags(text)
     if str in kinds:
@@ -406,7 +406,7 @@ def _flags(text: str) -> tuple[str, ...]:
 
 
 def local_world_size() -> int:
-    """Ranks of this job on this host (LOCAL_WORLD_SIZE), or 1. Raises ConfigError: not positive."""
+    """Returns this job's ranks on this host (LOCAL_WORLD_SIZE), or 1. Raises ConfigError."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ConfigError(f"LOCAL_WORLD_SIZE: expected an integer of at least 1, got {text!r}")
@@ -414,7 +414,7 @@ def local_world_size() -> int:
 
 
 def torch_settings() -> dict[str, str]:
-    """The variables that torch and its compilers may read, by name."""
+    """Returns the environment variables that torch and its compilers may read."""
     prefixes = ("TORCH", "PYTORCH", "INDUCTOR", "TRITON", "ATEN_")
     return {key: os.environ[key] for key in sorted(os.environ) if key.startswith(prefixes)}
 
@@ -422,17 +422,17 @@ def torch_settings() -> dict[str, str]:
 def expands_segments() -> bool:
     """True where torch's CUDA allocator was told to grow its segments, which leaves no gaps."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    said = "".join(os.environ.get(name, "") for name in names)
-    return "expandable_segments:true" in said.replace(" ", "").lower()
+    settings = "".join(os.environ.get(name, "") for name in names)
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
 
 
 def cublas_setting() -> str | None:
-    """What sizes the workspaces of cuBLAS, for torch and for cuBLAS; None: their default."""
+    """Returns the user's sizes of cuBLAS's workspaces; None: the default."""
     return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
 
 def cublas_lt_setting() -> str | None:
-    """The same of cublasLt; "0": it uses those of cuBLAS."""
+    """Returns the user's size of cublasLt's workspace in KiB; "0": it uses those of cuBLAS."""
     if os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") == "1":
         return "0"
     return os.environ.get("CUBLASLT_WORKSPACE_SIZE")
@@ -450,7 +450,7 @@ def cache_folder() -> Path | None:
 
 
 def user_store() -> FileStore | None:
-    """The files in the user's cache; None where the user has no home."""
+    """Returns the files in the user's cache; None where the user has no home."""
     folder = cache_folder()
     return None if folder is None else FileStore(folder=folder / "steps")
 

@@ -1,7 +1,7 @@
-"""Files in which memo remembers what it traced and lowered, found again by content.
+"""Keeps on disk what memo has traced and lowered, found again by content.
 
-A file is JSON: a line that says what it is, with a digest of the rest, and the data. What does not
-fit its digest, or says something else than its name, is ignored, and made anew. No torch here.
+A file is JSON: a line that says what it is, with a digest of the rest, and the data. A file that
+does not fit its digest or its name is ignored, and its content made anew. No torch here.
 """
 
 import contextlib
@@ -24,15 +24,14 @@ from memo_compile.errors import InputError
 log = logging.getLogger("memo")
 
 MAX_BYTES = 256 * 2**20
-"""Most bytes of all files together; those that were not used for longest go. A step in many tiles
-takes 3 MiB."""
+"""Most bytes of all files; the least recently used go. A step in many tiles takes 3 MiB."""
 
 FORMAT = 2
 """Version of the files' own form."""
 
 
 def digest_of(content: Any) -> str:
-    """A text of 64 characters that stands for ``content``, which JSON can hold."""
+    """Returns the SHA-256 of ``content``, which JSON can hold, as 64 characters."""
     return _digest(json.dumps(content, sort_keys=True).encode())
 
 
@@ -42,11 +41,11 @@ def _digest(data: bytes) -> str:
 
 @functools.cache
 def code_digest() -> str:
-    """What stands for the code: memo's own sources, the versions of torch and of Python."""
+    """Returns a digest of memo's own sources and of the versions of torch and Python."""
     digest = hashlib.sha256()
     for package in ("memo_compile", "memo_runtime"):
-        found = importlib.util.find_spec(package)
-        for folder in found.submodule_search_locations or () if found is not None else ():
+        spec = importlib.util.find_spec(package)
+        for folder in spec.submodule_search_locations or () if spec is not None else ():
             for path in sorted(Path(folder).rglob("*.py")):
                 digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return digest_of([digest.hexdigest(), importlib.metadata.version("torch"), sys.version])
@@ -54,12 +53,12 @@ def code_digest() -> str:
 
 @functools.cache
 def say_unused(path: Path, reason: str) -> None:
-    """Say, once in a process, that a file is not used."""
+    """Says, once in a process, that a file is not used."""
     log.warning("memo: %s is not used, its content is made anew: %s", path, reason)
 
 
 UNKNOWN = "unknown"
-"""The kind of a file that does not say which it is of."""
+"""The kind of a file that does not say it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class RememberedFile:
 
     path: Path
     kind: str
-    """What it remembers: model, step ...; UNKNOWN where it does not say."""
+    """The kind of its content: model, step ..., or UNKNOWN."""
     num_bytes: int
     fault: str | None = None
     """Why it is not used."""
@@ -76,13 +75,13 @@ class RememberedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStore:
-    """A folder of remembered data. What cannot be read or written is no error: work is repeated."""
+    """A folder of kept data. Failing to read or write it is no error: work is repeated."""
 
     folder: Path
     max_bytes: int = MAX_BYTES
 
     def read(self, key: Mapping[str, Any]) -> Iterator[Any]:
-        """What is remembered under ``key``, in no order that means something."""
+        """Yields the bodies kept under ``key``, in no particular order."""
         name = digest_of(key)
         for path in sorted(self.folder.glob(f"{name}.*.json")):
             try:
@@ -97,14 +96,15 @@ class FileStore:
             yield body
 
     def write(self, key: Mapping[str, Any], body: Any, variant: str = "0") -> None:
-        """Remember ``body`` under ``key``; several bodies of one key have different variants.
+        """Keeps ``body`` under ``key``; several bodies of one key have different variants.
 
         Another process sees the whole file or none.
         """
         name = digest_of(key)
         data = json.dumps(body, separators=(",", ":")).encode()
-        said = {"memo": FORMAT, "kind": key.get("kind", UNKNOWN), "key": name}
-        head = json.dumps({**said, "sha256": _digest(data)}).encode()
+        kind = key.get("kind", UNKNOWN)
+        fields = {"memo": FORMAT, "kind": kind, "key": name, "sha256": _digest(data)}
+        head = json.dumps(fields).encode()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.folder) as folder:
@@ -113,22 +113,22 @@ class FileStore:
                 os.replace(whole, self.folder / f"{name}.{variant}.json")
             self._drop_oldest()
         except OSError as error:
-            log.info("memo: %s is not remembered: %s", said["kind"], error)
+            log.info("memo: %s is not remembered: %s", kind, error)
 
     def stored(self) -> list[RememberedFile]:
-        """Every file of the folder, by name; each is read and checked."""
+        """Returns every file of the folder, by name; each is read and checked."""
         return [_stored(path) for path in sorted(self.folder.glob("*.json"))]
 
     def clear(self) -> list[RememberedFile]:
-        """Remove every file; what there was. Raises InputError: one cannot be removed.
+        """Removes every file, and returns what there was. Raises InputError: one stays.
 
-        What processes left that were killed is removed as well.
+        Removes temporary files of killed processes as well.
         """
         removed = self.stored()
-        for rest in self.folder.glob("tmp*/whole"):
+        for leftover in self.folder.glob("tmp*/whole"):
             with contextlib.suppress(OSError):
-                rest.unlink()
-                rest.parent.rmdir()
+                leftover.unlink()
+                leftover.parent.rmdir()
         for entry in removed:
             try:
                 entry.path.unlink(missing_ok=True)
@@ -137,28 +137,28 @@ class FileStore:
         return removed
 
     def _drop_oldest(self) -> None:
-        found = [(path, path.stat()) for path in self.folder.glob("*.json")]
-        left = sum(known.st_size for _, known in found)
-        for path, known in sorted(found, key=lambda item: item[1].st_mtime_ns):
-            if left <= self.max_bytes:
+        files = [(path, path.stat()) for path in self.folder.glob("*.json")]
+        total_bytes = sum(stat.st_size for _, stat in files)
+        for path, stat in sorted(files, key=lambda item: item[1].st_mtime_ns):
+            if total_bytes <= self.max_bytes:
                 break
             path.unlink(missing_ok=True)
-            left -= known.st_size
+            total_bytes -= stat.st_size
 
 
 def _checked(data: bytes, name: str) -> Any:
-    """The body of a file. Raises ValueError: it is damaged, or holds something else."""
+    """Returns the body of a file. Raises ValueError: it is damaged, or holds something else."""
     head, _, body = data.partition(b"\n")
-    said = json.loads(head)
-    if not isinstance(said, dict) or not isinstance(said.get("kind"), str):
+    fields = json.loads(head)
+    if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
         raise ValueError("it is no file of memo's")
-    if said != {"memo": FORMAT, "kind": said["kind"], "key": name, "sha256": _digest(body)}:
+    if fields != {"memo": FORMAT, "kind": fields["kind"], "key": name, "sha256": _digest(body)}:
         raise ValueError("it is damaged, or was written for something else")
     return json.loads(body)
 
 
 def _stored(path: Path) -> RememberedFile:
-    """What the file says of itself, and whether it is what it says."""
+    """Describes a file, and checks it."""
     kind, num_bytes = UNKNOWN, 0
     try:
         data = path.read_bytes()

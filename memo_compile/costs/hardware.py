@@ -1,4 +1,4 @@
-"""What a device can do: declared profiles of named GPUs, in FLOP/s, bytes/s and bytes.
+"""Declared profiles of named GPUs: what a device can do, in FLOP/s, bytes/s and bytes.
 
 Figures are the makers' nominal ones for one device, links in one direction: half of what is
 printed. Those of A100, H100, H200, B200, L40S and 4090, and the links of A800 and H800, were
@@ -27,7 +27,7 @@ PROFILE_SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureSource:
-    """Where a figure comes from."""
+    """The source of a figure."""
 
     document: str
     date: str
@@ -71,7 +71,7 @@ class HardwareProfile:
                 raise InputError(f"figure_sources: no figure is called {name!r}")
 
     def source_of(self, figure: str) -> FigureSource:
-        """The document and date behind one of FIGURES."""
+        """Returns the document and date behind one of FIGURES."""
         assert figure in FIGURES, f"not a figure: {figure}"
         return self.figure_sources.get(figure, FigureSource(document=self.source, date=self.date))
 
@@ -84,7 +84,7 @@ FIGURES: Mapping[str, Any] = {
 """The fields of a profile that are numbers, each with its type."""
 
 ADDED = frozenset({"comm_slowdown"})
-"""Those that a file of an earlier memo has not got."""
+"""Figures that a file of an earlier memo lacks."""
 
 
 class _Stated(NamedTuple):
@@ -121,10 +121,10 @@ def _gpu(
     network: float | _Stated,
     talking: tuple[int, int],
 ) -> HardwareProfile:
-    """A GPU; a rate that is a mere number is in the document too.
+    """Returns the profile of a GPU; a rate that is a mere number is in ``document`` too.
 
-    ``talking``: a collective holds so many of so many multiprocessors, one for each of its
-    channels, and the others do all computation meanwhile.
+    ``talking`` is (multiprocessors that a collective's channels hold, all multiprocessors): the
+    others do all computation meanwhile.
     """
     held, of = talking
     channels = f"assumed: a collective's {held} channels hold {held} of {of} multiprocessors"
@@ -196,7 +196,7 @@ HARDWARE: dict[str, HardwareProfile] = {profile.name: profile for profile in (*_
 
 
 def find_hardware(name: str) -> HardwareProfile:
-    """The profile called ``name``, or the one in the JSON file of that path.
+    """Returns the profile called ``name``, or the one in the JSON file of that path.
 
     Case, a leading maker or ``rtx`` and separators of a name do not matter. A path ends in
     ``.json`` or has a separator. Raises InputError: an unknown name (the message lists the names),
@@ -216,23 +216,22 @@ def find_hardware(name: str) -> HardwareProfile:
 
 
 def declared_for(device: str) -> HardwareProfile | None:
-    """The named profile of ``device`` (``NVIDIA A100-SXM4-80GB``); None where no word names one."""
+    """Returns the profile of a device's name (``NVIDIA A100-SXM4-80GB``); None: there is none."""
     words = re.split(r"[\s_-]+", device.lower())
     return next((HARDWARE[word] for word in words if word in HARDWARE), None)
 
 
 def hardware_of(device: str) -> HardwareProfile:
-    """The named profile of ``device``; of an unknown one a stand-in, whose name says so.
+    """Returns the named profile of ``device``; of an unknown one an A100's, whose name says so.
 
-    It has an A100's figures: its costs are ratios of times that suit another GPU; memory is never
-    read from it.
+    Only ratios of its times are used then; memory is never read from it.
     """
     stand_in = dataclasses.replace(HARDWARE["a100"], name=f"a100 in place of {device}")
     return declared_for(device) or stand_in
 
 
 def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
-    """Plain data: each figure with its value, document and date; ``read_profile`` reads it back."""
+    """Returns each figure with its value, document and date; ``read_profile`` reads it back."""
     figures = {
         name: {"value": getattr(profile, name), **dataclasses.asdict(profile.source_of(name))}
         for name in FIGURES
@@ -247,7 +246,7 @@ def profile_to_dict(profile: HardwareProfile) -> dict[str, Any]:
 
 
 def read_profile(path: Path) -> HardwareProfile:
-    """The profile in a JSON file as ``profile_to_dict`` makes it.
+    """Returns the profile in a JSON file as ``profile_to_dict`` makes it.
 
     Raises InputError: no such file, not JSON, or a figure is missing or no number; it is named.
     """
@@ -286,7 +285,7 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
 
 
 def _texts(entry: Mapping[str, Any], where: str, *keys: str) -> dict[str, Any]:
-    """The texts of ``entry`` under ``keys``."""
+    """Returns the texts of ``entry`` under ``keys``. Raises InputError: one is missing."""
     for key in keys:
         value = entry.get(key)
         if not isinstance(value, str) or not value:

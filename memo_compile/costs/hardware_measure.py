@@ -1,8 +1,8 @@
-"""A profile of the machine that this runs on, from timed matrix products and copies.
+"""Measures a profile of this machine by timed matrix products and copies.
 
-Each figure is the best of several runs: what the device can do when nothing else uses it. What one
-process cannot time (the network, a link to a device that is not there) is taken from the named
-profile of the same device or assumed, and its source says so.
+Each figure is the best of several runs: what the device can do when nothing else uses it. Figures
+that one process cannot time (the network, a link to an absent device) come from the named profile
+of the same device, or are assumed; their source says so.
 """
 
 import datetime
@@ -38,7 +38,7 @@ ASSUMED_NETWORK_BYTES_PER_S = {"cpu": 1e9, "cuda": 25e9}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Times kernels on one device. ``say`` is told what is being measured."""
+    """Times kernels on one device; ``say`` announces each measurement."""
 
     device: torch.device
     say: Callable[[str], None]
@@ -73,9 +73,9 @@ class Bench:
         """Device to host and host to device, with a pinned host buffer on a GPU."""
         pinned = self.device.type == "cuda"
         host = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        own = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self.device)
-        out_s = self.best_s("device to host", lambda: host.copy_(own, non_blocking=True))
-        in_s = self.best_s("host to device", lambda: own.copy_(host, non_blocking=True))
+        local = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self.device)
+        out_s = self.best_s("device to host", lambda: host.copy_(local, non_blocking=True))
+        in_s = self.best_s("host to device", lambda: local.copy_(host, non_blocking=True))
         return COPY_BYTES / out_s, COPY_BYTES / in_s
 
     def link_bytes_per_s(self) -> float | None:
@@ -84,11 +84,11 @@ class Bench:
             return None
         index = self.device.index or 0
         other = torch.device("cuda", 1 if index == 0 else 0)
-        own = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self.device)
+        local = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self.device)
         far = torch.empty(COPY_BYTES, dtype=torch.uint8, device=other)
 
         def copy() -> None:
-            far.copy_(own, non_blocking=True)
+            far.copy_(local, non_blocking=True)
             torch.cuda.synchronize(other)
 
         return COPY_BYTES / self.best_s("link between devices", copy)
@@ -106,12 +106,12 @@ def run_times(run: Callable[[], object], *, runs: int, budget_s: float = 0.0) ->
 
 
 def matmul_dtype(device: torch.device) -> torch.dtype:
-    """What ``peak_flops_per_s`` is measured in: what models are trained in on such a device."""
+    """Returns the dtype of ``peak_flops_per_s``: the one that models are trained in there."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device ``name``; None: the first GPU, else the CPU. Raises InputError: it is not here."""
+    """Returns the device ``name``; None: the first GPU, else the CPU. Raises InputError."""
     if name is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -131,7 +131,7 @@ def pick_device(name: str | None) -> torch.device:
 def measure_hardware(
     device: torch.device, *, say: Callable[[str], None] = lambda what: None
 ) -> HardwareProfile:
-    """The profile of ``device``, measured in a few seconds. Takes 768 MiB on it, 256 on the host.
+    """Measures ``device`` in a few seconds. Takes 768 MiB on it, 256 MiB on the host.
 
     Raises InputError: the machine does not say how much memory it has.
     """
@@ -169,7 +169,7 @@ def measure_hardware(
 
 
 def _documents(device: torch.device, *, linked: bool) -> dict[str, str]:
-    """What each figure was taken from; ``linked`` where another device of the machine was."""
+    """Returns the source of each figure; ``linked``: the link to another device was measured."""
     dtype = str(matmul_dtype(device)).removeprefix("torch.")
     size, mib = MATMUL_SIZE[device.type], COPY_BYTES >> 20
     host = "pinned host memory" if device.type == "cuda" else "a host buffer"
@@ -188,14 +188,14 @@ def _documents(device: torch.device, *, linked: bool) -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The maker's name of the device."""
+    """Returns the maker's name of the device."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return processor_name()
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What every measurement on ``device`` holds for."""
+    """Returns what every measurement on ``device`` depends on."""
     return {
         "torch": torch.__version__,
         "device": device_name(device),
@@ -206,7 +206,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _driver_version() -> str:
-    """The version of NVIDIA's kernel module; what torch was built with where /proc is silent."""
+    """Returns the version of NVIDIA's kernel module; where /proc has none, of torch's CUDA."""
     try:
         return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
     except OSError:
@@ -214,14 +214,14 @@ def _driver_version() -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All memory of the device; of a CPU, the host's or what its control group may have of it.
+    """Returns all memory of the device; of a CPU, the host's or its control group's limit.
 
     Raises InputError: the host does not say.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     memory = host_memory()
-    known = [b for b in (memory.total_bytes, memory.cgroup_limit_bytes) if b is not None]
-    if not known:
+    limits = [b for b in (memory.total_bytes, memory.cgroup_limit_bytes) if b is not None]
+    if not limits:
         raise InputError("memory_bytes: this host does not say how much memory it has")
-    return min(known)
+    return min(limits)

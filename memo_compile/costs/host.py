@@ -1,7 +1,7 @@
-"""How much memory the host lets this process use: physical, control group, locked pages.
+"""Reads how much memory the host lets this process use: physical, control group, locked pages.
 
-Reads Linux's /proc and /sys/fs/cgroup, versions 1 and 2. What a system does not say is None. All
-sizes in bytes. No torch here.
+From Linux's /proc and /sys/fs/cgroup, versions 1 and 2. Unknown limits are None; sizes are in
+bytes. No torch here.
 """
 
 import os
@@ -20,7 +20,7 @@ UNLIMITED_BYTES = 2**60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """The limits of host memory that hold for this process."""
+    """The limits of host memory for this process."""
 
     total_bytes: int | None
     available_bytes: int | None
@@ -34,7 +34,7 @@ class HostMemory:
 
     @property
     def usable_bytes(self) -> int | None:
-        """What this process may still take: the smaller of available and left in the group."""
+        """The bytes that this process may still take, of the host and of its control group."""
         bounds = [] if self.available_bytes is None else [self.available_bytes]
         if self.cgroup_limit_bytes is not None:
             bounds.append(max(0, self.cgroup_limit_bytes - (self.cgroup_used_bytes or 0)))
@@ -42,7 +42,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = _ROOT) -> HostMemory:
-    """The limits as the system under ``root`` states them (another root than ``/`` for tests)."""
+    """Reads the limits of the system under ``root`` (tests pass another than ``/``)."""
     meminfo = _meminfo(root / "proc/meminfo")
     limit, used = cgroup_memory(root)
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -56,23 +56,23 @@ def host_memory(root: Path = _ROOT) -> HostMemory:
 
 
 def cgroup_memory(root: Path = _ROOT) -> tuple[int | None, int | None]:
-    """Limit and use of that group, of this process's and its parents, which has the least room.
+    """Returns limit and use of the control group with the least room: this process's or a parent.
 
-    Cached files that nobody has read lately go when memory is short, and do not count as used. In a
-    container the group's own path is often not visible; then the mount's root is the group.
+    Cached files that nobody has read lately do not count as used: they go when memory is short. In
+    a container the group's own path is often not visible; then the mount's root is the group.
     """
-    found: list[tuple[int, int | None]] = []
+    bounds: list[tuple[int, int | None]] = []
     for mount, group, limit_name, used_name in _hierarchies(root):
         relative = PurePosixPath(group.lstrip("/"))
         for part in (relative, *relative.parents):
             limit = _number(mount / part / limit_name)
             if limit is not None:
-                found.append((limit, _used(mount / part, used_name)))
-    return min(found, key=lambda bound: bound[0] - (bound[1] or 0), default=(None, None))
+                bounds.append((limit, _used(mount / part, used_name)))
+    return min(bounds, key=lambda bound: bound[0] - (bound[1] or 0), default=(None, None))
 
 
 def _used(group: Path, used_name: str) -> int | None:
-    """Bytes that ``group`` holds and cannot give back at once."""
+    """Returns the bytes that ``group`` holds and cannot give back at once."""
     used = _number(group / used_name)
     if used is None:
         return None
@@ -83,28 +83,28 @@ def _used(group: Path, used_name: str) -> int | None:
 
 
 def _hierarchies(root: Path) -> list[tuple[Path, str, str, str]]:
-    """(mount, group, limit file, use file) of each hierarchy that counts memory."""
+    """Returns (mount, group, limit file, use file) of each hierarchy that counts memory."""
     base = root / "sys/fs/cgroup"
-    found = []
+    hierarchies = []
     for line in _lines(root / "proc/self/cgroup"):
         _id, controllers, group = line.split(":", 2)
         if controllers == "":
-            found.append((base, group, "memory.max", "memory.current"))
-            found.append((base / "unified", group, "memory.max", "memory.current"))
+            for mount in (base, base / "unified"):
+                hierarchies.append((mount, group, "memory.max", "memory.current"))
         elif "memory" in controllers.split(","):
             v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            found.append((base / "memory", group, *v1))
-    return found
+            hierarchies.append((base / "memory", group, *v1))
+    return hierarchies
 
 
 def _meminfo(path: Path) -> dict[str, int]:
-    """``Name: 123 kB`` lines as bytes."""
+    """Returns the values of ``Name: 123 kB`` lines in bytes."""
     pairs = (line.split() for line in _lines(path))
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in pairs if len(words) == 3}
 
 
 def _number(path: Path) -> int | None:
-    """The count of bytes in ``path``; None for "max", "no limit" or a file that is not there."""
+    """Returns the bytes in ``path``; None for "max", no limit, or a missing file."""
     lines = _lines(path)
     if not lines or lines[0].strip() == "max":
         return None
@@ -116,7 +116,7 @@ def _number(path: Path) -> int | None:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of ``path``; none where the system does not have it."""
+    """Returns the lines of ``path``; none where the system does not have it."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -124,7 +124,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def processor_name(root: Path = _ROOT) -> str:
-    """What the maker calls the processor."""
+    """Returns the processor's name."""
     for line in _lines(root / "proc/cpuinfo"):
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -132,11 +132,11 @@ def processor_name(root: Path = _ROOT) -> str:
 
 
 RESERVE_FRACTION = 0.1
-"""Share of free host memory or disk that is not used: data loaders and checkpoints need some."""
+"""Share of free host memory or disk that is left to data loaders and checkpoints."""
 
 
 def missing_store(host_store: str) -> str:
-    """What is wrong with the folder that activations would be offloaded to; empty: nothing."""
+    """Says what is wrong with the folder for offloaded activations; empty: nothing."""
     kind, _, folder = host_store.partition(":")
     if kind != "file":
         return ""
@@ -146,22 +146,19 @@ def missing_store(host_store: str) -> str:
 
 
 def require_store(host_store: str) -> None:
-    """Raise ConfigError where nothing can be offloaded, because the folder to do it is missing."""
+    """Raises ConfigError where nothing can be offloaded, because the folder is missing."""
     if wrong := missing_store(host_store):
         raise ConfigError(f"{wrong}; the step does not fit without moving activations")
 
 
 def default_file_budget_bytes(folder: str, local_ranks: int) -> int:
-    """What one rank may take of the file system that ``folder`` lies on, or will."""
+    """Returns what one rank may take of the file system of ``folder``, which need not exist yet."""
     path = Path(folder).absolute()
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     return int(shutil.disk_usage(existing).free * (1 - RESERVE_FRACTION)) // local_ranks
 
 
 def default_host_budget_bytes(memory: HostMemory, local_ranks: int) -> int | None:
-    """What one rank may take for offloaded activations: its share of what is left, less a reserve.
-
-    None where the host does not say what it has.
-    """
+    """Returns a rank's share of the host memory that is left, less a reserve; None: unknown."""
     usable = memory.usable_bytes
     return None if usable is None else int(usable * (1 - RESERVE_FRACTION)) // local_ranks

@@ -33,10 +33,10 @@ def dynamo_is_verbose() -> bool:
 def as_backend_failure(
     error: Exception, backend: Callable[..., Any], frame: FrameType | None
 ) -> Exception:
-    """``error`` as an exception of its own type that is a BackendCompilerFailed as well.
+    """Returns ``error`` as an exception of its own type that is a BackendCompilerFailed as well.
 
-    Dynamo wraps what a backend raises, unless it is such a one already (2.11, 2.13): this one
-    arrives as it is, so that both types catch it. Tracebacks begin at ``frame``.
+    Dynamo wraps a backend's exceptions unless they are BackendCompilerFailed already (2.11, 2.13):
+    so this one arrives unwrapped, and both types catch it. Tracebacks begin at ``frame``.
     """
     kind = type(error)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -57,7 +57,7 @@ def is_compiled_alone(module: torch.nn.Module) -> bool:
 
 
 def nothing_else_compiles() -> contextlib.AbstractContextManager[Any]:
-    """Dynamo's lock, held when it calls a backend, and needed by what is compiled at run time."""
+    """Returns Dynamo's lock, which it holds when it calls a backend; needed to compile later."""
     return convert_frame.compile_lock
 
 
@@ -77,11 +77,11 @@ def compiles_autograd() -> bool:
 
 
 def refuse_compiled_autograd(backward: fx.GraphModule, error: Callable[[], Exception]) -> None:
-    """Raise ``error`` where compiled autograd copies a backward whose forward has run by a plan.
+    """Makes ``backward`` raise ``error`` when compiled autograd copies its graph.
 
-    It starts from this module, and would end in an IndexError: it does not know what was saved
-    without a version check (2.13, ``compiled_autograd.proxy_call_aot_backward``). Every GraphModule
-    has a class of its own.
+    Its forward has run by a plan, and the copy would end in an IndexError: compiled autograd does
+    not know what was saved without a version check (2.13,
+    ``compiled_autograd.proxy_call_aot_backward``). Every GraphModule has a class of its own.
     """
     cls = type(backward)
     usual = cls.graph
@@ -95,7 +95,7 @@ def refuse_compiled_autograd(backward: fx.GraphModule, error: Callable[[], Excep
 
 
 class DynamoCounts(NamedTuple):
-    """What Dynamo left out since its last reset."""
+    """Dynamo's counts of code that it left out, since its last reset."""
 
     breaks: dict[str, int]
     """Graph breaks by reason."""
@@ -104,13 +104,13 @@ class DynamoCounts(NamedTuple):
     given_up: int
     """Functions that run eagerly after too many compilations."""
     explained: frozenset[str] = frozenset()
-    """All that Dynamo says of the graph breaks."""
+    """Dynamo's full messages of the graph breaks."""
 
 
 def dynamo_counts() -> DynamoCounts:
-    """What Dynamo left out, by its own counters (2.11, 2.13).
+    """Reads Dynamo's own counters (2.11, 2.13).
 
-    A break that Dynamo got over is counted as one; what else is unimplemented ended a function.
+    A graph break is counted as one; anything else that is unimplemented makes a function eager.
     """
     breaks, ended = (
         {reason.splitlines()[0]: n for reason, n in counters[name].items() if reason}
@@ -126,7 +126,7 @@ def dynamo_counts() -> DynamoCounts:
 
 
 def ignore_logging(method: Callable[..., Any]) -> None:
-    """Dynamo leaves calls of a logger's ``method`` out of graphs, which they would break (2.11)."""
+    """Makes Dynamo leave calls of a logger's ``method`` out of graphs, not break them (2.11)."""
     torch._dynamo.config.ignore_logger_methods.add(method)
 
 
@@ -134,11 +134,11 @@ def ignore_logging(method: Callable[..., Any]) -> None:
 def traced_whole(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[fx.GraphModule, Sequence[Any]] | None]:
-    """The whole Dynamo graph of ``function`` and its inputs, as a backend gets them; nothing runs.
+    """Yields the whole Dynamo graph of ``function`` and its inputs, as for a backend; nothing runs.
 
-    Inside, the graph can be compiled. None where ``function`` computes nothing. What Dynamo leaves
-    among the function's globals for code that runs is gone at the end. (2.11, 2.13) Raises
-    Exception: Dynamo's own; ``graph_break`` names a graph break.
+    Inside, the graph can be compiled. None where ``function`` computes nothing. Globals that Dynamo
+    adds to the function's module are removed at the end (2.11, 2.13). Raises Dynamo's own errors;
+    ``graph_break`` names a graph break.
     """
     function = innermost_fn(getattr(function, "_orig_mod", function))  # of what was compiled
     if not isinstance(function, torch.nn.Module) and not hasattr(function, "__globals__"):
@@ -154,8 +154,8 @@ def traced_whole(
             set_enable_dynamic(False),
             torch_function_mode_stack_state_mgr,
         ):
-            found = convert_frame.fullgraph_capture(function, tuple(args), dict(kwargs))
-            graph = found.backend_input
+            capture = convert_frame.fullgraph_capture(function, tuple(args), dict(kwargs))
+            graph = capture.backend_input
             if graph is None:
                 yield None
                 return
@@ -169,12 +169,12 @@ def traced_whole(
 
 
 def ends_at_graph_break(gm: fx.GraphModule) -> bool:
-    """True for a graph of Dynamo's behind which other code of its function runs (2.11, 2.13)."""
+    """True for a graph of Dynamo's that ends at a graph break (2.11, 2.13)."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
 
 
 def graph_break(error: BaseException) -> str | None:
-    """What Dynamo could not trace, in one line with the user's line; None for another error."""
+    """Says in one line what Dynamo could not trace, and where; None for another error."""
     refused = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)
     if not isinstance(error, refused):
         return None
@@ -187,5 +187,5 @@ def graph_break(error: BaseException) -> str | None:
 
 
 def register_backend(name: str, backend: Callable[..., Any]) -> None:
-    """``torch.compile(backend=name)`` calls ``backend``; a registered entry point is not loaded."""
+    """Makes ``torch.compile(backend=name)`` call ``backend``, without loading an entry point."""
     torch._dynamo.register_backend(backend, name=name)

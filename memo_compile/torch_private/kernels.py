@@ -1,10 +1,10 @@
 """Private torch APIs that compile Inductor's kernels. Read in torch 2.11.0 and 2.13.0.
 
-A kernel takes the C++ compiler 0.1 s. Its headers take 2 s, or 0.6 where they are precompiled,
-which takes 6. So kernels of regions that are lowered together share a file, where torch has one for
-each: torch's source and torch's Python binding, each kernel under a name of its own. The compiler
-makes the same instructions of them. The library lies in torch's cache, and again under the name of
-each kernel in it (hard links), where the next process finds those that it needs.
+The C++ compiler takes 0.1 s for a kernel and 2 s for its headers, or 0.6 where they are
+precompiled, which takes 6. So kernels of regions that are lowered together share a file, where
+torch has a file for each: torch's source and torch's Python binding, under a name for each kernel.
+The compiler makes the same instructions of them. The library lies in torch's cache, with a hard
+link under the name of each kernel in it, by which the next process finds those that it needs.
 """
 
 import contextlib
@@ -31,25 +31,25 @@ from torch._inductor.utils import clear_on_fresh_cache
 log = logging.getLogger("memo")
 
 MAX_KERNELS = 20
-"""Kernels of one file: they take about as long as its headers; files compile side by side."""
+"""Most kernels of a file: they take about as long as its headers; files compile side by side."""
 
 MAX_FILES = 4
-"""After so many files in a process their headers are precompiled, which takes as long as four."""
+"""After so many files in a process headers are precompiled, which takes as long as four files."""
 
 _HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 _BINDING_HEADERS = ("<Python.h>", "<sstream>", "<cstdlib>", "<cerrno>")
-"""What torch's binding includes: here outside of the namespace of each."""
+"""Headers of torch's binding, included once outside of the namespaces of the bindings."""
 _ELF = struct.Struct("=40xQ10xHH2x")
-"""Where its sections are listed, how long each entry is, and how many there are."""
+"""From an ELF file's header: offset, entry size and length of the table of sections."""
 _plain = vars(AsyncCompile)["cpp_pybinding"]
 
 
 @contextlib.contextmanager
 def kernels_in_background() -> Iterator[None]:
-    """Kernels of all graphs lowered inside compile in few files; they are ready at the end.
+    """Compiles the kernels of all graphs lowered inside in few files; ready at the end.
 
-    A generated module ends in a wait for its own kernels; here all waits come last. Inside, the
-    modules cannot run.
+    A generated module ends in a wait for its kernels; here all waits come last. Inside, the modules
+    cannot run.
     """
     waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
     files = _Files()
@@ -74,10 +74,10 @@ _COMPILERS = ("cpp", "cpp_pybinding", "halide", "triton", "multi_kernel", "palla
 
 @contextlib.contextmanager
 def quick_strides() -> Iterator[None]:
-    """Inside, Inductor finds strides of indices that are polynomials by expanding them.
+    """Inside, Inductor computes strides of polynomial indices by expanding, not simplifying.
 
-    It lets sympy simplify each, which takes half of the time in which it writes a region's code
-    with symbols. A difference of polynomials is 0 or 1 where its expanded form is (2.11, 2.13).
+    Simplifying takes half of the time in which Inductor writes a region's code with symbols. A
+    difference of polynomials is 0 or 1 where its expanded form is (2.11, 2.13).
     """
     module: Any = cpp
     plain = module.stride_at_vec_range
@@ -97,10 +97,10 @@ def quick_strides() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rounded_on_load() -> Iterator[None]:
-    """Inside, what a C++ kernel stores in low precision and reads again is what it has stored.
+    """Inside, a C++ kernel that stores a low-precision value and reads it again reads it rounded.
 
-    Inductor notes that a conversion to bfloat16 and back is nothing, to spare the second one. In
-    2.11 that undoes the rounding that is asked for (``inductor.ROUNDED``); 2.13 leaves that alone.
+    Inductor drops a conversion to bfloat16 and back. In 2.11 that undoes the rounding that is asked
+    for (``inductor_api.ROUNDED``); 2.13 leaves that alone.
     """
     kernel: Any = cpp.CppKernel
     plain = kernel.cache_dtype_convert
@@ -119,10 +119,10 @@ def _is_polynomial(part: Any) -> bool:
 
 @contextlib.contextmanager
 def without_kernels(*, without_vectors: bool = False) -> Iterator[None]:
-    """Graphs become wrapper code inside, without compiled kernels: what is lowered cannot run.
+    """Inside, graphs become wrapper code without compiled kernels: what is lowered cannot run.
 
-    Inductor finds out which vector instructions there are by compiling for each and by starting
-    Python to load that; ``without_vectors`` says that there are none.
+    ``without_vectors`` says that there are no vector instructions, which Inductor would find out by
+    compiling and loading programs.
     """
     names = (name for name in (*_COMPILERS, "wait") if name in vars(AsyncCompile))
     known = cpu_vec_isa.valid_vec_isa_list
@@ -137,7 +137,7 @@ def without_kernels(*, without_vectors: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compiles_with(methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """AsyncCompile has ``methods`` in place of its own inside."""
+    """Inside, AsyncCompile has ``methods`` in place of its own."""
     before = {name: vars(AsyncCompile)[name] for name in methods}
     for name, method in methods.items():
         setattr(AsyncCompile, name, method)
@@ -150,7 +150,7 @@ def _compiles_with(methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
 @clear_on_fresh_cache
 class _File(CppPythonBindingsCodeCache):
-    """A library of several kernels; what is loaded is where it lies."""
+    """Compiles a library of several kernels; "loads" only its path."""
 
     cache: dict[str, Any] = {}  # noqa: RUF012  torch's own is none of ours
     cache_clear = staticmethod(cache.clear)
@@ -158,7 +158,7 @@ class _File(CppPythonBindingsCodeCache):
 
     @classmethod
     def _get_uncompiled_header(cls, device: str) -> str | None:
-        """The header to be precompiled: one that was made on this machine takes 0.6 s."""
+        """Returns the header to be precompiled; None: it is not worth it yet."""
         cls.num_made += 1
         known = any(Path(codecache._HEADER_DIR).glob("*.[gp]ch"))
         is_worth = known or cls.num_made > MAX_FILES
@@ -174,28 +174,28 @@ class _Shared:
     """A file that is being filled, then one that is compiled."""
 
     sections: dict[str, str] = field(default_factory=dict)
-    """By a kernel's name its source and its binding."""
+    """Name of a kernel -> its source and its binding."""
     load: Callable[[], Any] | None = None
     path: str = ""
 
     def start(self) -> None:
-        """Compile it, in the background where torch does so."""
+        """Begins to compile it, in the background where torch does so."""
         includes = "".join(f"#include {header}\n" for header in _BINDING_HEADERS)
         text = f"{_HEADER}#define PY_SSIZE_T_CLEAN\n{includes}{''.join(self.sections.values())}"
         submit = AsyncCompile.submit if get_compile_threads() > 1 else None
         self.load = _File.load_async(text, submit_fn=submit)
 
     def library(self) -> str:
-        """Its path, once it is compiled; each kernel is found by its name from now on."""
+        """Waits for the library and returns its path; links it under each kernel's name."""
         assert self.load is not None, "files are compiled before their kernels are waited for"
         if not self.path:
             path = self.load().path
             _require_whole(Path(path))
             self.path = path
-            for own in map(_path_of, self.sections):
-                own.parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(OSError):  # it is there, or cannot be linked
-                    os.link(self.path, own)
+            for link in map(_path_of, self.sections):
+                link.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(OSError):  # it exists, or cannot be linked
+                    os.link(self.path, link)
         return self.path
 
 
@@ -207,7 +207,7 @@ class _Files:
         self._known: dict[str, LambdaFuture] = {}
 
     def kernel(self, compiler: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
-        """In place of ``AsyncCompile.cpp_pybinding``: the kernel, once it is waited for."""
+        """Replaces ``AsyncCompile.cpp_pybinding``: returns a future of the kernel."""
         if not _is_one_function(source_code):
             return _plain(compiler, argtypes, source_code)
         kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
@@ -217,7 +217,7 @@ class _Files:
         return self._known[name]
 
     def _loaded(self, name: str, argtypes: list[str], source_code: str) -> Callable[[], Any]:
-        """What gives the kernel; where anything is not as it was read in torch, torch's own."""
+        """Returns a function that loads the kernel; by torch's own way if anything fails."""
         try:
             get = self._get(name, argtypes, source_code)
         except Exception as error:
@@ -245,7 +245,7 @@ class _Files:
         return lambda: getattr(entry._load_library(shared.library(), name), name)
 
     def compile(self) -> None:
-        """Begin to compile what has been asked for."""
+        """Begins to compile the kernels of the file that is being filled."""
         if self._filling.sections:
             self._filling.start()
             self._filling = _Shared()
@@ -257,34 +257,34 @@ def _by_torch(argtypes: list[str], source_code: str, error: Exception) -> Any:
 
 
 def _is_one_function(source_code: str) -> bool:
-    """True for what Inductor writes for loops: it can stand in a file with others."""
+    """True for a plain loop kernel, which can stand in a file with others."""
     before, _, code = source_code.partition(_HEADER)
     is_alone = code.count('extern "C"') == 1 and "#include" not in code and "#define" not in code
     return not before.strip() and code.lstrip().startswith('extern "C"') and is_alone
 
 
 def _name_of(argtypes: Sequence[str], source_code: str) -> str:
-    """What stands for a kernel, in the code and in the cache."""
-    said = repr((torch.__version__, argtypes, source_code, _command(cpu_vec_isa.pick_vec_isa())))
-    return f"k{hashlib.sha256(said.encode()).hexdigest()[:48]}"
+    """Returns a kernel's name in the code and in the cache: a digest of all it is compiled from."""
+    text = repr((torch.__version__, argtypes, source_code, _command(cpu_vec_isa.pick_vec_isa())))
+    return f"k{hashlib.sha256(text.encode()).hexdigest()[:48]}"
 
 
 def _command(instructions: Any) -> str:
-    """How the compiler is called, as torch's own key has it."""
+    """Returns the compiler's command line, as in torch's own key."""
     flags: dict[str, Any] = _File.cpp_compile_command_flags
     options = CppTorchDeviceOptions(device_type="cpu", vec_isa=instructions, **flags)
     return str(CppBuilder(name="o", sources="i", BuildOption=options).get_command_line())
 
 
 def _path_of(name: str) -> Path:
-    """Where the library of a kernel is found by its name."""
+    """Returns the path of a kernel's library."""
     return Path(get_path(name, "so")[2])
 
 
 def _require_whole(path: Path) -> None:
-    """Raises OSError for a library that was cut short, and removes it: to load it ends the process.
+    """Raises OSError for a truncated library, and removes it: loading it would kill the process.
 
-    A library is an ELF file for 64 bits, whose last part is the table of its sections.
+    A library is a 64-bit ELF file, whose last part is the table of its sections.
     """
     with path.open("rb") as file:
         head = file.read(_ELF.size)
@@ -299,13 +299,13 @@ def _require_whole(path: Path) -> None:
 
 
 def _entry(name: str) -> Any:
-    """Torch's class for a kernel that is called ``name``."""
+    """Returns a subclass of torch's cache of bindings for a kernel called ``name``."""
     members = {"entry_function": name, "call_entry_function": f"{name}({{}}); Py_RETURN_NONE;"}
     return type("Entry", (CppPythonBindingsCodeCache,), members)
 
 
 def _section(entry: Any, argtypes: Sequence[str], source_code: str) -> str:
-    """A kernel and its binding as a part of a file.
+    """Returns a kernel and its binding as a part of a file.
 
     Rewrite:
         #include <cpp_prefix.h>           #define kernel k12ab
@@ -323,8 +323,8 @@ def _section(entry: Any, argtypes: Sequence[str], source_code: str) -> str:
     entry.load_pybinding_async(argtypes, "")
     del entry.load_async
     (binding,) = texts
-    name = entry.entry_function
-    own = source_code.replace(_HEADER, "", 1)
+    name, body = entry.entry_function, source_code.replace(_HEADER, "", 1)
     return (
-        f"#define kernel {name}\n{own}\n#undef kernel\nnamespace {name}_binding {{\n{binding}\n}}\n"
+        f"#define kernel {name}\n{body}\n#undef kernel\n"
+        f"namespace {name}_binding {{\n{binding}\n}}\n"
     )
