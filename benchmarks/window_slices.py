@@ -61,7 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _bound(options: argparse.Namespace, shape: str, link: float, policy: str) -> dict[str, float]:
     """Simulated seconds of the plan, and of its recomputations whole and in slices."""
     from memo_compile.errors import Infeasible
-    from memo_compile.planners.comm_windows import filled, window_recompute_s
+    from memo_compile.planners.recompute_windows import filled, window_recompute_s
     from memo_compile.step.problem import CallKind
     from memo_compile.step.simulate import simulate
 

@@ -30,9 +30,10 @@ from memo_compile.driver.stages import LoweredStep, PlanRequest
 from memo_compile.driver.user_outputs import held_bytes, outside_loss_bytes, result_gradients
 from memo_compile.errors import MemoError, UnsupportedGraph, described
 from memo_compile.file_store import digest_of
-from memo_compile.planners.comm_windows import has_collectives, least_wait_s, whole_compute_s
+from memo_compile.planners.least_seconds import least_wait_s, whole_compute_s
 from memo_compile.planners.placement import Placement, PlacementProblem, place
 from memo_compile.reporting import state
+from memo_compile.step.communication import has_collectives
 from memo_compile.step.group import grouped, grouped_layers
 from memo_compile.step.hand_over import ready_after
 from memo_compile.step.movable import MEASURED, MovableStep, StepCosts

@@ -30,15 +30,6 @@ from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, MemoError, TooSlow
 from memo_compile.planners.begin_order import gathered_bytes, in_begin_order
-from memo_compile.planners.comm_windows import (
-    at_once,
-    has_collectives,
-    late,
-    measured_collectives,
-    num_collectives,
-    overlapped,
-    window_recompute_s,
-)
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import beneath_ordinary, placed_step, require_budget
 from memo_compile.planners.placement import Placement, PlacementProblem
@@ -46,8 +37,15 @@ from memo_compile.planners.policy import Choice
 from memo_compile.planners.policy.candidate import costs_with
 from memo_compile.planners.policy.candidates import SearchMemory
 from memo_compile.planners.policy.chooser import Decisions, decisions_of
+from memo_compile.planners.recompute_windows import (
+    measured_collectives,
+    num_collectives,
+    window_recompute_s,
+)
 from memo_compile.planners.step_bound import step_lower_bound_s
+from memo_compile.planners.transfers import at_once, late, with_time
 from memo_compile.reporting import state
+from memo_compile.step.communication import has_collectives
 from memo_compile.step.group import grouped_whole
 from memo_compile.step.movable import MovableStep, Moves, StepCosts
 from memo_compile.step.plans import Plan
@@ -368,7 +366,7 @@ class StepPlanner:
         waiting_late, tried = TimedProgram(late(problem), costs), []
         most = budget_bytes or plan.peak_bytes + gathered_bytes(problem)
         for limit_bytes in (most, plan.peak_bytes):
-            better = overlapped(waiting_late, limit_bytes=limit_bytes).problem
+            better = with_time(waiting_late, limit_bytes, copies=False).program.problem
             if better.calls not in tried:
                 tried.append(better.calls)
                 yield better

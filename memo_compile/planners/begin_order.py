@@ -8,19 +8,15 @@ Rewrite, where ``w1`` is another layer's shard, which the step is given, and ``g
 What gathers sharded parameters (FSDP) needs nothing that the step computes, but that their shards
 are converted. ``in_begin_order`` lets it begin before all other collectives of the unit before the
 one that reads it, and otherwise as late as that allows. This order goes by the graph alone, so that
-it is the same on all ranks, and no plan changes it. ``ahead`` then begins each as early as hides
-it, between the collectives before and behind it.
+it is the same on all ranks, and no plan changes it. ``transfers`` then begins each as early as
+hides it, between the collectives before and behind it.
 """
 
-import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
-from memo_compile.step.communication import comm_bytes, layouts_bytes, value_sizes
-from memo_compile.step.copy_times import CopyBack, issues_of
-from memo_compile.step.halves import halves_of_calls
+from memo_compile.step.communication import layouts_bytes, value_sizes
 from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
-from memo_compile.step.timed import TimedProgram
 
 AHEAD_UNITS = 2
 """So many times the most that one unit gathers may be gathered and not yet waited for."""
@@ -208,141 +204,8 @@ def _in_order(problem: Problem, gathers: dict[str, Gather]) -> Iterator[StepCall
 def gathered_bytes(problem: Problem) -> int:
     """The most bytes that may be gathered and not waited for: those of ``AHEAD_UNITS`` units."""
     gathers = gathers_of(problem)
-    return _gathered_bytes(gathers, value_sizes(problem)) if gathers else 0
-
-
-def _gathered_bytes(gathers: dict[str, Gather], sizes: Mapping[str, int]) -> int:
-    units = dict[_Unit, int]()
+    sizes, units = value_sizes(problem) if gathers else {}, dict[_Unit, int]()
     for gather in gathers.values():
         size_bytes = sizes.get(gather.issue.outputs[0], 0)
         units[gather.unit] = units.get(gather.unit, 0) + size_bytes
     return AHEAD_UNITS * max(units.values(), default=0)
-
-
-def ahead(program: TimedProgram, *, limit_bytes: int) -> TimedProgram:
-    """``program`` that gathers as early as it takes, and no earlier.
-
-    No more than ``limit_bytes`` are alive at one time then, or as many as before, and no more than
-    ``gathered_bytes`` are gathered and not waited for. The order of collectives stays. The program
-    is as it was where the step takes no less time.
-
-    Raises:
-        InputError: a region has no seconds.
-    """
-    gathers = gathers_of(program.problem) if program.timeline.exposed_comm_s > 0 else {}
-    if not gathers:
-        return program
-    better = program.in_order(_Ahead(program, gathers, limit_bytes).run())
-    return better if better.is_better_than(program, limit_bytes) else program
-
-
-def earliest(problem: Problem) -> Problem:
-    """``problem`` that gathers as early as the order of collectives allows."""
-    gathers = gathers_of(problem)
-    if not gathers:
-        return problem
-    own = {call.name for gather in gathers.values() for call in gather.calls}
-    calls: list[StepCall] = []
-    last: dict[int, int] = {}
-    """Half -> behind which place the next gather of it can begin."""
-    for half, call in zip(halves_of_calls(problem), problem.calls, strict=True):
-        at = last.setdefault(half, len(calls))
-        if call.name in gathers:
-            calls[at:at] = gathers[call.name].calls
-            last[half] = at + len(gathers[call.name].calls)
-        elif call.name not in own:
-            calls.append(call)
-            if call.kind is CallKind.ISSUE:
-                last[half] = len(calls)
-    return replace(problem, calls=tuple(calls))
-
-
-class _Ahead:
-    """Places between the calls of a step, its gathers taken out, at which these begin."""
-
-    def __init__(self, program: TimedProgram, gathers: dict[str, Gather], limit_bytes: int) -> None:
-        self.program = program
-        self.gathers = gathers
-        problem, sizes = program.problem, program.sizes
-        own = {call.name for gather in gathers.values() for call in gather.calls}
-        is_rest = [call.name not in own for call in problem.calls]
-        self.rest = [*itertools.compress(problem.calls, is_rest)]
-        self.room = max(limit_bytes, program.peak_bytes) - program.alive
-        """Per call of the rest the bytes that are free."""
-        self.room = self.room[is_rest]
-        self.sizes = {
-            name: sum(sizes.get(call.outputs[0], 0) for call in gather.calls)
-            for name, gather in gathers.items()
-        }
-        self.order: list[str] = []
-        """All beginnings."""
-        self.latest: dict[str, int] = {}
-        """Where each stands now, by place in the rest."""
-        self.first: dict[str, int] = {}
-        """Where the half of each begins."""
-        begins: dict[int, int] = {}
-        num_rest = 0
-        for half, call in zip(halves_of_calls(problem), problem.calls, strict=True):
-            begins.setdefault(half, num_rest)
-            if call.kind is CallKind.ISSUE:
-                self.order.append(call.name)
-                self.latest[call.name] = num_rest
-                self.first[call.name] = begins[half]
-            num_rest += call.name not in own
-        self.index = {call.name: at for at, call in enumerate(self.rest)}
-        self.waited = {
-            call.waits_for: at
-            for at, call in enumerate(self.rest)
-            if call.kind is CallKind.COMM_WAIT
-        }
-
-    def run(self) -> tuple[StepCall, ...]:
-        problem, costs = self.program.problem, self.program.costs
-        regions = {call.name: call for call in problem.calls if call.name in self.latest}
-        computes = (CallKind.RUN, CallKind.RECOMPUTE)
-        call_s = [costs.call_s(call) if call.kind in computes else 0.0 for call in self.rest]
-        earliest = self._earliest()
-        copies = [
-            CopyBack(
-                earliest[name],
-                self.latest[name],
-                self.waited[name],
-                costs.comm_s(regions[name].region, comm_bytes(problem, regions[name])),
-            )
-            for name in self.order
-        ]
-        wanted = dict(zip(self.order, issues_of(call_s, copies), strict=True))
-        return tuple(self._placed(wanted))
-
-    def _earliest(self) -> dict[str, int]:
-        """Per beginning the first place that order and the bound on what is gathered allow."""
-        bound, found = _gathered_bytes(self.gathers, self.program.sizes), dict[str, int]()
-        least, unread = 0, list[str]()
-        for name in self.order:
-            if name in self.gathers:
-                unread.append(name)
-                least = max(least, self.first[name])
-                while sum(self.sizes[own] for own in unread) > bound and len(unread) > 1:
-                    least = max(least, self.waited[unread.pop(0)] + 1)
-            found[name] = least = min(least, self.latest[name])
-            if name not in self.gathers:
-                found[name], least = self.latest[name], self.latest[name] + 1
-        return found
-
-    def _placed(self, wanted: dict[str, int]) -> Iterator[StepCall]:
-        """The program; a gather begins where it is wanted, or later where bytes are short."""
-        at_place: dict[int, list[StepCall]] = {}
-        least = 0
-        for name in self.order:
-            if name not in self.gathers:
-                least = self.latest[name] + 1
-                continue
-            place, size_bytes = self.latest[name], self.sizes[name]
-            while place > max(least, wanted[name]) and self.room[place - 1] >= size_bytes:
-                place -= 1
-            self.room[place : self.latest[name]] -= size_bytes
-            at_place.setdefault(place, []).extend(self.gathers[name].calls)
-            least = place
-        for at, call in enumerate(self.rest):
-            yield from at_place.get(at, ())
-            yield call

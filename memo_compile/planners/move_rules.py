@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memo_compile.errors import InvalidPlan
-from memo_compile.planners.comm_windows import has_collectives
-from memo_compile.step.communication import value_sizes
+from memo_compile.step.communication import has_collectives, value_sizes
 from memo_compile.step.lives import CallTables
 from memo_compile.step.movable import (
     Action,

@@ -6,20 +6,19 @@ Rewrite, for a layer L whose saved value v is offloaded and w recomputed:
     backward    ...;  reload v -> reloaded.v;  ...;  wait;
                 recompute L -> recomputed.w;  Lb reads both
 
-An offload is issued where its value has been made, and waited for as soon as the simulated copy
-has ended. A reload is issued as late as the simulated copy allows, and waited for right before the
-first call that reads it. ``Schedule`` bounds both; ``copy_windows.widened`` moves them afterwards,
-where the step's memory allows. In a token-wise mix the first rows of a value
+An offload is issued where its value has been made, and a reload is waited for right before the
+first call that reads it. In between each lasts for as many layers as ``Schedule`` says. Where it is
+to last for as long as memory allows, both are at once here, and ``transfers.with_time`` gives them
+their time. In a token-wise mix the first rows of a value
 are recomputed into the buffer that its other rows are reloaded to.
 """
 
-import operator
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from memo_compile.errors import InvalidPlan
-from memo_compile.planners.comm_windows import at_once, late
 from memo_compile.planners.move_rules import (
     RecomputeOf,
     facts_of,
@@ -27,7 +26,7 @@ from memo_compile.planners.move_rules import (
     recompute_rows,
     require_valid_modes,
 )
-from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
+from memo_compile.planners.transfers import at_once, late
 from memo_compile.step.movable import (
     Action,
     MovableStep,
@@ -114,7 +113,7 @@ class _Builder:
         self.step = step
         self.problem = step.problem
         self.facts = facts_of(step)
-        self.schedule = moves.schedule
+        self.layers = 0 if moves.schedule.widen else moves.schedule.layers
         self.forward_at, self.backward_at = self.facts.forward_at, self.facts.backward_at
         self.recomputations = self._recomputed(moves, recompute)
         self.recomputation_of = {
@@ -234,10 +233,7 @@ class _Builder:
     def _calls(self) -> list[StepCall]:
         """The items, and at each place between them first what goes to the host."""
         recomputed = {recomputation.at: recomputation for recomputation in self.recomputations}
-        item_s = list(self.facts.call_s)
-        for place, recomputation in sorted(recomputed.items(), key=operator.itemgetter(0)):
-            item_s.insert(place, recomputation.region.seconds)
-        out, back = self._offloads(item_s), self._reloads(item_s)
+        out, back = self._offloads(), self._reloads()
         renamed = {value: _RECOMPUTED + value for value in self.recomputation_of}
         renamed |= {value: _RELOADED + value for value in self.reloaded}
         calls = list(self.problem.calls)
@@ -259,52 +255,38 @@ class _Builder:
         """The place behind the call before ``call``: what is recomputed for it comes later."""
         return self.place_of[call - 1] + 1 if call else 0
 
-    def _offloads(self, item_s: list[float]) -> dict[int, list[StepCall]]:
+    def _offloads(self) -> dict[int, list[StepCall]]:
         """Place -> the copies to the host that are issued and waited for there."""
-        d2h_s = self.step.costs.d2h_s
         issues = [self._place_before(move.issued_call) for move in self.moved]
-        copies = [
-            CopyOut(issued, self._place_before(self._deadline(move)), d2h_s(move.num_bytes))
-            for move, issued in zip(self.moved, issues, strict=True)
-        ]
-        return self._copies_at(self.moved, issues, waits_of(item_s, copies), CallKind.OFFLOAD)
+        waits = [self._place_before(self._deadline(move)) for move in self.moved]
+        return self._copies_at(self.moved, issues, waits, CallKind.OFFLOAD)
 
     def _deadline(self, move: _Moved) -> int:
         """The latest call before which the step may wait for the copy to the host."""
-        turn, lag = self.facts.turn_at[move.layer], self.schedule.offload_lag
-        if self.schedule.at_once:
+        turn, behind = self.facts.turn_at[move.layer], move.layer + self.layers + 1
+        if not self.layers:
             return move.issued_call
-        if lag is None or move.layer + lag + 1 >= len(self.forward_at):
+        if behind >= len(self.forward_at):
             return turn
-        return min(turn, max(move.issued_call, self.forward_at[move.layer + lag + 1]))
+        return min(turn, max(move.issued_call, self.forward_at[behind]))
 
-    def _reloads(self, item_s: list[float]) -> dict[int, list[StepCall]]:
+    def _reloads(self) -> dict[int, list[StepCall]]:
         """Place -> the copies back that are issued and waited for there."""
         order = sorted(
             self.moved,
             key=lambda move: (move.latest_item, move.needed_item, -move.num_bytes, move.value),
         )
-        h2d_s, turn = self.step.costs.h2d_s, self._place_before(self.facts.first_backward)
-        copies = [
-            CopyBack(
-                self._earliest(move) - turn,
-                move.latest_item - turn,
-                move.needed_item - turn,
-                h2d_s(move.num_bytes),
-            )
-            for move in order
-        ]
-        issues = [turn + place for place in issues_of(item_s[turn:], copies)]
+        issues = [*itertools.accumulate(map(self._earliest, order), max)]  # one after the other
         waits = [move.needed_item for move in order]
         return self._copies_at(order, issues, waits, CallKind.RELOAD)
 
     def _earliest(self, move: _Moved) -> int:
         """The place from which the reload may be issued; its copy to the host has ended there."""
-        lead, following = self.schedule.reload_lead, self.facts.following
+        following = self.facts.following
         turn = self._place_before(self.facts.turn_at[move.layer])
-        if self.schedule.at_once:
+        if not self.layers:
             return move.latest_item
-        before = -1 if lead is None else following.index(move.layer) - lead - 1
+        before = following.index(move.layer) - self.layers - 1
         if before < 0:
             return turn
         ended = self.place_of[self.backward_at[following[before]]] + 1

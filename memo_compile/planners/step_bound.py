@@ -29,7 +29,7 @@ Layers of one class whose tensors are made and read in the same intervals are on
     host        sum size y <= host budget
 
 Among ranks the step also takes what it takes with every wait for a collective as late as its first
-reader (``comm_windows.least_of``): the larger of both counts.
+reader (``least_seconds.least_of``): the larger of both counts.
 """
 
 import itertools
@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memo_compile.planners.comm_windows import least_of_step
+from memo_compile.planners.least_seconds import least_of_step
 from memo_compile.planners.move_rules import (
     StepFacts,
     closure_of,

@@ -13,6 +13,11 @@ from memo_compile.step.problem import (
 )
 
 
+def has_collectives(problem: Problem) -> bool:
+    """True where the step talks to other ranks at places of its program."""
+    return any(call.kind is CallKind.ISSUE for call in problem.calls)
+
+
 def value_sizes(problem: Problem, wanted: Set[str] | None = None) -> dict[str, int]:
     """Returns the bytes of the arena buffer of every value that a call makes there.
 

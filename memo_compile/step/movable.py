@@ -222,30 +222,22 @@ class Mode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How long copies may be in flight, in layers; None leaves it to the simulated time.
+    """How long copies may last."""
 
-    ``offload_lag`` 1 means: before the forward of layer i + 2 begins, the copy-out of layer i has
-    ended (MEMO). ``reload_lead`` 1 means: the reload of layer i starts at the earliest when the
-    backward of layer i + 2 has ended.
-    """
-
-    offload_lag: int | None = None
-    reload_lead: int | None = None
-    at_once: bool = False
-    """Each copy is waited for where it is issued, so that the program does not depend on seconds:
-    nothing runs beside an offload, and a reload begins where its value is needed."""
+    layers: int = 1
+    """So many layers run beside a copy. 1, as MEMO's two rotating buffers allow: before the forward
+    of layer i + 2 the copies of layer i to the host have ended, and its copies back begin when the
+    backward of layer i + 2 has. 0: nothing runs beside a copy. ``widen`` has no need of it."""
     widen: float = 0.0
-    """Waits are put off and reloads issued earlier, as far as no more bytes are alive than this
-    factor times the step's peak; 0: not at all."""
+    """Copies last as long as seconds ask for, and no more bytes are alive than this many times the
+    peak of the step whose copies have no time; 0: they last for ``layers``, whatever they take."""
     spare: float = 0.0
     """Where ``widen`` puts waits of offloads off, this share of the peak stays free: for plans
     whose tensors could not be placed without holes otherwise."""
 
     def __post_init__(self) -> None:
-        for name in ("offload_lag", "reload_lead"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise InputError(f"{name}: expected None or at least 0 layers, got {value}")
+        if self.layers < 0:
+            raise InputError(f"layers: expected at least 0, got {self.layers}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 
 from memo_compile.check.check_moves import check_moves, recomputations_of
 from memo_compile.check.check_plan import check
-from memo_compile.planners.comm_windows import filled, late
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
+from memo_compile.planners.recompute_windows import filled
+from memo_compile.planners.transfers import late
 from memo_compile.step.movable import Action, Mode, Moves, RecomputeKey, RecomputeRegion, Schedule
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, Copy, Phase, Problem, StepCall
@@ -40,10 +41,10 @@ def moved_steps(draw) -> Shape:
     num_layers = draw(st.integers(1, 4))
     step = movable_step(num_layers, bytes_per_s=draw(st.sampled_from([2, 16, 200])) * KIB)
     step = dataclasses.replace(step, problem=_overwriting(step.problem, draw))
-    lags = st.sampled_from([None, 0, 1])
+    lags = st.sampled_from([0, 1, 2])
     moves = Moves(
         modes=tuple(draw(modes()) for _ in range(num_layers)),
-        schedule=Schedule(offload_lag=draw(lags), reload_lead=draw(lags)),
+        schedule=Schedule(layers=draw(lags)),
     )
     regions: list[RecomputeRegion] = []
     known = recomputer(step)

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 
 from memo_compile.check.check_moves import check_moves, recomputations_of
-from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.move_rules import facts_of
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
 from memo_compile.planners.policy.model import least_bytes
-from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
+from memo_compile.planners.transfers import with_time
 from memo_compile.step.movable import RecomputeKey
 from memo_compile.step.problem import CallKind, Problem, arena_buffers, call_starts, live_bytes
 from memo_compile.step.program_text import program_text
 from memo_compile.step.residency import ordinary_bytes, step_constant_bytes
 from memo_compile.step.serialise import from_json, to_json
 from memo_compile.step.simulate import most_per_call, peak_live_bytes, simulate
+from memo_compile.step.timed import TimedProgram
 from tests.steps.drawn_moves import moved_steps, regions_of
 from tests.steps.movable import costs_of, recomputer
 
@@ -48,18 +48,18 @@ def check_order(problem: Problem) -> None:
 
 
 def check_schedule(step, moves, problem: Problem) -> None:
-    """Copies of layer i obey the schedule's lag and lead."""
+    """Copies of layer i last for the schedule's layers."""
     at = {call.name: index for index, call in enumerate(problem.calls)}
-    lag, lead = moves.schedule.offload_lag, moves.schedule.reload_lead
+    layers = moves.schedule.layers
     for number, layer in enumerate(step.layers):
         for value in layer.values:
             if f"offload.{value}" not in at:
                 continue
             assert at[f"wait.offload.{value}"] < at["Hb"]
-            if lag is not None and number + lag + 1 < len(step.layers):
-                assert at[f"wait.offload.{value}"] < at[step.layers[number + lag + 1].forward]
-            if lead is not None and number + lead + 1 < len(step.layers):
-                assert at[f"reload.{value}"] > at[step.layers[number + lead + 1].backward]
+            if number + layers + 1 < len(step.layers):
+                assert at[f"wait.offload.{value}"] < at[step.layers[number + layers + 1].forward]
+            if number + layers + 1 < len(step.layers):
+                assert at[f"reload.{value}"] > at[step.layers[number + layers + 1].backward]
 
 
 @settings(max_examples=40, deadline=None)
@@ -140,66 +140,6 @@ def test_time_is_that_of_the_calls_and_of_the_stalls(drawn):
         lanes[lane] = span.end_s
 
 
-def finish(call_s, copies, places) -> float:
-    """When the last call ends if the copies are issued at ``places``."""
-    now = lane = 0.0
-    ends: dict[int, float] = {}
-    for place, seconds in enumerate(call_s):
-        for copy, issued in zip(copies, places, strict=True):
-            if issued == place:
-                lane = max(lane, now) + copy.seconds
-                ends[copy.needed] = lane
-        now = max(now, ends.get(place, 0.0)) + seconds
-    return now
-
-
-SECONDS = st.sampled_from([0.0, 0.25, 1.0, 1.5, 4.0])
-
-
-@st.composite
-def copies_back(draw):
-    call_s = draw(st.lists(SECONDS, min_size=1, max_size=8))
-    copies = []
-    for _ in range(draw(st.integers(0, 6))):
-        latest = draw(st.integers(0, len(call_s) - 1))
-        needed = draw(st.integers(latest, len(call_s) - 1))
-        copies.append(CopyBack(draw(st.integers(0, latest)), latest, needed, draw(SECONDS)))
-    copies.sort(key=lambda copy: (copy.latest, copy.needed))
-    return call_s, copies
-
-
-@settings(max_examples=200, deadline=None)
-@given(drawn=copies_back())
-def test_issuing_late_costs_nothing_and_later_costs_time(drawn):
-    call_s, copies = drawn
-    issues = issues_of(call_s, copies)
-    soonest, place = [], 0
-    for copy in copies:
-        place = min(max(place, copy.earliest), copy.latest)
-        soonest.append(place)
-    assert issues == sorted(issues)
-    for copy, issued, first in zip(copies, issues, soonest, strict=True):
-        assert first <= issued <= copy.latest
-    assert finish(call_s, copies, issues) == pytest.approx(finish(call_s, copies, soonest))
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    call_s=st.lists(SECONDS, min_size=1, max_size=8),
-    drawn=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), SECONDS), max_size=6),
-)
-def test_waits_come_after_their_copies_and_no_later_than_the_deadline(call_s, drawn):
-    end = len(call_s)
-    copies = sorted(
-        (CopyOut(min(a, end), min(max(a, b), end), s) for a, b, s in drawn),
-        key=lambda copy: copy.issued,
-    )
-    waits = waits_of(call_s, copies)
-    assert waits == sorted(waits)
-    for copy, wait in zip(copies, waits, strict=True):
-        assert copy.issued <= wait <= copy.deadline
-
-
 def most_in_forward(problem: Problem) -> int:
     """The most bytes alive during a call of the forward, with what is always there."""
     alive = most_per_call(problem)[: problem.first_backward]
@@ -216,10 +156,11 @@ def test_copies_with_more_time_make_no_step_slower_nor_larger(drawn, times, spar
     step, moves, problem = drawn
     asked = regions_of(step, moves)
     costs = costs_of(step, *asked)
-    wide = widened(problem, costs, times, spare=spare).problem
+    peak = peak_live_bytes(problem)
+    limit, spare_bytes = int(peak * times), int(spare * peak)
+    wide = with_time(TimedProgram(problem, costs), limit, spare_bytes=spare_bytes).program.problem
     check_order(wide)
     assert sorted(call.name for call in wide.calls) == sorted(call.name for call in problem.calls)
-    peak = peak_live_bytes(problem)
     assert peak <= peak_live_bytes(wide) <= peak * times
     most = max(most_in_forward(problem), int(peak * (times - spare)) + 1)
     assert most_in_forward(wide) <= most

@@ -6,12 +6,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from memo_compile.planners.comm_windows import overlapped
-from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.model import least_cost_s
 from memo_compile.planners.step_bound import step_lower_bound_s
+from memo_compile.planners.transfers import with_time
 from memo_compile.step.movable import Action, Mode, Moves, Schedule, StepCosts
 from memo_compile.step.problem import OutsideBuffer
 from memo_compile.step.simulate import peak_live_bytes, simulate
@@ -36,9 +35,8 @@ def test_no_plan_is_faster_than_the_bound_at_its_own_peak(drawn, wide):
     step, moves, problem = drawn
     costs = costs_of(step, *regions_of(step, moves))
     if wide:
-        problem = widened(problem, costs).problem
         program = TimedProgram(problem, costs)
-        problem = overlapped(program, limit_bytes=program.peak_bytes).problem
+        problem = with_time(program, program.peak_bytes).program.problem
     bound_s = step_lower_bound_s(
         step, budget_bytes=peak_live_bytes(problem), host_budget_bytes=problem.host_bytes
     )
@@ -46,6 +44,7 @@ def test_no_plan_is_faster_than_the_bound_at_its_own_peak(drawn, wide):
     assert bound_s >= step_lower_bound_s(step, budget_bytes=None)
 
 
+@settings(deadline=None)
 @given(drawn=moved_steps() | talking_steps(), widen=st.sampled_from([0.0, 1.0, 1.5]))
 def test_no_plan_costs_less_than_its_decisions_do_at_least(drawn, widen):
     step, moves, _ = drawn
@@ -76,7 +75,7 @@ def test_what_a_call_has_read_may_be_gone_before_it_ends():
     step = _with_room_for_forwards(movable_step(1, reads_early=True), 256 * KIB)
     moved = Moves(
         modes=(Mode(actions=(Action.OFFLOAD,) * 5),),
-        schedule=Schedule(offload_lag=0, reload_lead=0, at_once=True),
+        schedule=Schedule(layers=0),
     )
     problem = apply_moves(step, moved, recomputer(step))
     bound_s = step_lower_bound_s(step, budget_bytes=peak_live_bytes(problem))
@@ -133,7 +132,7 @@ def test_copies_that_begin_once_the_loss_is_gone_hide_behind_the_first_call(loss
         actions=(Action.OFFLOAD, action, Action.OFFLOAD),
         recompute_rows=2 if action is Action.RECOMPUTE else None,
     )
-    moves = Moves(modes=(mode,), schedule=Schedule(reload_lead=0))
+    moves = Moves(modes=(mode,), schedule=Schedule(layers=1))
     plan = simulated(step, moves, recomputer(step))
     bound_s = step_lower_bound_s(step, budget_bytes=plan.live_bytes)
     assert bound_s <= plan.timeline.step_s * (1 + 1e-6)

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 
 from memo_compile.check.check_moves import check_moves, recomputations_of
 from memo_compile.planners.begin_order import in_begin_order
-from memo_compile.planners.comm_windows import at_once, filled, late, overlapped
-from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.gather_again import gathered_again
 from memo_compile.planners.place_step import place_step
+from memo_compile.planners.recompute_windows import filled
+from memo_compile.planners.transfers import at_once, late, with_time
 from memo_compile.step.problem import CallKind
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from memo_compile.step.timed import TimedProgram
@@ -46,13 +46,15 @@ def test_every_order_of_waits_and_copies_is_right(drawn, times, room):
     step, moves, moved = drawn
     regions = regions_of(step, moves)
     costs = costs_of(step, *regions)
-    wide = widened(moved, costs, times).problem
+    limit_bytes = int(times * peak_live_bytes(moved))
+    wide = with_time(TimedProgram(moved, costs), limit_bytes, collectives=False).program.problem
     plain = late(wide)
     limit_bytes = int(room * peak_live_bytes(plain))
     orders = [
         *(at_once(wide), plain, late(wide, holds_inputs=True)),
-        overlapped(TimedProgram(wide, costs), limit_bytes=limit_bytes).problem,
-        overlapped(TimedProgram(plain, costs), limit_bytes=limit_bytes).problem,
+        with_time(TimedProgram(wide, costs), limit_bytes).program.problem,
+        with_time(TimedProgram(plain, costs), limit_bytes).program.problem,
+        with_time(TimedProgram(plain, costs), limit_bytes, copies=False).program.problem,
     ]
     for problem in orders:
         verdict = check_moves(step.problem, problem, recomputations_of(step, problem, regions))
@@ -77,7 +79,7 @@ def test_gathers_cost_neither_time_nor_more_bytes(layers, size, how, converts, s
     problem, costs = gathered_again(problem) if how == "again" else problem, sharded_costs(*seconds)
     moved = late(problem)
     before, peak = simulate(moved, costs), peak_live_bytes(moved)
-    better = overlapped(TimedProgram(moved, costs), limit_bytes=int(times * peak)).problem
+    better = with_time(TimedProgram(moved, costs), int(times * peak)).program.problem
     assert simulate(better, costs).step_s <= before.step_s
     assert peak_live_bytes(better) <= max(peak, int(times * peak))
     assert check_moves(problem, better).ok

@@ -40,12 +40,10 @@ def moved_steps(draw):
         copy_latency_s=draw(st.sampled_from([0.0, 0.1])),
         reads_early=draw(st.booleans()),
     )
-    waiting = st.none() | st.integers(0, 3)
+    waiting = st.integers(0, 5)
     moves = Moves(
         modes=tuple(draw(modes()) for _ in range(num_layers)),
-        schedule=Schedule(
-            offload_lag=draw(waiting), reload_lead=draw(waiting), at_once=draw(st.booleans())
-        ),
+        schedule=Schedule(layers=draw(waiting)),
     )
     return step, moves, apply_moves(step, moves, recomputer(step))
 
@@ -71,12 +69,12 @@ def talking_steps(draw):
         (SAVE, *moved, RECOMPUTE) if slot.can_recompute else (SAVE, *moved)
         for slot in step.classes["L"].slots
     ]
-    waiting = st.none() | st.integers(0, 2)
-    schedules = st.builds(Schedule, offload_lag=waiting, reload_lead=waiting)
+    waiting = st.integers(0, 2)
+    schedules = st.builds(Schedule, layers=waiting)
     drawn = st.tuples(*map(st.sampled_from, choices)).map(lambda actions: Mode(actions=actions))
     modes = st.tuples(*[drawn] * len(step.layers))
     alike = drawn.map(lambda mode: (mode,) * len(step.layers))
-    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+    once = Schedule(layers=0)
     moves = Moves(modes=draw(modes | alike), schedule=draw(schedules | st.just(once)))
     return step, moves, apply_moves(step, moves, recomputer(step))
 

@@ -368,11 +368,8 @@ def random_mode(
 
 def random_schedule(rng: Random) -> Schedule:
     """Nothing in flight beside a call but where there is room, or some layers' time."""
-    waiting = (None, 0, 1, 2)
     return Schedule(
-        offload_lag=rng.choice(waiting),
-        reload_lead=rng.choice(waiting),
-        at_once=rng.random() < 0.5,
+        layers=rng.choice((0, 0, 1, 2)),
         widen=rng.choice((0.0, 1.0, 1.0, 1.05, 1.3)),
         spare=rng.choice((0.0, 0.0, 0.02, 0.1)),
     )

@@ -9,9 +9,9 @@ from memo_compile.check.check_plan import check
 from memo_compile.check.check_program import foreign_calls
 from memo_compile.check.second_gathers import without_second_gathers
 from memo_compile.planners.begin_order import gathers_of, in_begin_order
-from memo_compile.planners.comm_windows import late, overlapped
 from memo_compile.planners.gather_again import gathered_again
 from memo_compile.planners.place_step import place_step
+from memo_compile.planners.transfers import late, with_time
 from memo_compile.step.problem import CallKind, Into
 from memo_compile.step.simulate import peak_live_bytes
 from memo_compile.step.tilings import WholeStep
@@ -194,7 +194,7 @@ def placed_before(problem, name, other):
 def test_a_gather_elsewhere(name, before, words):
     """It may begin wherever what it reads is there and all ranks keep their order."""
     problem = sharded(converts=True)
-    ordered = overlapped(TimedProgram(late(problem), sharded_costs()), limit_bytes=1 << 30).problem
+    ordered = with_time(TimedProgram(late(problem), sharded_costs()), 1 << 30).program.problem
     moved = placed_before(ordered, name, before)
     found = [*check_moves(problem, moved).problems, *check(moved, roomy(moved)).problems]
     if not words:
@@ -209,7 +209,7 @@ def test_a_gather_elsewhere(name, before, words):
 
 def test_a_gathered_weight_is_overwritten_before_its_last_reader():
     problem = sharded()
-    moved = overlapped(TimedProgram(late(problem), sharded_costs()), limit_bytes=1 << 30).problem
+    moved = with_time(TimedProgram(late(problem), sharded_costs()), 1 << 30).program.problem
     plan = roomy(moved)
     plan = dataclasses.replace(
         plan, offsets={**plan.offsets, "gather.u0/v": plan.offsets["gather.u1/v"]}
@@ -225,7 +225,7 @@ def test_what_is_gathered_again_is_the_same():
     assert begun_again(problem) == ["again.gather.v1", "again.gather.v0"]
     whole = WholeStep(calls=kept.calls, halves=kept.halves, tilings={})
     assert graph_faults(whole, problem) == []
-    moved = overlapped(TimedProgram(late(problem), sharded_costs()), limit_bytes=1 << 30).problem
+    moved = with_time(TimedProgram(late(problem), sharded_costs()), 1 << 30).program.problem
     assert check_moves(problem, moved).ok
     assert is_right(in_begin_order(problem), moved, roomy(moved))
     assert peak_live_bytes(late(problem)) < peak_live_bytes(late(kept))

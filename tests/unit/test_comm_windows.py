@@ -6,20 +6,17 @@ import pytest
 
 from memo_compile.check.check_moves import check_moves
 from memo_compile.check.check_plan import check
-from memo_compile.planners.begin_order import ahead, gathered_bytes, in_begin_order
-from memo_compile.planners.comm_windows import (
-    at_once,
-    filled,
-    held,
-    late,
-    least_s,
-    measured_collectives,
-    num_collectives,
-    overlapped,
-    window_recompute_s,
-)
+from memo_compile.planners.begin_order import gathered_bytes, in_begin_order
+from memo_compile.planners.least_seconds import least_of
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
+from memo_compile.planners.recompute_windows import (
+    filled,
+    measured_collectives,
+    num_collectives,
+    window_recompute_s,
+)
+from memo_compile.planners.transfers import at_once, late, with_time
 from memo_compile.step.communication import comm_bytes, handed_on, value_sizes
 from memo_compile.step.joined import joined_costs
 from memo_compile.step.movable import Action, Mode, Moves, Schedule
@@ -80,7 +77,7 @@ def test_a_wait_of_the_forward_comes_before_the_copies_of_the_backward(holds_inp
         returns_sum=True,
     )
     copied = Mode(actions=(Action.OFFLOAD,) * len(SLOTS))
-    moves = Moves(modes=(copied,) * 2, schedule=Schedule(offload_lag=None, reload_lead=None))
+    moves = Moves(modes=(copied,) * 2, schedule=Schedule(layers=9))
     moved = late(apply_moves(step, moves, recomputer(step)), holds_inputs=holds_inputs)
     places = names(moved)
     first = next(at for at, own in enumerate(moved.calls) if own.kind is CallKind.RELOAD)
@@ -215,8 +212,8 @@ def test_ranks_that_talk_slow_computation_down(slowdown, work_s, step_s):
     slowed = replace(slowed, region_s={**slowed.region_s, "W": work_s})
     problem = late(among_ranks())
     assert simulate(problem, slowed).step_s == pytest.approx(step_s)
-    least = least_s(problem, slowed)
-    assert least_s(problem, replace(slowed, comm_slowdown=1.0)) <= least
+    least = least_of(problem, slowed).step_s
+    assert least_of(problem, replace(slowed, comm_slowdown=1.0)).step_s <= least
     assert least <= simulate(problem, slowed).step_s * (1 + 1e-12)
     assert from_json(to_json(slowed), type(slowed)) == slowed
 
@@ -255,12 +252,12 @@ def test_what_is_gathered_twice_is_waited_for_by_its_reader():
     at = {call.name: call for call in problem.calls}
     order = ("gather.a", "gather.b", "A", "wait.gather.a", "wait.gather.b", "F", "E", "Bb")
     found = simulate(replace(problem, calls=tuple(map(at.__getitem__, order))), slowed)
-    assert least_s(problem, slowed) == pytest.approx(found.step_s)
+    assert least_of(problem, slowed).step_s == pytest.approx(found.step_s)
 
 
 def test_no_order_of_the_step_is_faster_than_its_least_seconds():
     keeps_all = among_ranks()
-    least = least_s(keeps_all, costs())
+    least = least_of(keeps_all, costs()).step_s
     orders = keeps_all, late(keeps_all), at_once(keeps_all), late(keeps_all, holds_inputs=True)
     assert least == min(simulate(order, costs()).step_s for order in orders)
     recomputes = filled(
@@ -330,7 +327,7 @@ def test_gathers_begin_in_one_order(converts):
     some = [in_begin_order, late, at_once, lambda own: in_begin_order(late(own))]
     some += [
         lambda own, limit=limit: (
-            overlapped(TimedProgram(late(own), sharded_costs()), limit_bytes=limit).problem
+            with_time(TimedProgram(late(own), sharded_costs()), limit).program.problem
         )
         for limit in (0, ROOMY)
     ]
@@ -347,30 +344,30 @@ def test_what_is_gathered_runs_ahead_of_its_layer():
     """The first gather of each half is seen, and the last scatter: the rest is hidden."""
     problem, known = late(sharded()), sharded_costs()
     assert simulate(problem, known).exposed_comm_s == 9
-    better = overlapped(TimedProgram(problem, known), limit_bytes=ROOMY).problem
+    better = with_time(TimedProgram(problem, known), ROOMY).program.problem
     assert simulate(better, known).exposed_comm_s == 3
-    assert least_s(problem, known) == simulate(better, known).step_s
+    assert least_of(problem, known).step_s == simulate(better, known).step_s
     assert peak_live_bytes(better) > peak_live_bytes(problem)
 
 
 def test_gathers_run_no_further_ahead_than_bytes_allow():
     """Two layers' weights, though a third would hide more; and no more than there is room for."""
     problem, known = late(sharded(6, again=False)), sharded_costs(3.0)
-    better = ahead(TimedProgram(problem, known), limit_bytes=ROOMY).problem
+    better = with_time(TimedProgram(problem, known), ROOMY).program.problem
     places = names(better)
     for at in range(2, 6):
         assert places.index(f"gather.v{at}") > places.index(f"wait.gather.v{at - 2}")
     assert gathered_bytes(problem) == 4 * KIB
     peak = peak_live_bytes(problem)
-    small = overlapped(TimedProgram(problem, known), limit_bytes=peak).problem
+    small = with_time(TimedProgram(problem, known), peak).program.problem
     assert peak_live_bytes(small) == peak
     assert simulate(small, known).step_s < simulate(problem, known).step_s
 
 
 def test_a_scattered_gradient_is_held_where_there_is_room():
     problem, known = late(sharded(again=False)), sharded_costs()
-    better = held(TimedProgram(problem, known), limit_bytes=ROOMY).problem
-    assert simulate(better, known).step_s == simulate(problem, known).step_s - 2
+    better = with_time(TimedProgram(problem, known), ROOMY).program.problem
+    assert names(problem).index("wait.scatter.2") < names(problem).index("B1")
     assert names(better).index("wait.scatter.2") == names(better).index("B1") + 1
-    small = held(TimedProgram(problem, known), limit_bytes=0).problem
+    small = with_time(TimedProgram(problem, known), 0).program.problem
     assert peak_live_bytes(small) == peak_live_bytes(problem)

@@ -20,7 +20,6 @@ from memo_compile.planners.move_rules import (
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import place_step
 from memo_compile.planners.policy.modes import apart
-from memo_compile.step.copy_times import CopyBack, CopyOut, issues_of, waits_of
 from memo_compile.step.movable import (
     Action,
     LayerClass,
@@ -239,37 +238,24 @@ def test_a_mix_needs_results_in_buffers_of_their_own():
         apply_moves(step, moves, shared)
 
 
-def test_lag_bounds_how_long_a_copy_is_in_flight():
-    step = movable_step(4, bytes_per_s=KIB)
+def test_a_copy_lasts_for_so_many_layers():
+    step = movable_step(4)
     modes = (mode(c=OFFLOAD),) * 4
-    for lag, before in ((0, "L@1"), (1, "L@2"), (2, "L@3"), (9, "Hb")):
-        problem = applied(step, *modes, schedule=Schedule(offload_lag=lag))
-        wait, forward = order(problem, "wait.offload.c0", before)
-        assert wait < forward
-        if lag < 9:
-            runs = (call.name for call in problem.calls[wait:] if call.kind is CallKind.RUN)
-            assert next(runs) == before
+    for layers, before, after in ((1, "L@2", "Lb@2"), (2, "L@3", "Lb@3"), (3, "Hb", "Hb")):
+        problem = applied(step, *modes, schedule=Schedule(layers=layers))
+        (wait,) = order(problem, "wait.offload.c0")
+        runs = (call.name for call in problem.calls[wait:] if call.kind is CallKind.RUN)
+        assert next(runs) == before
+        begin, backward, reads = order(problem, "reload.c0", after, "Lb@0")
+        assert begin < reads
+        assert begin < backward if after == "Hb" else begin > backward
 
 
-def test_lead_bounds_how_early_a_reload_begins():
-    """The copy takes 32 s, so that it begins as soon as it may."""
-    step = movable_step(4, bytes_per_s=KIB)
-    modes = (mode(c=OFFLOAD), mode(), mode(), mode())
-    for lead, after in ((0, "Lb@1"), (1, "Lb@2"), (2, "Lb@3")):
-        problem = applied(step, *modes, schedule=Schedule(reload_lead=lead))
-        begin, before = order(problem, "reload.c0", after)
-        assert begin == before + 1
-    for lead in (3, None):
-        problem = applied(step, *modes, schedule=Schedule(reload_lead=lead))
-        begin, before = order(problem, "reload.c0", "Hb")
-        assert begin == before - 1
-
-
-def test_reloads_begin_as_late_as_they_can():
-    step = movable_step(4, bytes_per_s=64 * KIB)
-    problem = applied(step, mode(c=OFFLOAD), mode(), mode(), mode())
-    begin, before, first = order(problem, "reload.c0", "Lb@2", "Lb@1")
-    assert before < begin < first
+def test_nothing_runs_beside_a_copy_that_lasts_for_no_layer():
+    problem = applied(movable_step(2), *(mode(c=OFFLOAD),) * 2, schedule=Schedule(layers=0))
+    for kind in ("offload", "reload"):
+        begin, wait = order(problem, f"{kind}.c0", f"wait.{kind}.c0")
+        assert wait == begin + 1
 
 
 def test_writes_in_the_forward_are_copied_too():
@@ -448,26 +434,6 @@ def test_seconds_of_recomputing_are_those_of_the_closure():
     assert recompute_seconds(step, key(B, C, D)) == pytest.approx(0.4)
     assert recompute_seconds(step, key(B, C, D, rows=2)) == pytest.approx(0.1)
     assert recompute_seconds(step, key()) == 0
-
-
-def test_copies_out_are_waited_for_when_they_have_ended():
-    calls = (1.0, 1.0, 1.0, 1.0)
-    copies = [CopyOut(1, 4, 0.5), CopyOut(1, 4, 1.0), CopyOut(3, 4, 9.0)]
-    assert waits_of(calls, copies) == [2, 3, 4]
-    assert waits_of(calls, [CopyOut(1, 2, 5.0), CopyOut(1, 4, 1.5)]) == [2, 4]
-    assert waits_of(calls, [CopyOut(1, 3, 5.0), CopyOut(1, 2, 0.5)]) == [2, 2]
-    assert waits_of(calls, []) == []
-
-
-def test_copies_back_are_issued_at_the_last_moment():
-    calls = (1.0, 1.0, 1.0, 1.0)
-    assert issues_of(calls, [CopyBack(0, 3, 3, 0.5)]) == [2]
-    assert issues_of(calls, [CopyBack(0, 3, 3, 1.0)]) == [2]
-    assert issues_of(calls, [CopyBack(0, 2, 3, 0.0)]) == [2]
-    assert issues_of(calls, [CopyBack(0, 3, 3, 1.0), CopyBack(0, 3, 3, 1.0)]) == [1, 2]
-    assert issues_of(calls, [CopyBack(2, 3, 3, 9.0)]) == [2]
-    # The first stalls call 1 until 5 s: there is time for the second after that.
-    assert issues_of(calls, [CopyBack(0, 1, 1, 5.0), CopyBack(0, 3, 3, 1.5)]) == [0, 1]
 
 
 @pytest.mark.parametrize("actions", [{"c": OFFLOAD}, {"x": OFFLOAD, "c": RECOMPUTE}])

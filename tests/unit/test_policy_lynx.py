@@ -8,7 +8,6 @@ import pytest
 from memo_compile.check.check_moves import check_moves, recomputations_of
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
-from memo_compile.planners.comm_windows import window_recompute_s
 from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.place_step import place_step
 from memo_compile.planners.policy import choose
@@ -16,6 +15,7 @@ from memo_compile.planners.policy.candidate import costs_with
 from memo_compile.planners.policy.chooser import NothingFits
 from memo_compile.planners.policy.frontier import GOOD_ENOUGH
 from memo_compile.planners.policy.lynx_policies import LYNX
+from memo_compile.planners.recompute_windows import window_recompute_s
 from memo_compile.step.movable import Action
 from tests.steps.movable import movable_step, recomputer
 from tests.steps.parallel_gpt import parallel_gpt

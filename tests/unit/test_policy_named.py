@@ -73,7 +73,7 @@ def test_memo_offloads_input_and_attention_mixes_the_others_and_keeps_two_layers
     plan = named_moves(step, "memo", recomputer(step), alpha=0.25)
     assert [mode.actions for mode in plan.moves.modes] == [(O, O, R, R, R)] * 2 + [SAVED] * 2
     assert [mode.recompute_rows for mode in plan.moves.modes] == [6, 6, None, None]
-    assert (plan.moves.schedule.offload_lag, plan.moves.schedule.reload_lead) == (1, 1)
+    assert plan.moves.schedule.layers == 1
     assert plan.notes == ()
 
 

@@ -42,7 +42,7 @@ from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import peak_live_bytes
 from tests.steps.movable import KIB, Live, movable_step, recomputer
 
-ROTATING = Schedule(offload_lag=1, reload_lead=1)
+ROTATING = Schedule(layers=1)
 
 
 def model_of(num_layers: int = 3, schedule: Schedule = ROTATING, **options: float) -> StepModel:
@@ -214,7 +214,7 @@ def test_small_slots_join_no_regions_that_are_read_at_different_times():
 def test_without_copies_in_flight_the_model_has_the_programs_bytes():
     step = movable_step(4)
     recompute = recomputer(step)
-    at_once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+    at_once = Schedule(layers=0)
     model = build_model(step, layer_modes(step, recompute), at_once, copy_price=0.5)
     for number, mode in enumerate(model.modes[0]):
         chosen = (number,) * 4
@@ -289,7 +289,7 @@ def test_a_chain_through_attention_is_not_split():
     assert can_split(replace(cls, ops=ops), (3, 4))
 
 
-@pytest.mark.parametrize("schedule", [ROTATING, Schedule(offload_lag=2, reload_lead=2)])
+@pytest.mark.parametrize("schedule", [ROTATING, Schedule(layers=2)])
 @pytest.mark.parametrize("bytes_per_s", [8 * KIB, 64 * KIB, 512 * KIB])
 def test_the_model_is_the_simulated_step(schedule, bytes_per_s):
     step = movable_step(4, bytes_per_s=bytes_per_s)

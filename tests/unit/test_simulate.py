@@ -24,7 +24,7 @@ from tests.steps.movable import (
 from tests.steps.small import two_layers
 
 SAVE, OFFLOAD, RECOMPUTE = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
-ROTATING = Schedule(offload_lag=1, reload_lead=1)
+ROTATING = Schedule(layers=1)
 ONE_OUT = Mode(actions=(SAVE, SAVE, SAVE, OFFLOAD, SAVE))
 
 

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memo_compile.planners.comm_windows import overlapped
-from memo_compile.planners.copy_windows import widened
 from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy.model import COPY_WEIGHT
+from memo_compile.planners.transfers import with_time
 from memo_compile.step.lives import CallTables
 from memo_compile.step.movable import MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.plans import Timeline
 from memo_compile.step.problem import CallKind, Problem
-from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import most_per_call
 from memo_compile.step.timed import TimedProgram
 
@@ -94,15 +92,17 @@ class Program:
         Likewise recomputations move into the windows of collectives.
         """
         times = schedule.widen
+        program = TimedProgram(self.problem, self.costs, self.tables, self.alive)
         if not times:
-            return TimedProgram(self.problem, self.costs, self.tables), math.inf
-        wide = widened(self.problem, self.costs, times, spare=schedule.spare, alive=self.alive)
-        alive = self.alive if wide.problem.calls == self.problem.calls else None
-        program = TimedProgram(wide.problem, self.costs, self.tables, alive)
-        if self.has_windows:
-            peak_bytes = int(self.alive.max()) + step_constant_bytes(self.problem)
-            program = overlapped(program, limit_bytes=int(times * peak_bytes))
-        return program, wide.next_times
+            return program, math.inf
+        peak_bytes = program.peak_bytes
+        placed = with_time(
+            program,
+            int(times * peak_bytes),
+            collectives=self.has_windows,
+            spare_bytes=int(schedule.spare * peak_bytes),
+        )
+        return placed.program, times + placed.lacking_bytes / peak_bytes
 
 
 def simulated(

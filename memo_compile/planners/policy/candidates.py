@@ -47,13 +47,13 @@ from memo_compile.step.problem import Problem
 
 log = logging.getLogger("memo")
 
-WIDE = Schedule(offload_lag=2, reload_lead=2, widen=1.0)
+WIDE = Schedule(layers=2, widen=1.0)
 """A copy may last two layers, so that layers with much to copy use others' time."""
 
-NEXT = Schedule(offload_lag=1, reload_lead=1, widen=1.0)
+NEXT = Schedule(layers=1, widen=1.0)
 """A copy may last until the next layer ends, as with MEMO's rotating buffers."""
 
-ONCE = Schedule(offload_lag=0, reload_lead=0, at_once=True, widen=1.0)
+ONCE = Schedule(layers=0, widen=1.0)
 """Nothing is in flight beside a call, until waits and reloads are moved to where bytes allow it."""
 
 SPARES = (0.02, 0.06)

@@ -329,7 +329,7 @@ def beaten(candidates: Sequence[Candidate], best: Sequence[Candidate]) -> list[C
 def is_steady(candidate: Candidate) -> bool:
     """True for a plan that is the same whatever seconds are measured."""
     schedule = candidate.moves.schedule
-    at_once = schedule.at_once and not schedule.widen
+    at_once = not schedule.layers and not schedule.widen
     return at_once or candidate.moves.policy == "full-recompute"
 
 

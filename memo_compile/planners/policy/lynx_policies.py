@@ -4,8 +4,8 @@
     lynx-opt    each layer recomputes what suits its place; what lynx-heu tries is tried too.
 
 Nothing is copied. What hides behind collectives is found in the step's own program: each plan is
-simulated with its recomputations in windows (``planners.comm_windows``), within its own peak and
-within ``ROOM`` times that. The papers' programs on instances of their own are ``memo lynx``.
+simulated with its recomputations in windows (``planners.recompute_windows``), within its own peak
+and within ``ROOM`` times that. The papers' programs on instances of their own are ``memo lynx``.
 """
 
 import itertools
@@ -115,7 +115,7 @@ def _by_place(
 ) -> Iterator[tuple[Mode, ...]]:
     """Each layer by itself: the program of the whole step, where windows make seconds cheap."""
     window_s = _window_s(step)
-    once = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+    once = Schedule(layers=0)
     cheap: dict[int, tuple[ModeCost, ...]] = {}
     for own in modes:
         cheap.setdefault(id(own), tuple(_with_window(cost, window_s) for cost in own))

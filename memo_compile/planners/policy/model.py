@@ -2,7 +2,7 @@
 
 The same model serves the greedy search and the program (``milp.py``). It differs from
 ``planners.moves`` and ``simulate`` in one thing: a copy holds its memory for the whole window that
-the schedule's lag and lead give it, where the real program frees memory as soon as the copy ends.
+the schedule's layers give it, where the real program frees memory as soon as the copy ends.
 So its bytes are never too few for the schedule, and its seconds are those of the copy lanes.
 
 Points: one for every call, with the most bytes alive during it; then those of every layer: the
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memo_compile.planners.begin_order import gathers_of
-from memo_compile.planners.comm_windows import at_once, late, least_of_step
+from memo_compile.planners.least_seconds import least_of_step
 from memo_compile.planners.move_rules import (
     RecomputeOf,
     StepFacts,
@@ -28,6 +28,7 @@ from memo_compile.planners.move_rules import (
     recompute_rows,
 )
 from memo_compile.planners.policy.modes import ModeCost
+from memo_compile.planners.transfers import at_once, late
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule, StepCosts
 from memo_compile.step.problem import CallKind, Problem, call_starts
 from memo_compile.step.residency import step_constant_bytes
@@ -97,7 +98,7 @@ class StepModel:
         """Seconds of the step, and COPY_WEIGHT of the seconds of its copies."""
         out_s = sum(map(operator.getitem, self.out_s, chosen))
         back_s = sum(map(operator.getitem, self.back_s, chosen))
-        if self.schedule.at_once:
+        if not self.schedule.layers:
             again_s = sum(mode.recompute_s for mode in self._taken(chosen))
             return self._priced_s(again_s, out_s, back_s)
         return self.step_s(chosen) + COPY_WEIGHT * (out_s + back_s)
@@ -142,7 +143,8 @@ class StepModel:
     def moves(self, chosen: Sequence[int], policy: str) -> Moves:
         """The modes by their numbers, as ``policy`` proposes them."""
         modes = tuple(cost.mode for cost in self._taken(chosen))
-        return Moves(modes=modes, schedule=self.schedule, policy=policy)
+        schedule = replace(self.schedule, layers=0) if self.schedule.widen else self.schedule
+        return Moves(modes=modes, schedule=schedule, policy=policy)
 
 
 class _Stop(NamedTuple):
@@ -194,13 +196,11 @@ def build_model(
     copy_price: float = 0.0,
 ) -> StepModel:
     """The model of ``step`` whose layer i may take ``modes[i]``; mode 0 saves everything."""
-    lag, lead = schedule.offload_lag, schedule.reload_lead
-    assert lag is not None, "the model needs a lag"
-    assert lead is not None, "the model needs a lead"
     facts = facts_of(step)
     num_calls = len(facts.call_s)
-    freed_at = tuple(map(min, _behind(facts.forward_at, lag + 1, num_calls), facts.turn_at))
-    reload_at = tuple(_reloaded_at(facts, lead))
+    behind = _behind(facts.forward_at, schedule.layers + 1, num_calls)
+    freed_at = tuple(map(min, behind, facts.turn_at))
+    reload_at = tuple(_reloaded_at(facts, schedule.layers))
     during, border = call_bytes(step)
     reads = [_first_reads(facts, owner) for owner in step.layers]
     points = [(layer, at) for layer, some in enumerate(reads) for at in sorted({*some.values()})]
@@ -214,7 +214,7 @@ def build_model(
             parts = list(_parts(cost, reads[layer]))
             needed = _needed_at(parts)
             window = freed_at[layer], reload_at[layer]
-            if schedule.at_once:
+            if not schedule.layers:
                 window = 0, num_calls
             for start, end, size_bytes in _absences(step, layer, cost.mode, window, needed):
                 row[start:end] -= size_bytes
@@ -248,11 +248,11 @@ def _behind(calls: Sequence[int], num_layers: int, end: int) -> Sequence[int]:
     return (*calls[num_layers:], *(end for _ in calls[:num_layers]))
 
 
-def _reloaded_at(facts: StepFacts, lead: int) -> Iterator[int]:
+def _reloaded_at(facts: StepFacts, num_layers: int) -> Iterator[int]:
     """Per layer the call before which its copies back are issued."""
     place = {layer: at for at, layer in enumerate(facts.following)}
     for layer, turn in enumerate(facts.turn_at):
-        before = place[layer] - lead - 1
+        before = place[layer] - num_layers - 1
         ended = facts.backward_at[facts.following[before]] + 1 if before >= 0 else 0
         yield min(facts.backward_at[layer], max(turn, ended)) if before >= 0 else turn
 

@@ -36,10 +36,10 @@ from memo_compile.step.problem import align
 QUANTA = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """MEMO's alpha is rounded down to one of these, so that row splits stay multiples of 128 tokens."""
 
-ROTATING = Schedule(offload_lag=1, reload_lead=1)
+ROTATING = Schedule(layers=1)
 """A copy may last one more layer, which is what MEMO's two rotating buffers allow."""
 
-AT_ONCE = Schedule(offload_lag=0, reload_lead=0, at_once=True)
+AT_ONCE = Schedule(layers=0)
 
 KEPT_LAYERS = 2
 """Layers at the end that policy ``memo`` leaves alone, because their backward comes first."""

@@ -102,7 +102,7 @@ class _Weighed:
     def _offloaded(self, slot: int, mode: Mode) -> str:
         copies, window = self._layer_copy_s(mode), self.forward_s
         own = format_seconds(self._copy_s(slot))
-        if self.schedule.at_once or self.schedule.offload_lag == 0:
+        if not self.schedule.layers and not self.schedule.widen:
             hides = f"its copy takes {own} and ends before the next layer begins, for a small peak"
         elif copies <= window:
             hides = (

@@ -1,0 +1,567 @@
+"""Where the transfers of a step begin, and where the step waits for them.
+
+A *transfer* is a copy to the host, a copy back, or a collective among ranks. It runs beside the
+computation, on a lane that takes one after the other. All follow two rules.
+
+*Waits come late*, and computation does not stand still for nothing:
+
+    offload v; wait v; L1; L2      ->    offload v; L1; wait v; L2
+    issue y; wait y; r; Lb(y)      ->    issue y; r; wait y; Lb(y)
+
+The step waits for a transfer once it has ended: at the latest before the first call that needs it,
+and earlier where memory is short, since a transfer keeps what it reads.
+
+*Starts come early*, so that nothing waits for them:
+
+    L3b; L2b; reload w; wait w     ->    L3b; reload w; L2b; wait w
+
+A copy back, or a collective that gathers what the step is given, begins as late as it still ends in
+time, and later where memory is short: from then on it holds what it makes.
+
+The order of calls that compute, and that of collectives, stay as they are, so that all ranks begin
+the same collectives in the same order. Copies of a pipeline's stage, whose forwards and backwards
+alternate, stay where they are.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memo_compile.planners.begin_order import gathered_bytes, gathers_of, in_begin_order
+from memo_compile.planners.recompute_windows import filled
+from memo_compile.step.communication import comm_bytes, has_collectives, value_sizes
+from memo_compile.step.copy_times import CopyLane
+from memo_compile.step.halves import halves_of_calls
+from memo_compile.step.hand_over import storage_roots
+from memo_compile.step.movable import StepCosts
+from memo_compile.step.problem import CallKind, Problem, StepCall, Storage
+from memo_compile.step.timed import TimedProgram
+
+_COPIES = frozenset({CallKind.OFFLOAD, CallKind.RELOAD})
+_COLLECTIVES = frozenset({CallKind.ISSUE})
+_STARTS = _COPIES | _COLLECTIVES
+_COMPUTES = (CallKind.RUN, CallKind.RECOMPUTE)
+
+ROUNDING = 1e-9
+"""A transfer may end after its reader begins, by this share of the step."""
+
+
+def at_once(problem: Problem) -> Problem:
+    """``problem`` that waits for each collective right behind its beginning."""
+    problem = in_begin_order(problem)
+    waits = {call.waits_for: call for call in problem.calls if call.kind is CallKind.COMM_WAIT}
+    calls: list[StepCall] = []
+    for call in problem.calls:
+        if call.kind is not CallKind.COMM_WAIT:
+            calls.append(call)
+        if call.kind is CallKind.ISSUE and call.name in waits:
+            calls.append(waits[call.name])
+    return replace(problem, calls=tuple(calls))
+
+
+def late(problem: Problem, *, holds_inputs: bool = False) -> Problem:
+    """``problem`` that waits for collectives as late as order allows, whatever they take.
+
+    That is right before the first call that needs one, or before what it reads would be kept for
+    it alone; with ``holds_inputs`` it may be kept. Gathers begin late as well. Cost: linear.
+    """
+    if not has_collectives(problem):
+        return problem
+    room = None if holds_inputs else np.zeros(len(problem.calls), dtype=np.int64)
+    walk = _LaterWaits(problem, None, room, _COLLECTIVES)
+    return in_begin_order(replace(problem, calls=walk.run()))
+
+
+class Placed(NamedTuple):
+    """A program whose transfers have their time."""
+
+    program: TimedProgram
+    lacking_bytes: float
+    """With so many bytes more a transfer would have more time; infinite: memory is in no way."""
+
+
+def with_time(
+    program: TimedProgram,
+    limit_bytes: int,
+    *,
+    copies: bool = True,
+    collectives: bool = True,
+    spare_bytes: int = 0,
+) -> Placed:
+    """``program`` whose transfers run beside its computation, within ``limit_bytes``.
+
+    Or within what it takes already. Waits leave ``spare_bytes`` of that free. Collectives stay as
+    they are where the step would take no less time; where it waits for them after all, what it
+    recomputes runs before (``recompute_windows``). Cost: linear in the number of calls, and for
+    each start in those that it moves across.
+
+    Raises:
+        InputError: a region has no seconds.
+    """
+    problem = program.problem
+    kinds = frozenset[CallKind]()
+    if copies and problem.host_bytes and problem.has_one_turn:
+        kinds = _COPIES
+    if not collectives or not has_collectives(problem):
+        return _placed(program, limit_bytes, spare_bytes, kinds)
+    placed = _placed(program, limit_bytes, spare_bytes, kinds | _COLLECTIVES)
+    if not placed.program.is_better_than(program, limit_bytes):
+        placed = _placed(program, limit_bytes, spare_bytes, kinds)
+    return placed._replace(program=filled(placed.program, limit_bytes=limit_bytes))
+
+
+def _placed(
+    program: TimedProgram,
+    limit_bytes: int,
+    spare_bytes: int,
+    kinds: Set[CallKind],
+    *,
+    may_pass: bool = True,
+) -> Placed:
+    """``with_time`` for transfers that begin with calls of ``kinds``.
+
+    Where memory is short, small copies may pass large ones; which is not always faster.
+    """
+    if not kinds:
+        return Placed(program, math.inf)
+    limit_bytes = max(limit_bytes, program.peak_bytes)
+    room = limit_bytes - program.alive
+    starts = _EarlierStarts(program.problem, program.costs, room, kinds, may_pass)
+    begun = program.in_order(starts.run())
+    if CallKind.ISSUE in kinds:  # otherwise nothing has moved in the forward, where copies leave
+        room = limit_bytes - begun.alive
+    walk = _LaterWaits(begun.problem, begun.costs, room - spare_bytes, kinds, may_pass)
+    calls = walk.run()
+    is_same = calls == program.problem.calls
+    lacking_bytes = min(walk.lacking_bytes, starts.lacking_bytes)
+    placed = Placed(program if is_same else program.in_order(calls), lacking_bytes)
+    if walk.has_passed or starts.has_passed:
+        plain = _placed(program, limit_bytes, spare_bytes, kinds, may_pass=False)
+        lacking_bytes = min(lacking_bytes, plain.lacking_bytes)
+        faster = min(plain.program, placed.program, key=lambda own: own.timeline.step_s)
+        return Placed(faster, lacking_bytes)
+    return placed
+
+
+def _touched(call: StepCall) -> tuple[str, ...]:
+    """What a call reads, and what it writes into."""
+    return (*call.inputs, *(into.value for into in call.into))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Flight:
+    """A transfer that has begun, whose wait may be put off."""
+
+    start: StepCall
+    issued_s: float
+    seconds: float = math.inf
+    end_s: float = math.inf
+    held_bytes: int = 0
+    """What it alone keeps until the wait, ..."""
+    held_from: int = 0
+    """... from this call on."""
+    wait: StepCall | None = None
+    """Once the walk has come to it."""
+
+
+class _LaterWaits:
+    """A walk over a program, which puts off the waits for what calls of ``kinds`` begin.
+
+    Without ``costs`` no transfer ends before the step waits for it. ``room`` are the bytes that are
+    free during each call; None: memory does not count.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        costs: StepCosts | None,
+        room: Any,
+        kinds: Set[CallKind],
+        may_pass: bool = False,
+    ) -> None:
+        self.lacking_bytes = math.inf
+        self.has_passed = False
+        self._problem, self._costs, self._kinds = problem, costs, kinds
+        self._room = None if room is None else room.tolist()
+        self._may_pass = may_pass
+        self._calls: list[StepCall] = []
+        self._now_s = 0.0
+        self._lanes = {kind: CopyLane() for kind in _STARTS}
+        self._flights: dict[str, _Flight] = {}
+        """By the names of their beginnings."""
+        self._pending: list[_Flight] = []
+        """Those whose waits the walk has put off, in order."""
+        self._leaving: list[_Flight] = []
+        """Copies to the host that have not ended, in the order of their lane."""
+        self._free_s = 0.0
+        """When the last one that has ended did."""
+        self._talks = CallKind.ISSUE in kinds
+        self._end = len(problem.calls) if self._talks else problem.first_backward
+        self._roots = storage_roots(problem) if self._talks else {}
+        self._given = frozenset(problem.inputs)
+        self._sizes, self._last_read = self._values()
+
+    def _values(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Bytes of what transfers read, and the last call but waits that reads or writes it."""
+        calls = self._problem.calls[: self._end]
+        read = {
+            self._root(call.inputs[0])
+            for call in calls
+            if call.kind in self._kinds and call.kind is not CallKind.RELOAD
+        }
+        last_read: dict[str, int] = {}
+        for at, call in enumerate(calls):
+            is_wait = call.kind is CallKind.WAIT or call.kind is CallKind.COMM_WAIT
+            if not is_wait and (self._roots or not read.isdisjoint(call.inputs)):
+                for root in map(self._root, _touched(call)):
+                    if root in read:
+                        last_read[root] = at
+        if self._room is None:
+            return {}, last_read
+        wanted = None if has_collectives(self._problem) else read
+        return value_sizes(self._problem, wanted), last_read
+
+    def _root(self, value: str) -> str:
+        return self._roots.get(value, value)
+
+    def run(self) -> tuple[StepCall, ...]:
+        """All calls in their new order."""
+        calls, border = self._problem.calls, self._problem.first_backward
+        halves = halves_of_calls(self._problem) if self._talks else ()
+        for at, call in enumerate(calls[: self._end]):
+            if self._pending and at == border:  # the copies back may begin
+                self._wait_for(self._pending)
+            if self._pending and halves and halves[at] != halves[at - 1]:
+                own = [flight for flight in self._pending if flight.start.kind is CallKind.ISSUE]
+                self._wait_for(own)
+            if call.waits_for:
+                self._come_to(call)
+                continue
+            if self._pending:
+                self._wait_for(())
+                self._make_room(at)
+                self._wait_for(self._needed(call))
+            self._calls.append(call)
+            if call.kind in _STARTS:
+                self._begin(call)
+            elif self._costs is not None:
+                self._now_s += self._costs.call_s(call)
+        self._wait_for(self._pending)
+        return (*self._calls, *calls[self._end :])
+
+    def _come_to(self, wait: StepCall) -> None:
+        """Puts ``wait`` off, if it may be and its transfer has not ended."""
+        flight = self._flights[wait.waits_for or ""]
+        if flight.start.kind in self._kinds and flight.start.kind is not CallKind.RELOAD:
+            if flight.end_s > self._now_s:
+                flight.wait = wait
+                self._pending.append(flight)
+                return
+        elif self._costs is not None:
+            self._now_s = max(self._now_s, flight.end_s)
+        self._calls.append(wait)
+
+    def _begin(self, start: StepCall) -> None:
+        flight = _Flight(start=start, issued_s=self._now_s)
+        self._flights[start.name] = flight
+        if self._costs is not None:
+            flight.seconds = self._seconds(self._costs, start)
+            flight.end_s = self._lanes[start.kind].copy(self._now_s, flight.seconds)[1]
+        if start.kind is CallKind.RELOAD or start.kind not in self._kinds:
+            return
+        if start.kind is CallKind.OFFLOAD:
+            self._leaving.append(flight)
+        root = self._root(start.inputs[0])
+        output = next(iter(self._problem.regions[start.region].outputs), None)
+        in_place = output is not None and output.storage is Storage.INPUT
+        if not in_place and root not in self._given and self._room is not None:
+            # A call lets go of what it reads while it runs; orders without costs need not know it.
+            flight.held_from = self._last_read[root] + (self._costs is None)
+            flight.held_bytes = self._sizes.get(root, 0)
+
+    def _seconds(self, costs: StepCosts, start: StepCall) -> float:
+        if start.copy is None:
+            return costs.comm_s(start.region, comm_bytes(self._problem, start))
+        copy_s = costs.d2h_s if start.kind is CallKind.OFFLOAD else costs.h2d_s
+        return copy_s(start.copy.num_bytes)
+
+    def _wait_for(self, flights: Iterable[_Flight]) -> None:
+        """The step waits here for ``flights``, and for all that have ended by then."""
+        done = set(flights)
+        if self._costs is not None:
+            self._now_s = max([self._now_s, *(flight.end_s for flight in done)])
+        left = []
+        for flight in self._pending:
+            if flight in done or flight.end_s <= self._now_s:
+                assert flight.wait is not None, f"{flight.start.name}: pending without a wait"
+                self._calls.append(flight.wait)
+            else:
+                left.append(flight)
+        self._pending = left
+        ended = [own.end_s for own in self._leaving if own.end_s <= self._now_s]
+        self._free_s = max([self._free_s, *ended])
+        del self._leaving[: len(ended)]
+
+    def _make_room(self, at: int) -> None:
+        """Waits for the first transfers to end, until what they keep during call ``at`` fits."""
+        if self._room is None:
+            return
+        holding = [own for own in self._pending if own.held_bytes and own.held_from <= at]
+        holding.sort(key=lambda flight: flight.end_s)
+        over_bytes = sum(flight.held_bytes for flight in holding) - self._room[at]
+        for number, flight in enumerate(holding, start=1):
+            if over_bytes <= 0:
+                return
+            lacking_bytes, over_bytes = over_bytes, over_bytes - flight.held_bytes
+            if over_bytes <= 0 or number == len(holding):
+                self.lacking_bytes = min(self.lacking_bytes, lacking_bytes)
+                first = self._passing(holding, self._room[at], flight.end_s)
+                self._wait_for(first or holding[:number])
+                return
+
+    def _passing(
+        self, holding: Sequence[_Flight], room_bytes: int, than_s: float
+    ) -> Sequence[_Flight]:
+        """The copies of ``holding`` that have no room beside its large ones, put before these.
+
+        None where the step would wait for them as long as it waits now, until ``than_s``. So far it
+        has waited for none that it puts back.
+        """
+        small = list(holding)
+        for flight in sorted(holding, key=lambda own: -own.held_bytes):
+            if flight.held_bytes <= room_bytes:
+                room_bytes -= flight.held_bytes
+                small.remove(flight)
+        if not self._may_pass or any(own not in self._leaving for own in small):
+            return ()
+        end = self._leaving.index(small[-1]) + 1
+        large = [own for own in self._leaving[:end] if own not in small]
+        member = small[-1].start.member  # the half of another member may be left out
+        ends_s = self._ends_s([*small, *large])
+        if not large or any(own.start.member != member for own in large):
+            return ()
+        if ends_s[len(small) - 1] >= than_s:
+            return ()
+        self.has_passed = True
+        least_bytes = min(own.held_bytes for own in small)
+        self.lacking_bytes = min(self.lacking_bytes, least_bytes - room_bytes)
+        moved = {id(own.start) for own in large}
+        self._calls = [call for call in self._calls if id(call) not in moved]
+        place = max(at for at, call in enumerate(self._calls) if call is small[-1].start) + 1
+        self._calls[place:place] = [own.start for own in large]
+        for own in large:
+            own.issued_s = max(own.issued_s, small[-1].issued_s)
+        self._leaving[:end] = [*small, *large]
+        for own, end_s in zip(self._leaving, self._ends_s(self._leaving), strict=True):
+            own.end_s = self._lanes[CallKind.OFFLOAD].free_s = end_s
+        return small
+
+    def _ends_s(self, lane: Iterable[_Flight]) -> list[float]:
+        """When these end, one after the other; the lane is free for them from now on."""
+        free = CopyLane(self._free_s)
+        return [free.copy(own.issued_s, own.seconds)[1] for own in lane]
+
+    def _needed(self, call: StepCall) -> Iterator[_Flight]:
+        """What must have ended before ``call``: it reads a result, or may write into an input."""
+        if not self._talks:
+            return
+        touched = set(map(self._root, _touched(call)))
+        written = {into.value for into in call.into}
+        written |= {
+            call.inputs[output.index]
+            for output, _ in self._problem.made_by(call)
+            if output.storage is Storage.INPUT and output.index is not None
+        }
+        written = set(map(self._root, written))
+        for flight in self._pending:
+            if flight.wait is None or flight.start.kind is not CallKind.ISSUE:
+                continue
+            read = self._root(flight.start.inputs[0])
+            may_write = read in touched and (read in self._given or read in written)
+            if may_write or self._root(flight.wait.outputs[0]) in touched:
+                yield flight
+
+
+@dataclass(slots=True)
+class _Start:
+    """The beginning of a transfer. It stands at a place: before so many of the calls that stay."""
+
+    calls: tuple[StepCall, ...]
+    """What moves with it; nothing where it stays."""
+    earliest: int
+    latest: int
+    """Where it stands now."""
+    needed: int
+    """The place of its wait."""
+    seconds: float
+    made_bytes: int
+    """What it holds from its beginning on."""
+    wanted: int = 0
+    """The last place from which it ends in time."""
+
+
+class _EarlierStarts:
+    """A program without the starts that may come earlier, and the places for these."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        costs: StepCosts,
+        room: Any,
+        kinds: Set[CallKind],
+        may_pass: bool,
+    ) -> None:
+        self.has_passed = False
+        self._may_pass = may_pass
+        self.lacking_bytes = math.inf
+        self._problem, self._costs, self._kinds = problem, costs, kinds
+        self._gathers = gathers_of(problem) if CallKind.ISSUE in kinds else {}
+        self._first = 0 if self._gathers else problem.first_backward
+        """The first call that something may move across."""
+        moving = {call.name for gather in self._gathers.values() for call in gather.calls}
+        calls = problem.calls[self._first :]
+        self._stays = [call.name not in moving and not self._is_copy(call) for call in calls]
+        self._rest = [*itertools.compress(calls, self._stays)]
+        self._room = room[self._first :][self._stays].copy()
+        """Per call that stays the bytes that are free (int64)."""
+
+    def _is_copy(self, call: StepCall) -> bool:
+        return call.kind is CallKind.RELOAD and call.kind in self._kinds
+
+    def run(self) -> tuple[StepCall, ...]:
+        """All calls in their new order."""
+        costs = self._costs
+        call_s = [costs.call_s(call) if call.kind in _COMPUTES else 0.0 for call in self._rest]
+        self._begin_s = [0.0, *itertools.accumulate(call_s)]
+        computed = (at if call.kind in _COMPUTES else 0 for at, call in enumerate(self._rest, 1))
+        self._same_s = [0, *itertools.accumulate(computed, max)]
+        at_place: dict[int, list[StepCall]] = {}
+        for lane in filter(None, self._lanes()):
+            _find_wanted(lane, call_s)
+            for start in lane:  # waits took no time, but may do: before them it begins as well
+                start.wanted = max(self._same_s[start.wanted], start.earliest)
+            self._place(lane, at_place)
+        calls = [*self._problem.calls[: self._first]]
+        for at, call in enumerate(self._rest):
+            calls += at_place.get(at, ())
+            calls.append(call)
+        return tuple(calls)
+
+    def _place(self, lane: list[_Start], at_place: dict[int, list[StepCall]]) -> None:
+        """Each start goes where it is wanted, or later where bytes are short."""
+        least = 0
+        while lane:
+            start = lane[0]
+            if not start.calls:
+                least = start.latest + 1
+                del lane[0]
+                continue
+            first = max(start.wanted, least)
+            place = self._with_room(start, first)
+            if self._may_pass and place > first:
+                start = self._passing(lane, first, place)
+                place = place if start is lane[0] else first
+            lane.remove(start)
+            least = min(place, start.latest)
+            self._room[least : start.latest] -= start.made_bytes
+            at_place.setdefault(least, []).extend(start.calls)
+
+    def _with_room(self, start: _Start, first: int) -> int:
+        """The first place from ``first`` on from which there is room for ``start``."""
+        full = np.flatnonzero(self._room[first : start.latest] < start.made_bytes)
+        if not len(full):
+            return first
+        behind = first + int(full[-1]) + 1
+        lacking_bytes = start.made_bytes - int(self._room[behind - 1])
+        self.lacking_bytes = min(self.lacking_bytes, lacking_bytes)
+        return behind
+
+    def _passing(self, lane: Sequence[_Start], first: int, place: int) -> _Start:
+        """The next smaller copy that has room at ``first``, while the first waits for ``place``.
+
+        It would end too late behind that one. Without such a copy it is the first one.
+        """
+        large = lane[0]
+        busy_until_s = self._begin_s[place] + large.seconds
+        for start in lane[1:]:
+            in_time = self._begin_s[start.wanted] >= busy_until_s
+            # The half of another member may be left out.
+            if not start.calls or in_time or start.calls[0].member != large.calls[0].member:
+                break
+            busy_until_s += start.seconds
+            if start.made_bytes < large.made_bytes and self._with_room(start, first) == first:
+                self.has_passed = True
+                return start
+        return large
+
+    def _lanes(self) -> Iterator[list[_Start]]:
+        """The starts of copies back, which may begin with the backward, and those of collectives.
+
+        Each in the order of its lane. A gather may begin with its half.
+        """
+        problem, gathers, calls = self._problem, self._gathers, self._problem.calls[self._first :]
+        needed = {call.waits_for: at for at, call in enumerate(self._rest) if call.waits_for}
+        sizes = value_sizes(problem) if gathers else {}
+        halves = halves_of_calls(problem) if gathers else (0,) * len(calls)
+        copies, collectives = list[_Start](), list[_Start]()
+        begins: dict[int, int] = {}
+        place = border = 0
+        for at, (half, call, stays) in enumerate(zip(halves, calls, self._stays, strict=True)):
+            if self._first + at == problem.first_backward:
+                border = place
+            begins.setdefault(half, place)
+            if self._is_copy(call) and call.copy is not None:
+                made = problem.regions[call.region].buffers[0].size_bytes
+                seconds = self._costs.h2d_s(call.copy.num_bytes)
+                start = _Start((call,), border, place, needed[call.name], seconds, made)
+                copies.append(start)
+            elif call.kind is CallKind.ISSUE and gathers:
+                gather = gathers.get(call.name)
+                moving = () if gather is None else gather.calls
+                made = sum(sizes.get(own.outputs[0], 0) for own in moving)
+                seconds = self._costs.comm_s(call.region, comm_bytes(problem, call))
+                start = _Start(moving, begins[half], place, needed[call.name], seconds, made)
+                collectives.append(start)
+            place += stays
+        _keep_order(collectives, gathered_bytes(problem) if gathers else 0)
+        yield copies
+        yield collectives
+
+
+def _find_wanted(lane: Sequence[_Start], call_s: Sequence[float]) -> None:
+    """Each start is wanted as late as no call begins later for it than if all began first."""
+    free, due = CopyLane(), dict[int, float]()
+    borders, begins, now_s, number, least = list[float](), list[float](), 0.0, 0, 0
+    for start in lane:
+        start.earliest = least = min(max(least, start.earliest), start.latest)
+    for place, seconds in enumerate(call_s):
+        borders.append(now_s)
+        while number < len(lane) and lane[number].earliest <= place:
+            due[lane[number].needed] = free.copy(now_s, lane[number].seconds)[1]
+            number += 1
+        begins.append(max(now_s, due.get(place, 0.0)))
+        now_s = begins[-1] + seconds
+    tolerance, latest_s, latest = ROUNDING * now_s, math.inf, len(call_s)
+    for start in reversed(lane):
+        latest_s = min(latest_s, begins[start.needed]) - start.seconds
+        place = bisect.bisect_right(borders, latest_s + tolerance) - 1
+        start.wanted = latest = max(start.earliest, min(place, latest, start.latest))
+
+
+def _keep_order(collectives: Iterable[_Start], most_bytes: int) -> None:
+    """No gather may begin before those in front of it, nor while ``most_bytes`` are gathered."""
+    least, unread = 0, list[_Start]()
+    for start in collectives:
+        if start.calls:
+            unread.append(start)
+            least = max(least, start.earliest)
+            while sum(own.made_bytes for own in unread) > most_bytes and len(unread) > 1:
+                least = max(least, unread.pop(0).needed + 1)
+            start.earliest = least = min(least, start.latest)
+        else:
+            start.earliest, least = start.latest, start.latest + 1
