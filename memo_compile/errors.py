@@ -23,14 +23,14 @@ class InputError(MemoError, ValueError):
 
 
 def require_at_least(least: int, values: Mapping[str, float]) -> None:
-    """All ``values`` are ``least`` or more. Raises InputError: one is not; it is named."""
+    """Raises InputError for the first of ``values`` that is less than ``least``."""
     for name, value in values.items():
         if not value >= least:
             raise InputError(f"{name}: expected at least {least}, got {value}")
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of a message about a ``name`` that is not ``known``: which one may be meant."""
+    """Returns the end of a message about an unknown ``name``: which one may be meant."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else otherwise
 
@@ -60,7 +60,7 @@ class Infeasible(MemoError):
 
 
 def without_frames(error: Infeasible) -> Infeasible:
-    """``error`` without its traceback, which holds the arguments and results of a step."""
+    """Returns ``error`` without its traceback, which holds the arguments and results of a step."""
     return Infeasible(str(error), floor_bytes=error.floor_bytes)
 
 
@@ -81,11 +81,11 @@ class InvalidPlan(MemoError):
 
 
 class RanksDisagree(MemoError):
-    """Ranks would begin other collectives, or one did not come; it and the call are named."""
+    """Ranks would begin different collectives, or a rank did not come; the message names both."""
 
 
 class RankSteppedAside(UnsupportedGraph):
-    """Another rank runs the graph through plain Inductor, so that this one has to do the same."""
+    """Another rank runs the graph through plain Inductor, so this one has to do the same."""
 
 
 class PassFailed(MemoError):
@@ -93,11 +93,11 @@ class PassFailed(MemoError):
 
 
 class RuntimeMisuse(MemoError):
-    """Something was run that exists for planning only, or that this machine cannot run."""
+    """Code was run that exists for planning only, or that this machine cannot run."""
 
 
 def described(error: BaseException) -> str:
-    """``error`` in one line: its type, what it says, and the line of code that raised it."""
+    """Returns ``error`` in one line: type, message, and the line of code that raised it."""
     text = str(error).strip().partition("\n")[0]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

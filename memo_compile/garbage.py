@@ -1,4 +1,4 @@
-"""How often Python looks for garbage that refers to itself, while memo traces and compiles.
+"""Makes Python collect reference cycles less often while memo traces and compiles.
 
 Graphs refer to their nodes and these to them, so each graph that was done with is found that way
 only. To find it Python goes through all objects that are not new any more, a second for a traced
@@ -23,7 +23,7 @@ _before: list[int] = []
 
 @contextlib.contextmanager
 def seldom_collected(num_objects: int = ENOUGH) -> Iterator[None]:
-    """Inside, cycles are looked for once ``num_objects`` are new, or as seldom as before."""
+    """Inside, Python collects cycles once ``num_objects`` are new, or less often if set so."""
     with _lock:
         if not _asked:
             _before[:] = gc.get_threshold()

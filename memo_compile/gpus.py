@@ -1,4 +1,4 @@
-"""What torch and Inductor ask a GPU of itself, so that a step is lowered for one that is not here.
+"""Properties of GPUs that torch and Inductor ask for, to lower a step for a GPU that is not here.
 
 Figures are NVIDIA's: the CUDA C++ Programming Guide's table of compute capabilities (shared memory,
 threads), the whitepapers of Ampere, Hopper, Ada (processors, L2). None was compared with a card; of
@@ -66,19 +66,19 @@ GPUS: Mapping[str, GpuFacts] = {
 
 
 def target_of(hardware: str) -> GpuFacts | None:
-    """The GPU that a step can be lowered for; None: not known, or ``missing_for_target``."""
+    """Returns the GPU to lower a step for; None: it is unknown, or ``missing_for_target``."""
     return None if missing_for_target() else GPUS.get(hardware)
 
 
 def missing_for_target() -> str:
-    """What is not installed and writes kernels for a GPU that is not here; "" if nothing is."""
+    """Names what is not installed but needed to write kernels for an absent GPU; or ""."""
     if (version_of("torch") or "").endswith("+cpu"):
         return "a CUDA build of torch"
     return "" if version_of("triton") else "triton"
 
 
 def version_of(package: str) -> str | None:
-    """The version that is installed; None: none is."""
+    """Returns the installed version; None: it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

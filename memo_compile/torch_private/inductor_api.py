@@ -41,23 +41,23 @@ from memo_compile.torch_private.fx_graphs import real_tensors
 
 
 def device_codegens() -> dict[str, Any]:
-    """Device type -> Inductor's code generators, registered if they were not yet."""
+    """Returns Inductor's code generators by device type; registers them first if needed."""
     _codegen_common.init_backend_registration()
     return _codegen_common.device_codegens
 
 
 def current_graph() -> Any:
-    """The GraphLowering whose wrapper is being generated."""
+    """Returns the GraphLowering whose wrapper is being generated."""
     return V.graph
 
 
 def keep_strides(node: fx.Node) -> None:
-    """Let Inductor lay ``node`` out as it was traced, whatever reads it."""
+    """Makes Inductor keep the traced strides of ``node``, whatever reads it."""
     node.meta["inductor_realize_to_strides"] = True
 
 
 def chosen_strides(graph: Any) -> Iterator[Sequence[Any] | None]:
-    """The strides of each result of a GraphLowering; None for what is no tensor."""
+    """Yields the strides of each result of a GraphLowering; None for one that is no tensor."""
     for result in graph.graph_outputs:
         is_strided = isinstance(result, ir.IRNode) and result.has_tensor_output()
         yield result.get_layout().stride if is_strided else None
@@ -74,18 +74,18 @@ def copies_results(node: Any) -> bool:
 
 
 def called_operator(node: Any) -> str:
-    """The name of the operator that an extern kernel runs, also into given buffers; or ""."""
+    """Names the operator that an extern kernel runs, also into given buffers; or ""."""
     operator = getattr(node, "op_overload", None)
     return ops.called(operator) if isinstance(operator, torch._ops.OpOverload) else ""
 
 
 def written_buffers(node: Any) -> list[str]:
-    """Names of the buffers that an extern kernel without results of its own writes into."""
+    """Returns the names of buffers that an extern kernel without own results writes into."""
     return [name for output in node.mutation_outputs for name in output.get_mutation_names()]
 
 
 def writes_first(node: Any) -> bool:
-    """True for a kernel that ``copies_results``, all but the first: that is made in its buffer."""
+    """True for a kernel of ``memo_runtime.ops.into`` that writes its first result in its buffer."""
     return ops.writes_first(node.op_overload)
 
 
@@ -111,19 +111,19 @@ would give each compilation an empty folder, in which Inductor builds its C++ he
 
 
 def inductor_patch(settings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Inductor's configuration with ``settings``, keys that this version lacks left out."""
+    """Patches Inductor's configuration; leaves out keys that this version lacks."""
     known = {key: value for key, value in settings.items() if key in inductor_settings()}
     return inductor_config.patch(known)
 
 
 @contextlib.contextmanager
 def _attention_is_checked() -> Iterator[None]:
-    """Inductor puts its attention kernels only where the graph is attention.
+    """Inside, Inductor replaces a pattern by an attention kernel only if it really is attention.
 
-    It looks for attention with patterns in which every integer counts as any other, and believes
-    them: a softmax over the batch or over the queries becomes one over the keys, a permuted key a
-    transposed one (pytorch 2.11, 2.13; issues 195320 and 196468). Without the stored pattern its
-    check traces the pattern for the shapes at hand, and compares the integers as well.
+    Its stored patterns ignore integers: a softmax over the batch or over the queries becomes one
+    over the keys, a permuted key a transposed one (pytorch 2.11, 2.13; issues 195320 and 196468).
+    Without a stored pattern its check traces the pattern for the shapes at hand, and compares
+    integers as well.
     """
     lazy_init, stored = joint_graph.lazy_init, []
 
@@ -143,7 +143,7 @@ def _attention_is_checked() -> Iterator[None]:
 
 
 def _stored_patterns() -> Iterator[Any]:
-    """The cells of the checks' closures that hold a pattern of attention."""
+    """Yields the cells of the checks' closures that hold a pattern of attention."""
     for matcher in joint_graph.pass_patterns:
         for entry in itertools.chain.from_iterable(matcher.patterns.values()):
             check = entry.extra_check
@@ -160,17 +160,17 @@ def _stored_patterns() -> Iterator[Any]:
 def compile_fx(
     gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
 ) -> Callable[..., Any]:
-    """``gm`` through AOTAutograd and Inductor; ``settings`` are compile_fx's own keywords."""
+    """Compiles ``gm`` by AOTAutograd and Inductor; ``settings`` are compile_fx's own keywords."""
     return cast(Callable[..., Any], _compile_fx(gm, list(example_inputs), **settings))
 
 
 def inductor_settings() -> Collection[str]:
-    """The names of all settings of this version of Inductor."""
+    """Returns the names of all settings of this version of Inductor."""
     return inductor_config._config  # type: ignore[attr-defined]
 
 
 def inductor_uses_cuda_graphs() -> bool:
-    """Inductor's own setting, as it is now."""
+    """Returns Inductor's setting ``triton.cudagraphs``."""
     return bool(inductor_config.triton.cudagraphs)
 
 
@@ -188,9 +188,9 @@ CONVOLUTION_SETTINGS = (
 def convolution_backend(
     source: torch.Tensor, weight: torch.Tensor, settings: Mapping[str, Any]
 ) -> str:
-    """Torch's implementation of a convolution on a CPU: ``Mkldnn``, ``Slow3d``... (2.11, 2.13).
+    """Names torch's implementation of a convolution on a CPU: ``Mkldnn``, ``Slow3d`` (2.11, 2.13).
 
-    It goes by sizes, type and number of threads. Of fakes it would say what runs on no device.
+    It depends on sizes, dtype and number of threads. Fakes would give another answer.
     """
     rest = [settings[name] for name in CONVOLUTION_SETTINGS]
     with real_tensors(), _disable_current_modes():
@@ -215,10 +215,10 @@ def has_lowering(target: Any) -> bool:
 @contextlib.contextmanager
 def donating(positions: Sequence[int]) -> Iterator[None]:
     """Inside, kernels of a backward may write over these inputs once nothing reads them."""
-    asked = vars(inductor_graph)
-    before = asked["get_donated_idxs"]
-    asked["get_donated_idxs"] = lambda: list(positions)
+    module = vars(inductor_graph)
+    before = module["get_donated_idxs"]
+    module["get_donated_idxs"] = lambda: list(positions)
     try:
         yield
     finally:
-        asked["get_donated_idxs"] = before
+        module["get_donated_idxs"] = before

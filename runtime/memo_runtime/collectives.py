@@ -29,7 +29,7 @@ class CollectiveError(RuntimeError):
 
 
 class CollectiveKind(enum.Enum):
-    """What a collective does. Those of ``torch.distributed`` with these names."""
+    """The collectives of ``torch.distributed`` with these names."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather_into_tensor"
@@ -63,9 +63,9 @@ class Collective:
             )
 
     def begin(self, destination: torch.Tensor, source: torch.Tensor) -> Any:
-        """Begin it; the torch.distributed Work to wait for.
+        """Begins it; returns the torch.distributed Work to wait for.
 
-        Both are contiguous. A reduction to all ranks may have one tensor as both.
+        Both tensors are contiguous. A reduction to all ranks may have one tensor as both.
         """
         dist, group = torch.distributed, _group_of(self.group_name)
         if self.kind is CollectiveKind.ALL_REDUCE:
@@ -118,7 +118,7 @@ class TimedCollective(NamedTuple):
 
 
 LOOK_S = 2e-5
-"""Between two looks whether a collective has ended: little beside the fastest of them."""
+"""Seconds between two checks whether a collective has ended: less than the fastest takes."""
 
 MAX_TIMED_STEPS = 4
 """A collective that did not run in so many steps may never run: nobody waits for its seconds."""
@@ -142,7 +142,7 @@ class CollectiveTimes:
     """True where nothing more is measured in this step."""
     _num_steps: int = 0
     _connected: set[str] = field(default_factory=set)
-    """Groups."""
+    """Groups whose first collective has run."""
 
     @property
     def is_over(self) -> bool:
@@ -150,7 +150,7 @@ class CollectiveTimes:
         return self._num_steps >= MAX_TIMED_STEPS or self.wanted <= self.least_s.keys()
 
     def for_step(self) -> "CollectiveTimes | None":
-        """This, for a step that begins and is to be measured; else None."""
+        """Returns itself for a step that begins and is to be measured, else None."""
         if self.is_over:
             return None
         self._num_steps += 1
@@ -158,7 +158,7 @@ class CollectiveTimes:
         return self
 
     def note(self, flight: "CollectiveTicket", seconds: float) -> None:
-        """``flight`` took so long, alone."""
+        """Notes how long ``flight`` took alone."""
         timed = flight.timed
         if timed.collective.group_name not in self._connected:
             self._connected.add(timed.collective.group_name)
@@ -192,7 +192,7 @@ class CollectiveTicket:
     finished: bool = False
     """The wait is over, or the step was given up."""
     carried_s: float = 0.0
-    """When the throttled link has carried its bytes."""
+    """The time at which the throttled link has carried its bytes."""
 
     @property
     def num_bytes(self) -> int:
@@ -201,7 +201,7 @@ class CollectiveTicket:
 
     @property
     def timed(self) -> TimedCollective:
-        """What its seconds are noted under."""
+        """The key of its seconds."""
         dtype = str(self.source.dtype).removeprefix("torch.")
         return TimedCollective(self.collective, dtype, self.num_bytes)
 
@@ -226,7 +226,7 @@ class CollectiveEngine:
         self._lock = threading.RLock()  # the collector may end a step while this thread holds it
 
     def issue(self, flight: CollectiveTicket, times: CollectiveTimes | None = None) -> float:
-        """Begin ``flight``, which the caller holds already, so that no interrupt can lose it.
+        """Begins ``flight``, which the caller holds already, so that no interrupt can lose it.
 
         With ``times`` it ends here as well, as if EARLY, and its seconds are noted, where their
         patience lasts; LATE measures nothing. Returns the seconds for which that blocked the host.
@@ -258,7 +258,7 @@ class CollectiveEngine:
         return time.perf_counter() - start_s
 
     def wait(self, flight: CollectiveTicket) -> float:
-        """Wait until the output can be read; returns the seconds that this blocked the host.
+        """Waits until the output can be read; returns the seconds that this blocked the host.
 
         On CUDA the current stream waits, not the host. Raises CollectiveError: the collective
         failed, or another process issued it.

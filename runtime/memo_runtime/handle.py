@@ -1,9 +1,9 @@
-"""The tensor that autograd keeps for a lease, and how long the lease lives with it.
+"""The handle: a tensor that autograd saves for a lease, and that ends the lease when it is freed.
 
-The handle is a small tensor whose numbers, 0 and 1, are those of the lease's number in binary: a
-packer of saved tensors that copies it, pickles it, or stores it as float8, gives it back unharmed.
-Its memory belongs to a Python object with a finalizer. Without saved-tensor hooks the lease ends
-when autograd frees that memory.
+The handle is a small tensor whose numbers, 0 and 1, are the lease's number in binary: a packer of
+saved tensors that copies it, pickles it, or stores it as float8, gives it back unharmed. Its memory
+belongs to a Python object with a finalizer. Without saved-tensor hooks the lease ends when autograd
+frees that memory.
 
 With hooks a packer may keep the handle, or store a copy and drop the handle (``save_on_cpu``), or
 drop it and run the forward again (``torch.utils.checkpoint``). A copy must be read. So a handle
@@ -31,7 +31,7 @@ class _Tag(bytearray):
 
 
 class HandleLife:
-    """Ends a lease when no backward can come any more: with the handle's memory, or with this."""
+    """Ends a lease when no backward can come: when the handle's memory is freed, or this object."""
 
     __slots__ = ("__weakref__", "_end", "_with_memory")
 
@@ -41,7 +41,7 @@ class HandleLife:
         self._with_memory.atexit = False
 
     def was_read(self) -> None:
-        """A copy of the handle may exist: its memory may go before."""
+        """Notes that a copy of the handle may exist: then freeing its memory ends nothing."""
         if self._with_memory.detach() is not None:
             weakref.finalize(self, self._end).atexit = False
 
@@ -55,9 +55,9 @@ class Handle(torch.Tensor):
     @staticmethod
     def __new__(cls, plain: torch.Tensor, life: HandleLife) -> "Handle":
         """``plain``, watched."""
-        made: Handle = torch.Tensor._make_subclass(cls, plain)
-        made.plain, made.life = plain, life
-        return made
+        handle: Handle = torch.Tensor._make_subclass(cls, plain)
+        handle.plain, handle.life = plain, life
+        return handle
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -108,7 +108,7 @@ _watched = _Watched()
 
 
 def make_handle(number: int, end: Callable[[], None]) -> torch.Tensor:
-    """The handle of lease ``number``; ``end`` is called when no backward of it can come."""
+    """Returns the handle of lease ``number``; calls ``end`` when no backward of it can come."""
     tag = _Tag(map(int, f"{number:0{NUM_BITS}b}"))
     plain = torch.frombuffer(tag, dtype=torch.uint8)
     plain.memo_life = HandleLife(tag, end)  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ def make_handle(number: int, end: Callable[[], None]) -> torch.Tensor:
 
 
 def watch_handles(results: list[Any]) -> None:
-    """Put a ``Handle`` in place of each plain one among ``results``, if hooks will pack it."""
+    """Replaces each plain handle among ``results`` by a ``Handle``, if hooks will pack it."""
     if _watched.lives is None:
         return
     for at, value in enumerate(results):
@@ -127,12 +127,12 @@ def watch_handles(results: list[Any]) -> None:
 
 
 def plain_handle(value: Any) -> Any:
-    """``value`` as a tensor that nobody watches, if it is a handle."""
+    """Returns ``value``; a ``Handle`` as its plain tensor."""
     return value.plain if isinstance(value, Handle) else value
 
 
 def number_of(handle: torch.Tensor) -> int:
-    """The lease's number in a handle, or in what a packer has made of it."""
+    """Reads the lease's number from a handle, or from what a packer has made of it."""
     numbers = plain_handle(handle).detach().cpu().flatten().tolist()
     return sum(1 << at for at, bit in enumerate(reversed(numbers)) if bit > 0.5)
 
@@ -143,7 +143,7 @@ def hooks_pack() -> bool:
 
 
 def under_hooks(run: Callable[..., Any], *args: Any) -> Any:
-    """The results of ``run``, which AOTAutograd has made; its handles live as hooks want it."""
+    """Runs ``run`` of AOTAutograd; under saved-tensor hooks its handles live with its node."""
     if not hooks_pack():
         return run(*args)
     before, _watched.lives = _watched.lives, []
@@ -158,7 +158,7 @@ def under_hooks(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def _node_of(results: Any) -> Any:
-    """The node whose backward is that of the graph with ``results``; views may be in front."""
+    """Finds the autograd node of the graph with ``results``; nodes of views may be in front."""
     waiting = [
         value.grad_fn
         for value in pytree.tree_leaves(results)

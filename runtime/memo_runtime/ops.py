@@ -35,7 +35,7 @@ torch.library.register_fake("memo::copy_into", lambda out, value: None, lib=_lib
 
 @functools.cache
 def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """``op`` with its results copied into buffers given first: ``(Tensor(a!) o0, ...) -> ()``.
+    """Returns ``op`` with its results copied into buffers given first: ``(Tensor(a!) o0, ...)``.
 
     For kernels without an ``out`` argument, so that their results can lie in the arena. The
     kernel's own result and the copy exist at once; the planner counts both, but for the first
@@ -50,12 +50,12 @@ def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     keyword_names = [arg.name for arg in schema.arguments if arg.kwarg_only]
 
     def run(*args: Any) -> None:
-        targets, rest = args[:num_outputs], args[num_outputs:]
+        targets, inputs = args[:num_outputs], args[num_outputs:]
         if flash_attention.takes_output(schema.name) and targets[0].stride(-1) == 1:
-            results = flash_attention.forward_into(schema.name, targets[0], rest)
+            results = flash_attention.forward_into(schema.name, targets[0], inputs)
         else:
             split = len(positional)
-            result = op(*rest[:split], **dict(zip(keyword_names, rest[split:], strict=True)))
+            result = op(*inputs[:split], **dict(zip(keyword_names, inputs[split:], strict=True)))
             results = result if isinstance(result, tuple | list) else (result,)
         for target, value in zip(targets, results, strict=True):
             if value.data_ptr() != target.data_ptr():
@@ -73,20 +73,20 @@ _calls: dict[torch._ops.OpOverload, str] = {}
 
 
 def called(operator: torch._ops.OpOverload) -> str:
-    """The name of ``operator``; of one of ``into`` that of the one that it calls."""
+    """Returns the name of ``operator``; of one of ``into`` the name of the one that it calls."""
     return _calls.get(operator, operator._schema.name)
 
 
 def writes_first(operator: Any) -> bool:
-    """True for an operator of ``into`` whose first result is written where it belongs."""
+    """True for an operator of ``into`` that writes its first result straight into the buffer."""
     return operator in _calls and flash_attention.takes_output(_calls[operator])
 
 
 @functools.cache
 def spread(num_numbers: int) -> torch._ops.OpOverload:
-    """Puts so many numbers of a tensor into tensors of one number each (1,), by one kernel.
+    """Returns an operator that copies numbers of a tensor into tensors of shape (1,).
 
-    ``(Tensor(a!) out0, ..., Tensor numbers, int[] at) -> ()``; nothing is allocated.
+    ``(Tensor(a!) out0, ..., Tensor numbers, int[] at) -> ()``; one kernel, and no allocation.
     """
     name = f"spread_{num_numbers}"
     outputs = [f"Tensor(a{number}!) out{number}" for number in range(num_numbers)]
@@ -109,7 +109,7 @@ def copies_results(operator: Any) -> bool:
 
 
 def _declarations(schema: Any) -> list[str]:
-    """The arguments of ``schema`` as it is written, without defaults: ``int[2] size``."""
+    """Returns the arguments of ``schema`` as written, without defaults: ``int[2] size``."""
     text = str(schema)
     inside = text[text.index("(") + 1 : text.rindex(") ->")]
     parts = re.split(r", (?=[A-Za-z*])", inside)

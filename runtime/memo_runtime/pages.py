@@ -1,8 +1,8 @@
-"""Gives memory back to Linux page by page: the CPU's arena keeps only what the step still needs.
+"""Gives memory back to Linux page by page: a CPU's arena keeps only what the step still needs.
 
-Two places hold dead pages: the tail of a slab, and the C allocator's free heap, where last step's
-gradients were. Only Linux with glibc gives them back; elsewhere plans do not count on it
-(``gives_pages_back``).
+Two places hold pages that nobody needs: the tail of a slab, and the C allocator's free heap, where
+last step's gradients were. Only Linux with glibc takes them back; elsewhere plans do not count on
+it (``gives_pages_back``).
 """
 
 import ctypes
@@ -57,17 +57,17 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def ask_for_large_pages(address: int, num_bytes: int) -> None:
-    """Let ``[address, address + num_bytes)`` be backed by huge pages, where Linux offers them.
+    """Asks Linux to back ``[address, address + num_bytes)`` with huge pages.
 
-    Pages that are given back are faulted in again in every step. With huge ones both is six times
-    faster (300 MiB by two threads: 13 ms instead of 58, and 1 instead of 25 to give them back).
+    Pages that are given back are faulted in again in every step. Huge pages make both faster (300
+    MiB by two threads: 13 ms instead of 58 to fault in, 1 instead of 25 to give back).
     """
     if num_bytes >= _MIN_LARGE_BYTES:
         _advise(address, num_bytes, mmap.MADV_HUGEPAGE)
 
 
 def drop_pages(address: int, num_bytes: int) -> None:
-    """Give ``[address, address + num_bytes)`` back; private pages read as zero afterwards.
+    """Gives ``[address, address + num_bytes)`` back; private pages read as zero afterwards.
 
     They come back as small pages. Where only a part of a huge page is in memory, Linux would bring
     back the rest whenever it likes (khugepaged, every ten seconds).
@@ -77,7 +77,7 @@ def drop_pages(address: int, num_bytes: int) -> None:
 
 
 def resident_bytes(address: int, num_bytes: int) -> int:
-    """How much of ``[address, address + num_bytes)`` is in memory, of whole pages inside it."""
+    """Returns how many bytes of ``[address, address + num_bytes)`` are in memory (whole pages)."""
     libc, first, last = _libc(), *_whole_pages(address, num_bytes)
     if libc is None or last <= first:
         return 0
@@ -90,20 +90,20 @@ def resident_bytes(address: int, num_bytes: int) -> int:
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> None:
-    """Tell Linux ``advice`` on the whole pages inside ``[address, address + num_bytes)``."""
+    """Calls madvise for the whole pages inside ``[address, address + num_bytes)``."""
     libc, first, last = _libc(), *_whole_pages(address, num_bytes)
     if libc is not None and last > first:
         libc.madvise(first, last - first, advice)
 
 
 def _whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
-    """Where the first whole page begins, and where the last one ends."""
+    """Returns where the first whole page begins, and where the last one ends."""
     end = address + num_bytes
     return -(-address // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
 
 
 def own_mapping(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor whose memory goes back to the system the moment it is freed.
+    """Returns an uninitialised CPU tensor whose memory is returned to the system when it is freed.
 
     On the heap, a large result that the user drops (logits) might stay in memory while autograd
     makes its gradient. Small tensors, and all where pages cannot go back, come from the heap.
@@ -120,7 +120,7 @@ def own_mapping(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) 
 
 
 def trim_heap() -> None:
-    """Let the C allocator return its free heap, if there is enough of it to matter."""
+    """Makes the C allocator return its free heap, if there is enough of it to matter."""
     libc = _libc()
     if libc is not None and libc.mallinfo2().fordblks >= _MIN_FREE_HEAP_BYTES:
         libc.malloc_trim(0)
@@ -131,16 +131,15 @@ _occupied: list[int] = []
 _occupying = threading.Lock()
 
 MOST_OCCUPIED_BYTES = 2**30
-"""The heap grows by what small blocks no longer find free; what this leaves they do."""
+"""Most bytes of free places that are filled: the rest is left for small blocks."""
 
 
 def occupy_free_places(min_bytes: int) -> None:
-    """Leave no free place of ``min_bytes`` or more in this thread's heap, until the next call.
+    """Fills every free place of ``min_bytes`` or more in this thread's heap, until the next call.
 
-    Where glibc maps blocks from ``min_bytes`` on one by one, it still puts one into a free place of
-    the heap that can hold it, and what lies there stays in memory when it is freed. Blocks that
-    nothing is written to fill the places, ``MOST_OCCUPIED_BYTES`` of them at most; they take
-    address space only.
+    glibc maps blocks from ``min_bytes`` on one by one, but puts one into a free place of the heap
+    that can hold it, where its pages stay when it is freed. So free places are filled with blocks
+    that nothing writes to, ``MOST_OCCUPIED_BYTES`` at most; they take address space only.
     """
     libc = _libc()
     if libc is None:
@@ -161,7 +160,7 @@ def occupy_free_places(min_bytes: int) -> None:
 
 
 def _in_a_free_place(libc: ctypes.CDLL, size: int) -> int | None:
-    """A block that lies where the heap was free; None where it would be mapped, or lie behind."""
+    """Allocates a block in a free place of the heap; None: it would lie elsewhere."""
     before_bytes = libc.mallinfo2().fordblks
     block: int | None = libc.malloc(size)
     if block is not None and before_bytes - libc.mallinfo2().fordblks >= size:
