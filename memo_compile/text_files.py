@@ -19,7 +19,7 @@ def named(path: Path, done: str) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """``path`` holds ``text``; an InputError where it cannot be written."""
+    """Writes ``text`` into ``path``. Raises InputError: it cannot be written."""
     with named(path, "written"):
         path.write_text(text, encoding="utf-8")
 

@@ -27,7 +27,7 @@ def pipeline(
     offload: str | float | Sequence[float] = "auto",
     **options: Any,
 ) -> Any:
-    """Compile the rank's stages; all microbatches are planned as one step. Returns the schedule.
+    """Compiles the rank's stages; all microbatches are planned as one step. Returns the schedule.
 
     ``schedule`` is a ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B`` or
     ``ScheduleLoopedBFS`` of torch.distributed.pipelining. Call this once, on every rank, before its

@@ -275,7 +275,7 @@ class CollectiveEngine:
         return time.perf_counter() - start_s
 
     def settle(self, flight: CollectiveTicket) -> None:
-        """Wait until nobody touches the flight's memory, for a step that is given up.
+        """Waits until nobody touches the flight's memory, for a step that is given up.
 
         What was issued is made, also where its schedule is LATE: other ranks may wait for it. Never
         raises for a collective that failed, because nobody reads its result.
@@ -299,7 +299,7 @@ class CollectiveEngine:
         self._waiting.append(flight)
 
     def _begin_up_to(self, flight: CollectiveTicket) -> None:
-        """Begin ``flight``, and before it all that was issued before and has not begun."""
+        """Begins ``flight``, and before it all that was issued before and has not begun."""
         with self._lock:
             while not flight.begun and self._waiting:
                 self._begin(self._waiting.popleft())
@@ -312,7 +312,7 @@ class CollectiveEngine:
         flight.work = flight.collective.begin(flight.destination, flight.source)
 
     def _end(self, flight: CollectiveTicket) -> None:
-        """Wait for what has begun. Raises CollectiveError: it failed."""
+        """Waits for what has begun. Raises CollectiveError: it failed."""
         work, flight.work = flight.work, None
         if work is None:
             return

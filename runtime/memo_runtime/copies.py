@@ -114,7 +114,7 @@ class CopyEngine:
         )
 
     def issue(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
-        """Begin to copy ``source`` to ``destination``: uint8 tensors of one length.
+        """Begins to copy ``source`` to ``destination``: uint8 tensors of one length.
 
         Neither may be written, nor the destination read, before :meth:`wait`.
         """
@@ -123,14 +123,14 @@ class CopyEngine:
         return ticket
 
     def begin(self, ticket: Ticket) -> None:
-        """Begin a copy whose ticket the caller holds already, so that no interrupt can lose it."""
+        """Begins a copy whose ticket the caller holds already, so that no interrupt can lose it."""
         if self.schedule is not CopySchedule.LATE:
             self._start(ticket)
         if self.schedule in (CopySchedule.EARLY, CopySchedule.SERIAL):
             ticket.stall_s = self._lanes.finish(ticket)
 
     def wait(self, ticket: Ticket) -> float:
-        """Wait until the copy has ended; returns the seconds for which issue and wait blocked.
+        """Waits until the copy has ended; returns the seconds for which issue and wait blocked.
 
         On CUDA the current stream waits, not the host, and the seconds are 0 unless measured.
         Raises CopyError: the copy failed, or another process issued it.
@@ -149,7 +149,7 @@ class CopyEngine:
         return ticket.stall_s + stall_s
 
     def settle(self, ticket: Ticket) -> None:
-        """Wait until nothing touches the copy's bytes any more, for a step that is given up.
+        """Waits until nothing touches the copy's bytes any more, for a step that is given up.
 
         Blocks the host until all earlier copies of the lane have ended, because an interrupt may
         have come in the middle of the issue. A LATE copy is not made. Never raises for a copy that
@@ -238,7 +238,7 @@ class _CudaLanes:
         ticket.event = torch.cuda.current_stream(self.device).record_event()
 
     def _copy(self, ticket: Ticket) -> None:
-        """Issue the copy to the current stream, a piece for each part of the host's memory."""
+        """Issues the copy to the current stream, a piece for each part of the host's memory."""
         to, source = ticket.destination, ticket.source
         for start, end in parts(source if to.is_cuda else to):
             to[start:end].copy_(source[start:end], non_blocking=True)
@@ -283,14 +283,14 @@ class _Worker:
         self._threads[pid][0].put(job)
 
     def drain(self) -> None:
-        """Wait until everything that was put has run."""
+        """Waits until everything that was put has run."""
         if os.getpid() in self._threads:
             done = threading.Event()
             self.put(done.set)
             done.wait()
 
     def close(self) -> None:
-        """End the thread after everything that was put. The next ``put`` starts another."""
+        """Ends the thread after everything that was put. The next ``put`` starts another."""
         jobs, thread = self._threads.pop(os.getpid(), (None, None))
         if jobs is not None and thread is not None:
             jobs.put(None)
@@ -319,7 +319,7 @@ def move_bytes(
     bytes_per_s: float | None = None,
     begin_s: float | None = None,
 ) -> None:
-    """Copy ``source`` to ``destination``, no faster than ``bytes_per_s``; both are CPU memory.
+    """Copies ``source`` to ``destination``, no faster than ``bytes_per_s``; both are CPU memory.
 
     A throttled copy counts from ``begin_s`` of ``time.perf_counter`` (by default now), and catches
     up if the caller comes later.
@@ -346,6 +346,6 @@ engine_of = functools.cache(CopyEngine)
 
 @atexit.register
 def _stop_threads() -> None:
-    """End the threads, so that none copies while the interpreter frees memory."""
+    """Ends the threads, so that none copies while the interpreter frees memory."""
     for worker in list(_working):
         worker.close()

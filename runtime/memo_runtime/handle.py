@@ -65,7 +65,7 @@ class Handle(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator on the plain tensors."""
+        """Runs an operator on the plain tensors."""
         given = (args, kwargs or {})
         handles = [value for value in pytree.tree_leaves(given) if isinstance(value, Handle)]
         args, kwargs = pytree.tree_map_only(Handle, lambda value: value.plain, given)

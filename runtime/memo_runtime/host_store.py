@@ -80,7 +80,7 @@ class HostStore:
         return self._tensor.narrow(0, offset_bytes, num_bytes)
 
     def close(self) -> None:
-        """Free the memory once the last tensor over it has gone. A second call does nothing."""
+        """Frees the memory once the last tensor over it has gone. A second call does nothing."""
         if self._unpin is not None:
             self._unpin()
         self._tensor = None
@@ -226,7 +226,7 @@ class HostPool:
         return store
 
     def release(self, store: HostStore) -> None:
-        """Give ``store`` back; it keeps its memory for the next step, if a plan still needs it."""
+        """Gives ``store`` back; it keeps its memory for the next step, if a plan still needs it."""
         with self.lock:
             try:
                 store.order.end()
@@ -235,7 +235,7 @@ class HostPool:
             self._drop_unneeded()
 
     def forget(self, plan_key: int) -> None:
-        """Free every store that only plan ``plan_key`` has used, once no step holds it."""
+        """Frees every store that only plan ``plan_key`` has used, once no step holds it."""
         with self.lock:
             for store in self.stores:
                 store.plans.discard(plan_key)

@@ -129,7 +129,7 @@ class Lease:
         return any(tensor._version != version for tensor, version in (*alive, *self.checked))
 
     def issue(self, number: int, lane: Lane, frame: torch.Tensor, host: torch.Tensor) -> None:
-        """Begin copy ``number`` of the step between bytes of its frame and of its host frame."""
+        """Begins copy ``number`` of the step between bytes of its frame and of its host frame."""
         if self.engine is None:
             raise AssertionError("a lease without an engine cannot copy")
         destination, source = (host, frame) if lane is Lane.D2H else (frame, host)
@@ -137,7 +137,7 @@ class Lease:
         self.engine.begin(ticket)
 
     def wait(self, number: int) -> float:
-        """Wait for copy ``number``; returns the seconds that blocked, 0 in a second call."""
+        """Waits for copy ``number``; returns the seconds that blocked, 0 in a second call."""
         if self.engine is None or number not in self.tickets:
             raise AssertionError(f"copy {number} was never issued")
         return self.engine.wait(self.tickets[number])
@@ -145,14 +145,14 @@ class Lease:
     def communicate(
         self, number: int, collective: Collective, destination: torch.Tensor, source: torch.Tensor
     ) -> float:
-        """Begin collective ``number`` of the step; returns the seconds that blocked."""
+        """Begins collective ``number`` of the step; returns the seconds that blocked."""
         if self.ranks is None:
             raise AssertionError("a lease without an engine cannot talk to other ranks")
         self.flights[number] = flight = CollectiveTicket(collective, destination, source)
         return self.ranks.issue(flight, self.comm_times)
 
     def wait_for_ranks(self, number: int) -> float:
-        """Wait for collective ``number``; returns the seconds that blocked."""
+        """Waits for collective ``number``; returns the seconds that blocked."""
         if self.ranks is None or number not in self.flights:
             raise AssertionError(f"collective {number} was never issued")
         blocked_s = self.ranks.wait(self.flights[number])
@@ -160,7 +160,7 @@ class Lease:
         return blocked_s
 
     def settle(self) -> None:
-        """Wait until no copy and no collective of the step is in flight."""
+        """Waits until no copy and no collective of the step is in flight."""
         for ticket in self.tickets.values():
             if self.engine is not None:
                 self.engine.settle(ticket)
@@ -173,7 +173,7 @@ class Lease:
                 self.ranks.settle(flight)
 
     def release(self) -> None:
-        """Give the frames back, after the step's copies. A second call does nothing."""
+        """Gives the frames back, after the step's copies. A second call does nothing."""
         if self.active:
             self.active = False
             self.saved = []
@@ -213,7 +213,7 @@ class Lease:
         return self.slab.bytes(self.size_bytes).clone()
 
     def restore(self, snapshot: torch.Tensor) -> None:
-        """Put the bytes of an earlier snapshot back."""
+        """Puts the bytes of an earlier snapshot back."""
         self.slab.bytes(self.size_bytes).copy_(snapshot)
         self.slab.resident_bytes = max(self.slab.resident_bytes, self.size_bytes)
 
@@ -228,7 +228,7 @@ def _give_back(
 
 
 def _close(at_end: contextlib.ExitStack) -> None:
-    """End a step, untraced: the collector may end it while torch traces some other code."""
+    """Ends a step, untraced: the collector may end it while torch traces some other code."""
     with hidden_from_modes():
         at_end.close()
 
@@ -271,7 +271,7 @@ class LeaseTable:
         return lease is not None and lease.active
 
     def end_refused(self) -> None:
-        """Give back the frames of steps whose backward can run no more."""
+        """Gives back the frames of steps whose backward can run no more."""
         with self._lock:
             live = [lease for lease in list(self._live.values()) if lease.active]
         for lease in live:
