@@ -31,7 +31,7 @@ from memo_compile.papers.kwai.schedule import Direction, PipelineShape, order_wo
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.named import QUANTA, named_moves
-from memo_compile.step.group import Group, HalfOrder, grouped, grouped_layers
+from memo_compile.step.joint_step import HalfOrder, JointStep, joint_layers, joint_problem
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.problem import FixedBytes, Half, Phase, Problem
 from memo_compile.step.simulate import peak_live_bytes
@@ -84,11 +84,9 @@ def rank_step(shape: PipelineShape, layers: int, hidden: int, seq: int) -> Movab
     )
     problem = replace(chunk.problem, fixed=FixedBytes(), halves=(_half(True), _half(False)))
     order = _order(shape)
-    group = Group(num_members=len(order) // 2, fixed=FixedBytes(), order=order)
-    together = grouped(problem, group)
-    return replace(
-        chunk, problem=_without_gradients(together), layers=grouped_layers(chunk, len(order) // 2)
-    )
+    joint = JointStep(graphs=(0,) * (len(order) // 2), fixed=FixedBytes(), order=order)
+    together = _without_gradients(joint_problem([problem], joint))
+    return joint_layers([chunk], joint, together, chunk.costs)
 
 
 def _half(is_forward: bool) -> Half:

@@ -29,8 +29,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.early_gradients import Gating
 from memo_compile.driver.facts import GraphFacts
-from memo_compile.driver.groups import GroupedSteps
-from memo_compile.driver.pieces import Piece
+from memo_compile.driver.part import StepPart
 from memo_compile.driver.stages import CapturedStep, CutStep
 from memo_compile.errors import (
     MemoError,
@@ -111,8 +110,8 @@ class StepCapture:
     """False for a plan only: nothing is compiled then."""
     assembly: Assembly | None = None
     """Runs the step, once ``finish`` has made it."""
-    steps: Piece | None = None
-    """The steps of ``assembly``, by themselves, in a group, or with those of other graphs."""
+    steps: StepPart | None = None
+    """The steps of ``assembly``, by themselves or as members of joint steps."""
     needless_masks: Mapping[str, Allowed] = field(default_factory=dict)
     """Name of an attention call -> what its mask, made of positions alone, allows."""
     chosen: Chosen | None = None
@@ -172,7 +171,7 @@ class StepCapture:
         @functools.wraps(compiled)
         def run(*args: Any) -> Any:
             assert self.steps is not None, "the step was assembled"
-            if gating is None or self.steps.runs_as_group:
+            if gating is None or self.steps.runs_as_member:
                 return under_hooks(compiled, *args)
             with hidden_from_modes():
                 gated = gating.gated(self.steps.assembly.step.backward, args)
@@ -514,7 +513,7 @@ class StepCapture:
             self.runner.write_times()
         self._finished = True
         if self.assembly is not None:
-            self.steps = Piece(GroupedSteps(self.assembly))
+            self.steps = StepPart(self.assembly)
 
     def _run_backward(self) -> Callable[..., Any]:
         def backward(args: list[Any]) -> Any:

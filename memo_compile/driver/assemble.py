@@ -29,7 +29,7 @@ from memo_compile.driver.early_gradients import (
 )
 from memo_compile.driver.facts import gradient_bytes
 from memo_compile.driver.gradient_watch import GradientWatch, HandedGradients
-from memo_compile.driver.group_members import GroupMembers
+from memo_compile.driver.joint_plan import JointMembers
 from memo_compile.driver.knowledge import StepKnowledge, gradients_at_once, leaving_values
 from memo_compile.driver.library_buffers import (
     Product,
@@ -93,10 +93,10 @@ class Assembly:
     observed: Observed = field(init=False)
     step: StepPlan
     """``planned``, as the runtime runs it."""
-    group: PlannedStep | None = None
-    """The plan of the group that the request names; it was made with the tiles of this step."""
-    members: GroupMembers | None = None
-    """The members of that group."""
+    joint: PlannedStep | None = None
+    """The plan of the joint step that the request names, made with the tiles of this step."""
+    members: JointMembers | None = None
+    """The members of that joint step."""
     reported: ReportedPlan = field(init=False)
     """What the report shows of this step, where it shows it."""
     gradients: GradientWatch = field(default_factory=GradientWatch)

@@ -17,7 +17,7 @@ from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlanRequest
 from memo_compile.errors import Infeasible, without_frames
-from memo_compile.step.group import Group, num_user_results
+from memo_compile.step.joint_step import JointStep, num_user_results
 from memo_compile.step.problem import FixedBytes, Half
 from memo_compile.units import format_enough
 
@@ -58,14 +58,14 @@ def assumed_of(
     config: MemoConfig,
     parameters: Sequence[Sequence[torch.nn.Parameter]],
     args: Sequence[Any],
-) -> Group:
-    """Returns the group of blocks with ``parameters``; the first one is called with ``args``."""
+) -> JointStep:
+    """Returns the joint step of blocks with ``parameters``; the first is called with ``args``."""
     all_parameters = [parameter for member in parameters for parameter in member]
     fixed = fixed_of(lowered, config, all_parameters, len(parameters))
     fixed = replace(fixed, inputs=lowered.cut.facts.fixed_bytes(0).inputs)
     forward, backward = lowered.problem.halves
     num_tangents = len(lowered.problem.tangents)
-    return assumed_group(forward, backward, args, fixed, len(parameters), num_tangents)
+    return assumed_joint(forward, backward, args, fixed, len(parameters), num_tangents)
 
 
 def of_block(
@@ -80,9 +80,9 @@ def of_block(
     alike = compiled_alike(given)
     if error.floor_bytes is None or len(alike) < 2 or sharded_around(given) is not None:
         return error
-    group = assumed_of(lowered, config, alike, args)
+    joint = assumed_of(lowered, config, alike, args)
     alone = without_frames(error)
-    return BlockInfeasible(alone, lambda: _of_all(alone, group, lowered, config, known))
+    return BlockInfeasible(alone, lambda: _of_all(alone, joint, lowered, config, known))
 
 
 def is_part_of_sharded(lowered: LoweredStep) -> bool:
@@ -97,34 +97,34 @@ def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
 
 def _of_all(
     error: Infeasible,
-    group: Group,
+    joint: JointStep,
     lowered: LoweredStep,
     config: MemoConfig,
     known: StepKnowledge,
 ) -> Infeasible:
-    """The refusal of the group that blocks become; ``error``, of one, where its floor is higher."""
+    """The refusal of the joint step of all; ``error``, of one block, where its floor is higher."""
     try:
-        plan_step(lowered, config.at_any_speed(), PlanRequest(group=group), known)
+        plan_step(lowered, config.at_any_speed(), PlanRequest(joint=joint), known)
     except Infeasible as of_all:
         if (of_all.floor_bytes or 0) > (error.floor_bytes or 0):
             alone = format_enough(error.floor_bytes or 0)
-            text = f"{of_all}. {IN_ALL.format(group.num_members, alone)}"
+            text = f"{of_all}. {IN_ALL.format(joint.num_members, alone)}"
             return Infeasible(text, floor_bytes=of_all.floor_bytes)
     return error
 
 
-def assumed_group(
+def assumed_joint(
     forward: Half,
     backward: Half,
     args: Sequence[Any],
     fixed: FixedBytes,
     num_members: int,
     num_tangents: int,
-) -> Group:
-    """Returns the group of a chain of blocks: each reads what the block before has made.
+) -> JointStep:
+    """Returns the joint step of a chain of blocks: each reads what the block before has made.
 
     A result is freed when the next block has run, and so is the gradient of an input. The first
-    step is watched; where it runs otherwise the group is planned again.
+    step is watched; where it runs otherwise it is planned again.
     """
     last = 2 * num_members - 1
     gone = [
@@ -138,7 +138,7 @@ def assumed_group(
         for position in _gradients_of_inputs(args, backward)
     ]
     passed = [(half, at) for half in range(num_members + 1, last + 1) for at in range(num_tangents)]
-    return Group(num_members=num_members, fixed=fixed, gone=tuple(gone), passed=tuple(passed))
+    return JointStep(graphs=(0,) * num_members, fixed=fixed, gone=tuple(gone), passed=tuple(passed))
 
 
 def _gradients_of_inputs(args: Sequence[Any], backward: Half) -> Iterator[int]:

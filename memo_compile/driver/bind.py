@@ -32,9 +32,9 @@ from memo_runtime.run_step import RunHalf, StepPlan
 from memo_compile.analysis.regions import ViewSpec
 from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep, PlannedStep
-from memo_compile.step.group import own_name
 from memo_compile.step.halves import RUNS, half_keys, half_starts, halves_of_calls
 from memo_compile.step.hand_over import last_uses, ready_after
+from memo_compile.step.joint_step import member_name
 from memo_compile.step.problem import (
     CallKind,
     Layout,
@@ -72,7 +72,7 @@ def _bound(
     poison = "poison" in config.debug
     constants = {
         phase: {
-            own_name(name, member): value
+            member_name(name, member): value
             for member, step in enumerate(steps)
             for name, value in step.half(phase).constants.items()
         }

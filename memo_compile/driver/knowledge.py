@@ -13,7 +13,6 @@ import torch
 from memo_runtime.pages import gives_pages_back
 
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph, layout_of
-from memo_compile.check.check_moves import Recomputation, recomputations_of
 from memo_compile.config import MemoConfig
 from memo_compile.costs.bandwidth import copy_bandwidth
 from memo_compile.costs.extrapolate import extrapolated_seconds
@@ -34,7 +33,6 @@ from memo_compile.planners.least_seconds import least_wait_s, whole_compute_s
 from memo_compile.planners.placement import Placement, PlacementProblem, place
 from memo_compile.reporting import state
 from memo_compile.step.communication import has_collectives
-from memo_compile.step.group import grouped, grouped_layers
 from memo_compile.step.hand_over import ready_after
 from memo_compile.step.movable import MEASURED, MovableStep, StepCosts
 from memo_compile.step.problem import CallKind, Problem
@@ -62,16 +60,12 @@ def leaving_values(lowered: LoweredStep, positions: Iterable[int]) -> tuple[str,
 def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
     """Returns the step that keeps everything, with what ``request`` says exists beside it."""
     problem = lowered.problem
-    if request.group is not None:
-        problem = grouped(problem, request.group)
     if request.none_exist:
         problem = replace(problem, fixed=replace(problem.fixed, gradients=0))
     fixed = problem.fixed
     gradients = gradients_at_once(problem, request.existing_gradient_bytes)
     earlier = max(fixed.earlier_outputs, request.earlier_output_bytes)
     problem = replace(problem, fixed=replace(fixed, gradients=gradients, earlier_outputs=earlier))
-    if request.group is not None:  # what the user does with results was seen
-        return problem
     problem = replace(problem, leaving=leaving_values(lowered, request.leaving))
     if request.outside_loss:
         gradients_of_results = result_gradients(lowered.cut.backward.half_graph.graph)
@@ -129,9 +123,12 @@ class StepKnowledge:
 
     def requested(self, request: PlanRequest) -> Problem:
         """The step that keeps everything, with what exists beside it according to ``request``."""
-        device = self.lowered.cut.facts.device
-        releases_pages = self.runs_here() and gives_pages_back(device)
-        return replace(requested_problem(self.lowered, request), releases_pages=releases_pages)
+        problem = requested_problem(self.lowered, request)
+        return replace(problem, releases_pages=self.releases_pages())
+
+    def releases_pages(self) -> bool:
+        """True where a step that runs here gives single pages of its arena back."""
+        return self.runs_here() and gives_pages_back(self.lowered.cut.facts.device)
 
     def labels(self) -> Mapping[str, str | None]:
         """Layer class -> the path of its modules, where it has one."""
@@ -160,14 +157,11 @@ class StepKnowledge:
             at for at, value in enumerate(results) if value is not None and ready[at] < last
         )
 
-    def movable(self, problem: Problem, host_store: str, num_members: int = 1) -> MovableStep:
+    def movable(self, problem: Problem, host_store: str) -> MovableStep:
         """Returns ``problem`` as layers with slots (saved tensors that may move)."""
-        step = self._layers_of_step(host_store).step
-        layers = grouped_layers(step, num_members)
         return replace(
-            step,
+            self._layers_of_step(host_store).step,
             problem=problem,
-            layers=layers,
             costs=self.costs(host_store),
             waits_late=self.config.comm_windows,
         )
@@ -219,20 +213,6 @@ class StepKnowledge:
         """The graphs of ``regions``."""
         recomputing = self._maker.lowered_graphs() if self._maker else {}
         return {**self.lowered.cut.regions, **recomputing}
-
-    def recomputations(
-        self, moved: Problem, unmoved: Problem | None = None, num_members: int = 1
-    ) -> Mapping[str, Recomputation]:
-        """What each RECOMPUTE call of ``moved`` makes, and from what.
-
-        ``unmoved`` is the group's step that keeps everything, where it is of several members.
-        """
-        if self._movable is None or self._library is None:
-            return {}
-        step = self._movable.step
-        if unmoved is not None:
-            step = replace(step, problem=unmoved, layers=grouped_layers(step, num_members))
-        return recomputations_of(step, moved, self._library.regions.values())
 
     def costs(self, host_store: str) -> StepCosts:
         """Returns the seconds of regions and the speed of copies, measured or by roofline."""
@@ -351,6 +331,10 @@ class StepKnowledge:
             else:
                 self._collectives = CommCosts()
         return self._collectives
+
+    def collective_s(self) -> Mapping[str, float]:
+        """Region -> seconds of its collective, where they are known."""
+        return self.collectives.seconds()
 
     def runs_here(self) -> bool:
         """False for a step that is planned for another kind of device than its tensors lie on."""

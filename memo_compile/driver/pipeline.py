@@ -12,6 +12,7 @@ device refuses memory, or the user keeps what the plan took to be gone (``driver
 that fits in other tiles only, the graph is compiled anew (``backends.retile``).
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -47,6 +48,7 @@ from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.tile_cut import RegionTiling, tile_cut
 from memo_compile.planners.gather_again import instead
 from memo_compile.reporting import state
+from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Phase
 
 T = TypeVar("T")
@@ -74,8 +76,8 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     """The last two stages of ``assemble``; raises what that raises."""
     known = StepKnowledge(lowered=lowered, config=config)
     gradients = GradientWatch(known.trained())
-    alone, own = replace(request, group=None, may_be_part=False), config
-    if request.group is not None:  # the group obeys the budget; by itself runs what is beyond it
+    alone, own = replace(request, joint=None, may_be_part=False), config
+    if request.joint is not None:  # the group obeys the budget; by itself runs what is beyond it
         own = replace(config.at_any_speed(), memory_budget=None)
         known = known.gathering_again() or known
     is_part = stages_around(lowered.cut.facts.inputs()).num_stages > 0
@@ -85,7 +87,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
             known, lambda some: first(some.lowered, own, alone, some, gradients)
         )
     except Infeasible as error:
-        if alone != PlanRequest() or request.group is not None:
+        if alone != PlanRequest() or request.joint is not None:
             raise error from None
         if not (request.may_be_part and is_part_of_sharded(lowered)):
             raise of_block(error, lowered, own, known) from None
@@ -94,8 +96,8 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
             known, lambda some: _part_at_first(some.lowered, own, alone, some, gradients)
         )
     lowered = known.lowered
-    group = None if request.group is None else plan_step(lowered, config, request, known)
-    if group is None and not is_part:
+    joint = None if request.joint is None else plan_step(lowered, config, request, known)
+    if joint is None and not is_part:
         require_fast(planned.plan, config, known)
     assembly = Assembly(
         lowered=lowered,
@@ -105,7 +107,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
         planned=planned,
         step=bind_step(planned, lowered.cut, request.applied_to(config)),
         gradients=gradients,
-        group=group,
+        joint=joint,
     )
     assembly.reserve()
     return assembly
@@ -135,7 +137,13 @@ def fastest(
         own = own.gathering_again()
     if not plans:
         raise min(failed, key=_floor_first)
-    return min(plans, key=lambda pair: pair[1][0].plan.step_s or 0.0)
+    return min(plans, key=lambda pair: _seconds(pair[0], pair[1][0].plan))
+
+
+def _seconds(known: StepKnowledge, plan: Plan) -> float:
+    """Of the step by ``plan``; one that nobody simulated keeps everything, and waits nowhere."""
+    seconds = plan.compute_s if plan.step_s is None else plan.step_s
+    return known.compute_s() if seconds is None else seconds
 
 
 def _floor_first(error: MemoError) -> float:
@@ -172,17 +180,20 @@ def _part_at_first(
     plan while the first step is watched. The plan of all parts keeps the budget, and a floor is
     named when that is made: no floor of one alone would hold.
     """
-    bounds: list[float | str | None] = [config.memory_budget]
-    for bound in bounds:
-        try:
-            own = replace(config.at_any_speed(), memory_budget=bound)
-            planned, found = _planned_at_first(lowered, own, request, known, gradients)
-            return replace(planned, plan=replace(planned.plan, budget_bytes=None)), found
-        except Infeasible as error:
-            if bound is None:
-                raise
-            bounds.append(error.floor_bytes if len(bounds) == 1 else None)
-    raise AssertionError("the last bound is None")
+
+    def within(bound: float | str | None) -> tuple[PlannedStep, PlanRequest]:
+        own = replace(config.at_any_speed(), memory_budget=bound)
+        planned, found = _planned_at_first(lowered, own, request, known, gradients)
+        return replace(planned, plan=replace(planned.plan, budget_bytes=None)), found
+
+    try:
+        return within(config.memory_budget)
+    except Infeasible as error:
+        floor_bytes = error.floor_bytes
+    if floor_bytes is not None:
+        with contextlib.suppress(Infeasible):
+            return within(floor_bytes)
+    return within(None)
 
 
 def _planned_at_first(

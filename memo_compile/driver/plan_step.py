@@ -15,6 +15,7 @@ from typing import Self
 
 from memo_compile.config import MemoConfig
 from memo_compile.driver.agreement import JobRank, job_rank
+from memo_compile.driver.joint_knowledge import JointKnowledge
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import StepPlanner, plan_known
@@ -29,6 +30,10 @@ from memo_compile.step.serialise import plain, restore
 STILL_RIGHT = "The numbers of both are right, but one may wait for the other"
 
 
+SharedStep = StepKnowledge | JointKnowledge
+"""A step that ranks may plan for each other."""
+
+
 def plan_step(
     lowered: LoweredStep, config: MemoConfig, request: PlanRequest, known: StepKnowledge
 ) -> PlannedStep:
@@ -38,6 +43,13 @@ def plan_step(
     Raises Infeasible: no plan fits.
     """
     assert known.lowered is lowered, "``known`` is of another step"
+    if request.joint is None:
+        return plan_shared(known, config, request)
+    return plan_shared(JointKnowledge(graphs=[known], joint=request.joint), config, request)
+
+
+def plan_shared(known: SharedStep, config: MemoConfig, request: PlanRequest) -> PlannedStep:
+    """As ``plan_step``, of a step of one graph or of several."""
     if not known.is_shared():
         return plan_known(known, config, request)
     rank, start_s = job_rank(), time.perf_counter()
@@ -55,8 +67,9 @@ def plan_step(
     try:
         planned = _adopted(known, config, request, answer.plan)
     except MemoError as error:
-        name = lowered.cut.name
-        state.warn_once(f"{name}: planned otherwise than on rank {planner}: {error}. {STILL_RIGHT}")
+        state.warn_once(
+            f"{known.name}: planned otherwise than on rank {planner}: {error}. {STILL_RIGHT}"
+        )
         return plan_known(known, config, request)
     return replace(planned, planning_s=time.perf_counter() - start_s)
 
@@ -115,7 +128,7 @@ def _unpacked(text: str) -> RankAnswer:
     return answer
 
 
-def _question(known: StepKnowledge, config: MemoConfig, request: PlanRequest) -> str:
+def _question(known: SharedStep, config: MemoConfig, request: PlanRequest) -> str:
     """Returns a digest of what a plan depends on: ranks with equal digests run one plan.
 
     Left out are measured seconds and free memory, which differ on equal ranks, and the options that
@@ -129,13 +142,13 @@ def _question(known: StepKnowledge, config: MemoConfig, request: PlanRequest) ->
             plain(replace(request, host_store=None)),
             plain(deciding),
             host_kind,
-            known.collectives.seconds(),
+            known.collective_s(),
         ]
     )
 
 
 def _plan_for_all_ranks(
-    known: StepKnowledge, config: MemoConfig, request: PlanRequest, rank: JobRank, key: str
+    known: SharedStep, config: MemoConfig, request: PlanRequest, rank: JobRank, key: str
 ) -> PlannedStep:
     """Plans the step here, and sends the plan, or why there is none, to the ranks that wait."""
     answer, host_store = RankAnswer(), request.applied_to(config).host_store
@@ -154,15 +167,10 @@ def _plan_for_all_ranks(
 
 
 def _adopted(
-    known: StepKnowledge, config: MemoConfig, request: PlanRequest, sent: SentPlan
+    known: SharedStep, config: MemoConfig, request: PlanRequest, sent: SentPlan
 ) -> PlannedStep:
     """Returns the plan of another rank for this rank's step. Raises as ``StepPlanner.as_told``."""
-    planner = StepPlanner(
-        known=known,
-        config=request.applied_to(config),
-        request=request,
-        problem=known.requested(request),
-    )
+    planner = StepPlanner.of(known, config, request)
     planned = planner.as_told(sent.problem, sent.plan, sent.moves)
     for note in sent.notes:
         state.add_note(note)

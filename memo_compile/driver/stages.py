@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from memo_compile.config import MemoConfig
-from memo_compile.step.group import Group
+from memo_compile.step.joint_step import JointStep
 from memo_compile.step.movable import Moves
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Phase, Problem
@@ -104,19 +104,17 @@ class PlanRequest:
     granted_step_bytes: int | None = None
     """Bytes that a step may take beside its parameters and other constants, after the device has
     refused more; None: nothing was refused."""
-    group: Group | None = None
-    """The live steps of this graph that are planned as one; None: it is planned by itself."""
-    shares: tuple[float, ...] = ()
-    """Per member the share of its saved bytes that goes to the host; empty: the plan's affair."""
+    joint: JointStep | None = None
+    """The joint step that is planned; None: one forward and its backward by themselves."""
     granted_host_bytes: int | None = None
     """Bytes of host memory that a step may take, after more was refused; None: none was."""
     may_be_part: bool = False
     """The step has not run, and may turn out to be a part of one that is planned whole."""
 
     @property
-    def num_members(self) -> int:
-        """How many live steps of the graph the plan is of."""
-        return 1 if self.group is None else self.group.num_members
+    def shares(self) -> tuple[float, ...]:
+        """Per member the share of its saved bytes that goes to the host; empty: nobody said."""
+        return () if self.joint is None else self.joint.shares
 
     def applied_to(self, config: MemoConfig) -> MemoConfig:
         """``config`` with the host memory that this request names."""

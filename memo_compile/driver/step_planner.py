@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from memo_compile.check.check_moves import Recomputation
+from memo_compile.check.check_moves import Recomputation, recomputations_of
 from memo_compile.check.check_plan import require_valid, require_within_budget
 from memo_compile.check.prove import require_proved
 from memo_compile.config import MemoConfig, local_world_size
@@ -46,10 +46,9 @@ from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.planners.transfers import at_once, late, with_time
 from memo_compile.reporting import state
 from memo_compile.step.communication import has_collectives
-from memo_compile.step.group import grouped_whole
 from memo_compile.step.movable import MovableStep, Moves, StepCosts
 from memo_compile.step.plans import Plan
-from memo_compile.step.problem import Problem, RegionProfile
+from memo_compile.step.problem import CallKind, Problem, RegionProfile
 from memo_compile.step.residency import residency, step_constant_bytes
 from memo_compile.step.simulate import peak_live_bytes, simulate
 from memo_compile.step.tilings import WholeStep
@@ -103,8 +102,8 @@ class KnownStep(Protocol):
         """The step that keeps everything, with what exists beside it according to ``request``."""
         ...
 
-    def movable(self, problem: Problem, host_store: str, num_members: int = 1) -> MovableStep:
-        """``problem``, which is of so many live steps of a graph, as layers with slots."""
+    def movable(self, problem: Problem, host_store: str) -> MovableStep:
+        """``problem`` as layers with slots."""
         ...
 
     def library(self, host_store: str) -> RecomputeLibrary:
@@ -117,15 +116,6 @@ class KnownStep(Protocol):
 
     def whole_compute_s(self) -> float:
         """The same before any region ran in tiles, where that is known."""
-        ...
-
-    def recomputations(
-        self, moved: Problem, unmoved: Problem | None = None, num_members: int = 1
-    ) -> Mapping[str, Recomputation]:
-        """What each RECOMPUTE call of ``moved`` makes, and from what.
-
-        ``unmoved`` is the group's step that keeps everything, where it is of several members.
-        """
         ...
 
     def searches(self, host_budget_bytes: int | None, *, exact: bool) -> SearchMemory | None:
@@ -160,12 +150,7 @@ class KnownStep(Protocol):
 def plan_known(known: KnownStep, config: MemoConfig, request: PlanRequest) -> PlannedStep:
     """The checked plan; ``known`` keeps what can be reused. Raises Infeasible: no plan fits."""
     start = time.perf_counter()
-    planner = StepPlanner(
-        known=known,
-        config=request.applied_to(config),
-        request=request,
-        problem=known.requested(request),
-    )
+    planner = StepPlanner.of(known, config, request)
     try:
         planned = planner.decide()
     except Infeasible as error:
@@ -209,6 +194,12 @@ class StepPlanner:
     problem: Problem
     """The step that keeps everything."""
 
+    @classmethod
+    def of(cls, known: KnownStep, config: MemoConfig, request: PlanRequest) -> "StepPlanner":
+        """What plans ``known`` for ``request``."""
+        config, problem = request.applied_to(config), known.requested(request)
+        return cls(known=known, config=config, request=request, problem=problem)
+
     @functools.cached_property
     def kept(self) -> Problem:
         """The step that keeps everything, its collectives in the order that all ranks keep."""
@@ -217,14 +208,12 @@ class StepPlanner:
     @functools.cached_property
     def step(self) -> MovableStep:
         """The step as layers with slots."""
-        num_members = self.request.num_members
-        step = self.known.movable(self.problem, self.config.host_store, num_members)
-        return replace(step, shares=self.request.shares)
+        return self.known.movable(self.problem, self.config.host_store)
 
     @property
     def compute_s(self) -> float:
         """Seconds of the step that keeps everything."""
-        return self.request.num_members * self.known.compute_s()
+        return self.known.compute_s()
 
     def decide(self) -> PlannedStep:
         """The step that keeps everything if that fits and is allowed, else the fastest one."""
@@ -389,7 +378,7 @@ class StepPlanner:
         factor = self.config.max_over_compute
         if not 0 < factor < math.inf:  # 0: the plan is made at once, and compared
             return math.inf
-        return factor * self.request.num_members * self.known.whole_compute_s()
+        return factor * self.known.whole_compute_s()
 
     def _bound_s(self, budget_bytes: int | None) -> float:
         """Seconds that no plan within the budget goes below, by what is known of regions now."""
@@ -523,15 +512,15 @@ class StepPlanner:
         Raises InvalidPlan: it is not.
         """
         plan = require_valid(problem, plan)
-        whole, count = self.known.whole, self.request.num_members
-        group = self.request.group
-        require_proved(
-            whole if group is None else grouped_whole(whole, count, group.order),
-            self.problem,
-            problem,
-            self.known.recomputations(problem, self.problem, count),
-        )
+        require_proved(self.known.whole, self.problem, problem, self.recomputations(problem))
         return plan
+
+    def recomputations(self, moved: Problem) -> Mapping[str, Recomputation]:
+        """What each RECOMPUTE call of ``moved`` makes, and from what."""
+        if all(call.kind is not CallKind.RECOMPUTE for call in moved.calls):
+            return {}  # else the layers are read off the graph, and its regions timed, for nothing
+        library = self.known.library(self.config.host_store)
+        return recomputations_of(self.step, moved, library.regions.values())
 
     def saved_by_dropping(self, planned: PlannedStep) -> int:
         """How much lower the peak would be if the user dropped the forward's results."""

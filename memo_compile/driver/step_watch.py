@@ -1,4 +1,4 @@
-"""Watches how autograd calls one graph: which live steps belong together, what lies between them.
+"""Watches how autograd calls graphs: which live steps belong together, what lies between them.
 
 In the step that is watched nothing is assumed. What a half returns is followed until it is gone;
 what it is given is looked up among the results of earlier halves; on a CPU memory is read between
@@ -7,12 +7,11 @@ the halves, while the user's own code runs.
 
 import collections
 import gc
-import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from memo_runtime.leases import leases
@@ -22,12 +21,15 @@ from memo_compile.driver.between import Between
 from memo_compile.driver.checkpoints import CheckpointedForward
 from memo_compile.driver.declared import stages_around
 from memo_compile.driver.owners import owned
-from memo_compile.step.group import Group, HalfOrder
+from memo_compile.step.joint_step import HalfOrder, JointStep, nested_order
 from memo_compile.step.problem import FixedBytes, Half
 from memo_compile.torch_private import autograd
 
+if TYPE_CHECKING:
+    from memo_compile.driver.part import StepPart
+
 MAX_CALLS = 4096
-"""A step of more halves is no group: something keeps it from ever ending."""
+"""A step of more halves is not planned: something keeps it from ever ending."""
 
 HalfCall = tuple[bool, int]
 """(is a backward, member)."""
@@ -51,6 +53,8 @@ class _Result:
 class Member:
     """One forward that was seen."""
 
+    part: "StepPart"
+    """Its graph."""
     key: int | None
     """Where its first parameter lies."""
     parameters: list[weakref.ref[Any]] = field(default_factory=list)
@@ -78,17 +82,14 @@ class SeenGraph(NamedTuple):
 
     backward: Half
     num_outputs: int
+    """How many of a forward's results are the user's; what is saved for the backward follows."""
     tangent_bytes: Mapping[str, int]
 
 
 @dataclass(slots=True, eq=False)
 class StepWatch:
-    """What was seen of a graph since no step of it was live."""
+    """What was seen of some graphs since no step of any was live."""
 
-    backward: Half
-    num_outputs: int
-    """How many of a forward's results are the user's; what is saved for the backward follows."""
-    tangent_bytes: Mapping[str, int]
     samples: bool
     """Memory is read between the halves."""
     learns: bool = True
@@ -114,11 +115,11 @@ class StepWatch:
     is_mixed: bool = False
     """Several threads ran it."""
     is_pipeline: bool = False
-    """The forwards are microbatches of a pipeline's stage: of one module, in any order."""
+    """The forwards are microbatches of a pipeline's stages, in any order."""
     num_forwards: int = 0
     """In a pipeline how many a whole step has, as declared."""
     is_part: bool = False
-    """The rank has more stages than this one: all of them are a step, and this is none."""
+    """The rank has several stages, and all of them are a step."""
     follows_parameters: bool = False
     """Parameters are gathered before a half and freed behind it (FSDP2)."""
     most_gathered: int = 0
@@ -152,8 +153,8 @@ class StepWatch:
         self.kept = frozenset(storage._cdata for storage in storages)
         self.between.sampler.apart = tuple(storages)
 
-    def begin(self, half: HalfCall, args: Sequence[Any]) -> None:
-        """A half is about to run on ``args``."""
+    def begin(self, half: HalfCall, args: Sequence[Any], part: "StepPart | None" = None) -> None:
+        """A half is about to run on ``args``; of a forward ``part`` is the graph."""
         is_backward, _ = half
         args = args if is_backward else owned(args)
         self._note_order(is_backward=is_backward)
@@ -165,7 +166,7 @@ class StepWatch:
         index = len(self.calls)
         self.calls.append(half)
         if self.is_brief:
-            self.members += () if is_backward else (_member(args),)
+            self.members += () if part is None else (_member(part, args),)
             return
         self.samples &= not is_backward or len(self.members) > 1  # one alone is no group
         if self.samples and index == 1:
@@ -178,8 +179,8 @@ class StepWatch:
                 result.alive_at = index
                 if not result.is_given:
                     made.add(result.storage.cdata)
-        if not is_backward:
-            member = _member(args)
+        if part is not None:
+            member = _member(part, args)
             member.share = stages_around(args).share if self.is_pipeline else None
             if not self.is_pipeline or member.key not in self.keys:  # later it has some of its own
                 self._note_existing(_parameters(args))
@@ -240,7 +241,7 @@ class StepWatch:
                 known.add(storage.cdata)
                 self.results.append(_Result(half, position, storage, num_bytes, index, is_given))
         self._given = frozenset()
-        if self.samples and not self.is_group():  # all halves of a group have run: it is over
+        if self.samples and not self.is_step():  # else all halves have run: it is over
             freed = (own.num_bytes for own in self.tangents if own.is_freed_in(index))
             self.between.begin(leases.num_live(), sum(freed))
             self._gathered = self._parameters_there()
@@ -248,6 +249,12 @@ class StepWatch:
     def stop(self) -> None:
         """Nothing more is looked at."""
         self.between.stop()
+
+    def forget_memory(self) -> None:
+        """A graph was compiled while the step ran: what that took of memory is not the step's."""
+        self.stop()
+        self.samples, self.learns = False, True
+        self.between.found.clear()
 
     def end_interlude(self, arriving: Sequence[torch.nn.Parameter] = ()) -> None:
         """The user's code has ended: what is taken from now on is not its.
@@ -362,19 +369,25 @@ class StepWatch:
         storages = {part.untyped_storage()._cdata: part.untyped_storage() for part in found}
         return sum(storage.nbytes() for storage in storages.values())
 
+    @property
+    def parts(self) -> "tuple[StepPart, ...]":
+        """Per forward its graph."""
+        return tuple(member.part for member in self.members)
+
     def graph_of(self, number: int) -> SeenGraph:
         """The graph of forward ``number``."""
-        return SeenGraph(self.backward, self.num_outputs, self.tangent_bytes)
+        return self.members[number].part.graph
 
     def parameters(self) -> tuple[weakref.ref[Any], ...]:
         """Of all members; what two of them share is there twice."""
         return tuple(own for member in self.members for own in member.parameters)
 
     @property
-    def is_run_again(self) -> bool:
-        """True where a checkpoint runs forwards again, which are some of several."""
+    def num_dropped(self) -> int:
+        """Of how many forwards that a checkpoint dropped these are some, run again; 0: of none."""
         keys = {key for step in self.checkpointed for key in step.keys}
-        return len(self.checkpointed) > 1 and keys.issuperset(self.keys)
+        is_run_again = len(self.checkpointed) > 1 and keys.issuperset(self.keys)
+        return len(self.checkpointed) if is_run_again else 0
 
     def as_checkpointed(self) -> CheckpointedForward:
         """The step's forwards as those of a checkpoint."""
@@ -391,66 +404,83 @@ class StepWatch:
         halves = [(is_backward, at) for is_backward in (False, True) for at in range(count)]
         return sorted(self.calls) == halves
 
-    def is_group(self) -> bool:
-        """True for forwards of several modules, and their backwards in the opposite order.
+    def is_step(self) -> bool:
+        """True for forwards that can be planned as one step: told apart, each with its backward.
 
-        One module is enough where a checkpoint has dropped forwards of several and runs them again
-        bit by bit: each bit is a group, which the others are like, once these are told. In a
-        pipeline for several forwards of one module, each with its backward, in any order. Where a
-        checkpoint has some run again while others wait, in any order as well.
+        They are of several modules or of several graphs, and their backwards come in the opposite
+        order. One module is enough where a checkpoint has dropped forwards of several and runs them
+        again bit by bit: each bit is a step, which the others are like, once these are told. In a
+        pipeline they are microbatches of each stage, in any order. Where a checkpoint has some run
+        again while others wait, in any order as well.
         """
-        count = self.num_members
+        if self.is_mixed:
+            return False
+        count, are_several = self.num_members, len({*self.parts}) > 1
         if self.is_pipeline:
-            alike = len({*self.keys}) == 1 and None not in self.keys
-            whole = count >= max(2, self.num_forwards) and self.has_run()
-            return whole and alike and not (self.is_mixed or self.is_part)
+            is_of_one = len({*self.keys}) == 1 and None not in self.keys
+            is_whole = count >= max(2, self.num_forwards) and self.has_run()
+            return is_whole and (is_of_one or self.is_part or are_several)
+        if not (are_several or self.are_apart):
+            return False
         if self.has_reruns:
-            return count > 1 and self.has_run() and self.are_apart and not self.is_mixed
-        order = [(False, at) for at in range(count)] + [(True, at) for at in range(count)][::-1]
+            return count > 1 and self.has_run()
         is_told = bool(self.checkpointed) or not self.in_backward
-        is_one_of_several = (count > 1 and is_told) or self.is_run_again
-        return is_one_of_several and self.calls == order and self.are_apart and not self.is_mixed
+        is_one_of_several = (count > 1 and is_told) or self.num_dropped > 0
+        return is_one_of_several and self.order == nested_order(count)
 
-    def group(self, fixed: FixedBytes) -> Group:
+    def joint(self, fixed: FixedBytes) -> JointStep:
         """What was seen, for a plan; ``fixed`` is of all members, without their inputs.
 
         Gradients of other modules count from when they were seen. Those that were there already
         when the step began are in ``fixed``.
         """
-        count = self.num_members
-        number = {half: at for at, half in enumerate(self.calls)}.__getitem__
-        last = 2 * count - 1
-        gone = tuple(
-            (number(result.half), result.position, result.alive_at)
-            for result in self.results
-            if result.is_gone and result.alive_at < last
-            if result.half[0] or result.position < self.graph_of(result.half[1]).num_outputs
-        )
-        passed = {
-            (number(half), list(graph.tangent_bytes).index(name))
-            for half, position in self.passed
-            for graph in (self.graph_of(half[1]),)
-            if half[0] and (name := graph.backward.arguments[position]) in graph.tangent_bytes
-        }
-        for at in self.left_out:  # its backward takes nothing, and leaves nothing
-            half, graph = number((True, at)), self.graph_of(at)
-            passed |= {(half, position) for position in range(len(graph.tangent_bytes))}
-            gone += tuple((half, position, half) for position in range(len(graph.backward.results)))
+        parts = self.parts[: self.num_members]
+        numbers = {part: number for number, part in enumerate(dict.fromkeys(parts))}
         made = self._gradients_made()
-        new_gradients = fixed.new_gradients + sum(made.values())
-        kept = itertools.chain(
-            *(step.inputs.items() for step in self.checkpointed), self.inputs.items()
+        inputs = dict(self.inputs)
+        for step in self.checkpointed:
+            inputs |= step.inputs
+        fixed = replace(
+            fixed,
+            inputs=sum(inputs.values()),
+            new_gradients=fixed.new_gradients + sum(made.values()),
         )
-        inputs = sum(dict(kept).values())
-        return Group(
-            num_members=count,
-            fixed=replace(fixed, inputs=inputs, new_gradients=new_gradients),
-            gone=gone,
-            passed=tuple(sorted(passed)),
+        return JointStep(
+            graphs=tuple(numbers[part] for part in parts),
+            fixed=fixed,
+            gone=tuple(self._gone()),
+            passed=tuple(sorted(self._passed())),
             interludes=tuple(self.between.interludes(made, self._given_gradients())),
             shares=self._shares(),
             order=self.order if self.is_ordered else (),
         )
+
+    def _gone(self) -> Iterator[tuple[int, int, int]]:
+        """As of ``JointStep``. The backward of a forward that was dropped leaves nothing."""
+        number = {half: at for at, half in enumerate(self.calls)}
+        for result in self.results:
+            is_backward, member = result.half
+            is_users = is_backward or result.position < self.graph_of(member).num_outputs
+            if is_users and result.is_gone and result.alive_at < 2 * self.num_members - 1:
+                yield number[result.half], result.position, result.alive_at
+        for member in self.left_out:
+            half = number[True, member]
+            for position in range(len(self.graph_of(member).backward.results)):
+                yield half, position, half
+
+    def _passed(self) -> set[tuple[int, int]]:
+        """As of ``JointStep``. The backward of a forward that was dropped is given nothing."""
+        number = {half: at for at, half in enumerate(self.calls)}
+        found = set()
+        for half, position in self.passed:
+            graph = self.graph_of(half[1])
+            name = graph.backward.arguments[position] if half[0] else ""
+            if name in graph.tangent_bytes:
+                found.add((number[half], list(graph.tangent_bytes).index(name)))
+        for member in self.left_out:
+            num_tangents = len(self.graph_of(member).tangent_bytes)
+            found |= {(number[True, member], position) for position in range(num_tangents)}
+        return found
 
     @property
     def order(self) -> HalfOrder:
@@ -498,7 +528,9 @@ def first_key(args: Sequence[Any]) -> int | None:
     return key_of(parameters[0]) if parameters else None
 
 
-def _member(args: Sequence[Any]) -> Member:
+def _member(part: "StepPart", args: Sequence[Any]) -> Member:
     parameters = _parameters(args)
     key = key_of(parameters[0]) if parameters else None
-    return Member(key=key, parameters=[weakref.ref(parameter) for parameter in parameters])
+    return Member(
+        part=part, key=key, parameters=[weakref.ref(parameter) for parameter in parameters]
+    )

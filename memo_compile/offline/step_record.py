@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from memo_compile.check.check_moves import Recomputation, recomputations_of
 from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.recompute_library import Estimated, Lowered, RecomputeLibrary, RegionMaker
@@ -219,9 +218,8 @@ class RecordedStep:
         assert request == PlanRequest(), f"a plan that never runs has no {request}"
         return self.record.problem
 
-    def movable(self, problem: Problem, host_store: str, num_members: int = 1) -> MovableStep:
+    def movable(self, problem: Problem, host_store: str) -> MovableStep:
         """``problem`` as layers with slots."""
-        assert num_members == 1, "groups are planned where they run"
         return MovableStep(
             problem=problem,
             classes=self._classes,
@@ -244,14 +242,6 @@ class RecordedStep:
     def whole_compute_s(self) -> float:
         """Seconds of the step that keeps everything, before any region was cut into tiles."""
         return self.record.whole_compute_s
-
-    def recomputations(
-        self, moved: Problem, unmoved: Problem | None = None, num_members: int = 1
-    ) -> Mapping[str, Recomputation]:
-        """What each RECOMPUTE call of ``moved`` makes, and from what."""
-        if self._library is None:
-            return {}
-        return recomputations_of(self._library.step, moved, self._library.regions.values())
 
     def searches(self, host_budget_bytes: int | None, *, exact: bool) -> SearchMemory:
         """What this process found for other budgets, for the search of the next one."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from memo_compile.errors import ConfigError
 from memo_compile.papers.kwai.schedule import Direction, PipelineShape, order_work
-from memo_compile.step.group import HalfOrder
+from memo_compile.step.joint_step import HalfOrder
 
 KINDS = ("1f1b", "gpipe", "interleaved")
 

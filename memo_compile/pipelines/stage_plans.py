@@ -17,8 +17,8 @@ from torch import fx
 from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.facts import GraphFacts
+from memo_compile.driver.joint_knowledge import JointKnowledge
 from memo_compile.driver.knowledge import StepKnowledge
-from memo_compile.driver.piece_knowledge import PieceKnowledge
 from memo_compile.driver.pipeline import first_request
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import plan_known, require_fast
@@ -30,7 +30,7 @@ from memo_compile.offline.step_record import tiling_of
 from memo_compile.pipelines.loss_costs import LossCosts
 from memo_compile.pipelines.model_units import ModelUnits
 from memo_compile.pipelines.stage_orders import StageOrders
-from memo_compile.step.group import Group, num_user_results
+from memo_compile.step.joint_step import JointStep, num_user_results
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Interlude
 
@@ -121,13 +121,7 @@ class StagePlans:
     def _rank_cost(self, rank: int, ranges: tuple[tuple[int, int], ...]) -> StageCost:
         config, count = self._whole(self.config), self.orders.num_microbatches
         chunks = [self._model(begin, end).lowered(None, config) for begin, end in ranges]
-        graphs = {id(chunk): chunk for chunk in chunks}  # equal stages are one graph
-        number_of = {key: number for number, key in enumerate(graphs)}
-        joint_step = PieceKnowledge(
-            graphs=list(graphs.values()),
-            members=[number_of[id(chunk)] for chunk in chunks for _ in range(count)],
-            group=rank_group(chunks, self.orders, rank, self.loss),
-        )
+        joint_step = rank_step(chunks, self.orders, rank, self.loss)
         try:
             plan = plan_known(joint_step, config, PlanRequest()).plan
         except Infeasible as error:
@@ -169,17 +163,17 @@ class StagePlans:
                 config = replace(config, gradients="accumulated")
             return model.first_that_fits(config, self._one_by_one)
 
-        def grouped(step: StepKnowledge, options: MemoConfig) -> PlannedStep:
-            group = rank_group([step], self.orders, stage, self.loss)
-            return plan_known(step, options, PlanRequest(group=group))
+        def together(step: StepKnowledge, options: MemoConfig) -> PlannedStep:
+            joint_step = rank_step([step], self.orders, stage, self.loss)
+            return plan_known(joint_step, options, PlanRequest())
 
         try:
             whole = self._whole(self.config)
-            return grouped(model.lowered(None, whole), whole).plan
+            return together(model.lowered(None, whole), whole).plan
         except Infeasible:
             if self.config.exact or self.config.token_tiles:
                 raise
-        return model.first_that_fits(self.config, grouped)
+        return model.first_that_fits(self.config, together)
 
     @staticmethod
     def _one_by_one(step: StepKnowledge, options: MemoConfig) -> PlannedStep:
@@ -238,23 +232,26 @@ class _StageModel:
         )
 
 
-def rank_group(
+def rank_step(
     chunks: Sequence[StepKnowledge], orders: StageOrders, rank: int, loss: LossCosts | None
-) -> Group:
+) -> JointKnowledge:
     """The microbatches of all stages of ``rank``, and what torch's schedule holds beside them.
 
     ``chunks`` are the stages' graphs, in the order of the model. Member ``chunk *
     num_microbatches + microbatch`` is one microbatch.
     """
     halves = _RankHalves(chunks, orders, rank)
-    return Group(
-        num_members=len(chunks) * orders.num_microbatches,
+    graphs = {id(chunk): chunk for chunk in chunks}  # equal stages are one graph
+    numbers = {key: number for number, key in enumerate(graphs)}
+    joint = JointStep(
+        graphs=tuple(numbers[id(chunk)] for chunk in chunks for _ in range(halves.count)),
         fixed=_sum([halves.fixed(chunk) for chunk in range(len(chunks))]),
         gone=tuple(halves.gone()),
         passed=tuple(halves.passed()),
         interludes=tuple(halves.losses(loss)) if loss is not None else (),
         order=halves.order,
     )
+    return JointKnowledge(graphs=list(graphs.values()), joint=joint)
 
 
 def _sum(parts: Sequence[FixedBytes]) -> FixedBytes:
@@ -299,7 +296,7 @@ class _RankHalves:
                     yield at, number
 
     def gone(self) -> Iterator[tuple[int, int, int]]:
-        """(half, position of a result, half behind which it is freed), as ``Group.gone`` has it.
+        """(half, position of a result, half behind which it is freed), as of ``JointStep.gone``.
 
         A forward's results are kept to the end of its backward, those of the last stage to the end
         of the step. The first gradient of a parameter stays, later ones are added to it. A gradient

@@ -10,6 +10,7 @@ still to be read, and is restored later.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -107,6 +108,10 @@ class GroupStep:
 
     def forward(self, member: int, args: list[object]) -> list[object]:
         """Runs the member's forward, which ``takes`` allows, and returns its results."""
+        return self.begin_forward(member)(args)
+
+    def begin_forward(self, member: int) -> Callable[[list[object]], list[object]]:
+        """Takes the member's place, which ``takes`` allows, and returns what runs its forward."""
         try:
             self._advance(self.place_of(member, is_backward=False))
         except BaseException:
@@ -119,7 +124,7 @@ class GroupStep:
         lease.group, lease.host = self, frame.host
         self.live[member] = lease.number
         self.position += 1
-        return run_forward(self.plan.members[member], args, lease)
+        return functools.partial(run_forward, self.plan.members[member], member=lease)
 
     def begin_backward(self, lease: Lease, *, keep_graph: bool) -> None:
         """Brings the frame into the state in which the backward of this member finds its values."""

@@ -34,10 +34,11 @@ POLICIES = ("save", "full-offload", "full-recompute", "memo")
 SHARES = (0.0, 0.02, 0.2, 0.6, 1.0)
 """Budgets: how far from the group's floor to what keeping everything needs."""
 
-TRAITS = ("llama", "tied", "frozen", "scaled", "held", "wide", "declared")
+TRAITS = ("llama", "tied", "frozen", "scaled", "held", "wide", "declared", "mixed")
 """What a case may have: the gated block; one weight in entry and head; a block without gradients;
 user code with saved tensors between the blocks; all results of blocks held to the end; a head whose
-logits are larger than the blocks' activations; ``memo_compile.group``."""
+logits are larger than the blocks' activations; ``memo_compile.group``; blocks of two kinds, which
+are two graphs."""
 
 
 class Model(nn.Module):
@@ -48,7 +49,10 @@ class Model(nn.Module):
         self.traits = traits
         self.num_words = 3001 if "wide" in traits else 61
         self.entry = nn.Embedding(self.num_words, WIDTH)
-        self.layers = nn.ModuleList(Block("llama" in traits) for _ in range(num_layers))
+        gated = [
+            ("llama" in traits) != ("mixed" in traits and at % 2 == 1) for at in range(num_layers)
+        ]
+        self.layers = nn.ModuleList(map(Block, gated))
         self.head = nn.Linear(WIDTH, self.num_words, bias=False)
         self.scale = nn.Parameter(torch.ones(WIDTH))
         if "tied" in traits:

@@ -1,8 +1,10 @@
 """A small model with two equal layers, and what most tests of survival do with it."""
 
+import contextlib
 import copy
+import threading
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,10 +13,32 @@ from memo_runtime.instructions import Instruction
 from torch import nn
 from torch.nn import functional
 
+from memo_compile.driver.joint_plan import JointStepPlan
 from tests.numerics.closeness import assert_equals_eager
 from tests.numerics.training import memo_compiled
 
 CPU = torch.device("cpu")
+
+
+def in_two_threads(monkeypatch: pytest.MonkeyPatch, run: Callable[[int], Any]) -> list[Any]:
+    """What ``run`` returns for 0 and 1, at once: both threads begin the forwards of a joint step
+    together, if nothing keeps the second one out."""
+    both, inner, found = threading.Barrier(2), JointStepPlan.begin_forward, {}
+
+    def together(plan: JointStepPlan, member: int, **more: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        return inner(plan, member, **more)
+
+    monkeypatch.setattr(JointStepPlan, "begin_forward", together)
+    threads = [
+        threading.Thread(target=lambda at=at: found.update({at: run(at)})) for at in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[at] for at in range(2)]
 
 
 class Block(nn.Module):

@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memo_compile
-from memo_compile.driver import around, groups, step_watch
-from memo_compile.driver.groups import MAX_UNPLANNABLE
+from memo_compile.driver import around, joint_steps, step_watch
+from memo_compile.driver.joint_plan import JointStepPlan
+from memo_compile.driver.joint_steps import MAX_UNPLANNABLE
 from memo_compile.errors import Infeasible
 from tests.numerics.test_saved_tensor_hooks import WIDTH, Blocks, checkpointed
 
@@ -57,10 +58,8 @@ def test_planned_from_the_second_step_on(
     def never(*_: Any) -> Any:
         raise AssertionError("the group is planned, and nobody looks around any more")
 
-    for module in (groups.GroupedSteps, step_watch.StepWatch):
-        for name in ("_plan_group", "_look_around"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, never)
+    monkeypatch.setattr(JointStepPlan, "made", never)
+    monkeypatch.setattr(step_watch.StepWatch, "_look_around", never)
     monkeypatch.setattr(around, "_modules", never)
     for _ in range(3):
         blocks.step(run, rows=ROWS)
@@ -90,7 +89,7 @@ def test_a_budget_counts_the_whole_model_and_what_checkpoints_keep(
     for _ in range(4):
         tight.step(run, rows=ROWS)
     assert memo_compile.report().active
-    assert groups.CHECKPOINTS_FIRST_STEP in memo_compile.report().notes
+    assert joint_steps.FIRST_STEP in memo_compile.report().notes
     assert group().peak_bytes <= peak - 2000
     never = Blocks(count=COUNT, memory_budget=peak - 2 * bytes_of(free.compiled))
     with pytest.raises(Infeasible, match="budget"):
@@ -98,11 +97,8 @@ def test_a_budget_counts_the_whole_model_and_what_checkpoints_keep(
 
 
 def _planned_inputs() -> int:
-    (planned,) = [
-        own.planned.planned
-        for own in gc.get_objects()
-        if type(own) is groups.GroupedSteps and own.planned is not None
-    ]
+    plans = [own for own in gc.get_objects() if type(own) is JointStepPlan]
+    (planned,) = [own.planned for own in plans if own.reported in memo_compile.report().groups]
     return planned.plan.fixed.inputs
 
 

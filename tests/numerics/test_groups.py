@@ -1,9 +1,7 @@
 """Blocks that are compiled one by one run as one group, with the numbers of eager."""
 
-import contextlib
 import copy
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,13 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 import memo_compile
 from memo_compile.backends import retile
-from memo_compile.driver import groups
+from memo_compile.driver import joint_plan
 from memo_compile.driver.between import Between
-from memo_compile.driver.groups import MAX_ALONE, GroupedSteps
+from memo_compile.driver.joint_steps import MAX_WATCHED
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.errors import ConfigError, Infeasible
 from memo_compile.reporting import state
 from memo_compile.step.interludes import IGNORED_BYTES
+from tests.numerics.small import in_two_threads
 from tests.steps.running import CPU, Words
 
 pytestmark = pytest.mark.filterwarnings(
@@ -135,8 +134,8 @@ def test_a_budget_that_the_first_step_may_exceed_is_said() -> None:
     blocks = Regional(memory_budget="1GiB")
     blocks.step()
     (note,) = (note for note in memo_compile.report().notes if "memory_budget" in note)
-    assert "its first step is watched, runs in ordinary memory and may exceed memory_budget" in note
-    assert "memo_compile.group(modules) plans them from the first step on" in note
+    assert "in their first step, which is watched, each keeps memory_budget by itself or" in note
+    assert "plans modules that share a graph from the first step on" in note
     assert not any("max_inflight" in own for own in memo_compile.report().notes)
 
 
@@ -356,29 +355,14 @@ def test_two_threads_do_not_meet_in_one_frame(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2):
         blocks.zero()
         blocks.step()
-    both, inner = threading.Barrier(2), GroupedSteps._as_member
-
-    def together(self: GroupedSteps, member: int, args: list[Any]) -> list[Any]:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.3)  # the other thread comes, if nothing keeps it out
-        return inner(self, member, args)
-
-    monkeypatch.setattr(GroupedSteps, "_as_member", together)
     words = [torch.randint(0, WORDS, (2, 33)) for _ in range(2)]
-    found: dict[int, Any] = {}
 
-    def run(at: int) -> None:
-        found[at] = torch.autograd.grad(blocks.model(words[at]), list(blocks.model.parameters()))
+    def run(model: nn.Module, at: int) -> Any:
+        return torch.autograd.grad(model(words[at]), list(model.parameters()))
 
-    threads = [threading.Thread(target=run, args=(at,)) for at in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for at, ids in enumerate(words):
-        eager = torch.autograd.grad(blocks.eager(ids), list(blocks.eager.parameters()))
-        for mine, theirs in zip(found[at], eager, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    found = in_two_threads(monkeypatch, lambda at: run(blocks.model, at))
+    eager = [run(blocks.eager, at) for at in range(2)]
+    torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-6)
 
 
 def test_a_second_length_is_a_group_of_its_own() -> None:
@@ -538,9 +522,9 @@ def test_other_tiles_are_compiled_in_the_first_step(monkeypatch: pytest.MonkeyPa
 
     blocks = Regional(memory_budget=50 * 2**20, token_tiles=None)
     with monkeypatch.context() as patched:
-        patched.setattr(groups, "plan_step", refuse)
+        patched.setattr(joint_plan, "plan_shared", refuse)
         blocks.step(run=run)
-    assert [request.group.num_members for request in refused if request.group] == [LAYERS]
+    assert [request.joint.num_members for request in refused if request.joint] == [LAYERS]
     monkeypatch.setattr(retile, "shared_memory", lambda *_: pytest.fail("compiled in a later step"))
     assert ANEW in memo_compile.report().notes
     for _ in range(3):
@@ -580,7 +564,7 @@ def test_nobody_looks_at_the_memory_of_a_graph_that_is_no_group(
 
     monkeypatch.setattr(Between, "begin", count)
     blocks = Regional(memory_budget=50 * 2**20)
-    for _ in range(MAX_ALONE + 1):
+    for _ in range(MAX_WATCHED):
         blocks.zero()
         blocks.step(run=lambda model, ids: first_block(model, ids).backward())
     assert looks

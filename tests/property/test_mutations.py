@@ -31,7 +31,7 @@ def named(problem: Problem, ending: str) -> int:
 def refused(name: str, problem: Problem, match: str) -> None:
     """What production calls says what is wrong, and in which call."""
     step = ready(name)
-    recomputations = step.assembly.known.recomputations(problem)
+    recomputations = step.planner.recomputations(problem)
     with pytest.raises(InvalidPlan, match=match):
         require_proved(step.lowered.whole, step.unmoved(problem), problem, recomputations)
 

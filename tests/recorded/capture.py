@@ -14,15 +14,14 @@ from memo_compile.analysis.views import bytes_of, is_item, is_view, results_of, 
 from memo_compile.config import resolve
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import find_model
+from memo_compile.driver.joint_knowledge import JointKnowledge
 from memo_compile.driver.knowledge import StepKnowledge
-from memo_compile.driver.piece_knowledge import PieceKnowledge
 from memo_compile.driver.step_planner import KnownStep, StepPlanner
 from memo_compile.errors import Infeasible
 from memo_compile.offline.plan_offline import plan_step_offline
 from memo_compile.offline.shapes.transformer import Degrees, first_stage
 from memo_compile.passes.recompute import ClassGraph
-from memo_compile.step.group import grouped_whole
-from memo_compile.step.joined import in_graph
+from memo_compile.step.joint_step import in_graph
 from memo_compile.step.movable import LayerClass, LayerOp, MovableStep
 from memo_compile.step.problem import Problem
 from memo_compile.step.tilings import WholeStep
@@ -67,7 +66,7 @@ class _Graphs:
 
     def of(self, known: KnownStep, class_key: str) -> ClassGraph:
         """The forward of the layers of ``class_key``."""
-        if isinstance(known, PieceKnowledge):
+        if isinstance(known, JointKnowledge):
             graph, name = in_graph(class_key)
             return self.of(known.graphs[graph], name)
         assert isinstance(known, StepKnowledge), "a step that was traced"
@@ -76,18 +75,15 @@ class _Graphs:
 
 def recorded_step(planner: StepPlanner, name: str) -> RecordedStep:
     """What ``planner`` plans, as data."""
-    step, known, request = planner.step, planner.known, planner.request
+    step, known = planner.step, planner.known
     graphs = _Graphs(planner.config.host_store)
-    whole = known.whole
-    if request.group is not None:
-        whole = grouped_whole(whole, request.num_members, request.group.order)
     classes = (
         RecordedClass(
             key=key, slots=cls.slots, ops=cls.ops, memory=op_memory(graphs.of(known, key), cls)
         )
         for key, cls in step.classes.items()
     )
-    return of_movable(step, name, tuple(classes), whole=whole)
+    return of_movable(step, name, tuple(classes), whole=known.whole)
 
 
 def of_movable(

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from memo_compile.check.check_moves import Recomputation, recomputations_of
 from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.driver.recompute_library import Estimated, Lowered, RecomputeLibrary
@@ -235,7 +234,7 @@ class KnownRecord:
     def requested(self, request: PlanRequest) -> Problem:
         return self.record.problem
 
-    def movable(self, problem: Problem, host_store: str, num_members: int = 1) -> MovableStep:
+    def movable(self, problem: Problem, host_store: str) -> MovableStep:
         return self._step
 
     def library(self, host_store: str) -> RecomputeLibrary:
@@ -246,11 +245,6 @@ class KnownRecord:
 
     def whole_compute_s(self) -> float:
         return self.compute_s()
-
-    def recomputations(
-        self, moved: Problem, unmoved: Problem | None = None, num_members: int = 1
-    ) -> Mapping[str, Recomputation]:
-        return recomputations_of(self._step, moved, self._regions.regions.values())
 
     def searches(self, host_budget_bytes: int | None, *, exact: bool) -> SearchMemory:
         return self._searches.setdefault((host_budget_bytes, exact), SearchMemory())

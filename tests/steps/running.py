@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from memo_compile.driver import assemble
 from memo_compile.driver.bind import Binder
 from memo_compile.driver.knowledge import requested_problem
 from memo_compile.driver.stages import LoweredStep, PlannedStep
+from memo_compile.driver.step_planner import StepPlanner
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, Phase, Problem
@@ -204,13 +206,19 @@ class Ready:
         moves = any(call.kind is not CallKind.RUN for call in self.planned.problem.calls)
         return requested_problem(self.lowered, self.assembly.request) if moves else problem
 
+    @functools.cached_property
+    def planner(self) -> StepPlanner:
+        """What planned the step."""
+        assembly = self.assembly
+        return StepPlanner.of(assembly.known, assembly.config, assembly.request)
+
     def complaints(self, problem: Problem, plan: Plan) -> tuple[str, ...]:
         """What the checker says, as when a step is planned."""
         verdict = check(problem, plan)
         if not verdict.ok:
             return verdict.problems
-        recomputations = self.assembly.known.recomputations(problem)
-        return prove(self.lowered.whole, self.unmoved(problem), problem, recomputations).problems
+        whole, unmoved = self.planner.known.whole, self.unmoved(problem)
+        return prove(whole, unmoved, problem, self.planner.recomputations(problem)).problems
 
     def numbers(self, problem: Problem, plan: Plan, schedule: str = "normal") -> list[Any]:
         """All that a step returns, and its inputs as it leaves them."""

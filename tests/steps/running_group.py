@@ -9,13 +9,12 @@ from memo_runtime.arena import arena_of
 from memo_runtime.group_steps import GroupPlan, GroupStep
 from memo_runtime.run_step import run_backward
 
-from memo_compile.check.check_plan import check
-from memo_compile.check.prove import prove
 from memo_compile.driver.bind import bind_group
-from memo_compile.driver.knowledge import requested_problem
+from memo_compile.driver.joint_knowledge import JointKnowledge
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
-from memo_compile.step.group import Group, HalfOrder, grouped_whole
+from memo_compile.driver.step_planner import StepPlanner
+from memo_compile.step.joint_step import HalfOrder, JointStep
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import FixedBytes, Problem
 from tests.steps.running import CPU, Ready, copied_all
@@ -46,29 +45,22 @@ class GroupReady(Ready):
 
     @property
     def request(self) -> PlanRequest:
-        group = Group(num_members=self.num_members, fixed=FixedBytes(), order=self.order)
-        return PlanRequest(group=group)
-
-    @property
-    def planned(self) -> PlannedStep:
-        return self._planned
+        graphs = (0,) * self.num_members
+        return PlanRequest(joint=JointStep(graphs=graphs, fixed=FixedBytes(), order=self.order))
 
     @functools.cached_property
-    def _planned(self) -> PlannedStep:
-        known = self.assembly.known
-        return plan_step(self.lowered, self.assembly.config, self.request, known)
+    def planner(self) -> StepPlanner:
+        assert self.request.joint is not None
+        known = JointKnowledge(graphs=[self.assembly.known], joint=self.request.joint)
+        return StepPlanner.of(known, self.assembly.config, self.request)
+
+    @functools.cached_property
+    def planned(self) -> PlannedStep:
+        own = self.assembly
+        return plan_step(own.lowered, own.config, self.request, own.known)
 
     def unmoved(self, problem: Problem) -> Problem:
-        return requested_problem(self.lowered, self.request)
-
-    def complaints(self, problem: Problem, plan: Plan) -> tuple[str, ...]:
-        verdict = check(problem, plan)
-        if not verdict.ok:
-            return verdict.problems
-        unmoved, count = self.unmoved(problem), self.num_members
-        again = self.assembly.known.recomputations(problem, unmoved, count)
-        whole = grouped_whole(self.lowered.whole, count, self.order)
-        return prove(whole, unmoved, problem, again).problems
+        return self.planner.problem
 
     def numbers(self, problem: Problem, plan: Plan, schedule: str = "normal") -> list[Any]:
         planned = dataclasses.replace(self.planned, problem=problem, plan=plan)

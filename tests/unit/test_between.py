@@ -3,13 +3,14 @@
 import mmap
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
 
 from memo_compile.driver import between, step_watch
 from memo_compile.driver.between import Between
-from memo_compile.driver.step_watch import StepWatch
+from memo_compile.driver.step_watch import SeenGraph, StepWatch
 from memo_compile.step.interludes import IGNORED_BYTES as UNIT
 from memo_compile.step.interludes import MEASURED_BYTES
 from memo_compile.step.problem import FixedBytes, Half, Interlude, Phase
@@ -104,7 +105,8 @@ def large() -> torch.Tensor:
 
 def watched_pipeline(memory: Memory, gradients, stay: int = 0, kept=()) -> StepWatch:
     """Three microbatches; before each half user code takes 4 units and frees those of before."""
-    watch = StepWatch(BACKWARD, 1, {"dy": 4 * UNIT}, samples=True)
+    part = mock.Mock(graph=SeenGraph(BACKWARD, 1, {"dy": 4 * UNIT}))
+    watch = StepWatch(samples=True)
     watch.is_pipeline, watch.num_forwards = True, 3
     watch.keep([own.untyped_storage() for own in kept])
     weight = torch.nn.Parameter(torch.zeros(2))
@@ -122,16 +124,16 @@ def watched_pipeline(memory: Memory, gradients, stay: int = 0, kept=()) -> StepW
         else:
             inputs.append(torch.empty(5))
             outputs[member], saved[member] = torch.empty(7), torch.empty(1)
-            watch.begin(half, [weight, inputs[-1]])
+            watch.begin(half, [weight, inputs[-1]], part)
             watch.end(half, [outputs[member], saved[member]])
-    assert watch.is_group()
+    assert watch.is_step()
     return watch
 
 
 def test_user_code_between_microbatches_counts_while_it_is_there(memory):
     given = [large() for _ in range(3)]
     watch = watched_pipeline(memory, given.__getitem__, kept=given)
-    group = watch.group(FixedBytes())
+    group = watch.joint(FixedBytes())
     level = [sum(left(group.interludes[:at])) for at in range(1, 1 + len(group.interludes))]
     assert max(level) == 4 * UNIT, "and not three times as much"
 
@@ -140,7 +142,7 @@ def test_memory_that_is_received_into_counts_as_inputs(memory):
     """It stays from step to step; another rank writes into it whenever it likes."""
     given = [large() for _ in range(3)]
     watch = watched_pipeline(memory, given.__getitem__, kept=given)
-    group = watch.group(FixedBytes())
+    group = watch.joint(FixedBytes())
     assert group.fixed.inputs == 3 * 4 * UNIT + 3 * 20
     assert group.passed == ((2, 0), (4, 0), (5, 0))
     assert not watch.tangents
@@ -148,14 +150,14 @@ def test_memory_that_is_received_into_counts_as_inputs(memory):
 
 def test_gradients_that_user_code_holds_on_to_are_measured_like_all_it_holds(memory):
     held = [large() for _ in range(3)]
-    group = watched_pipeline(memory, held.__getitem__).group(FixedBytes())
+    group = watched_pipeline(memory, held.__getitem__).joint(FixedBytes())
     assert group.passed == ((2, 0), (4, 0)), "of the last nobody knows"
 
 
 def test_gradients_that_are_let_go_of_count_in_the_half_that_takes_them(memory):
     """The plan has them there: they are taken off what was measured before it, and only there."""
     watch = watched_pipeline(memory, lambda member: large(), stay=4 * UNIT)
-    assert watch.group(FixedBytes()).passed == ()
+    assert watch.joint(FixedBytes()).passed == ()
     assert watch._given_gradients() == {2: 4 * UNIT, 4: 4 * UNIT, 5: 4 * UNIT}
 
 

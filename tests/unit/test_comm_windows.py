@@ -18,7 +18,7 @@ from memo_compile.planners.recompute_windows import (
 )
 from memo_compile.planners.transfers import at_once, late, with_time
 from memo_compile.step.communication import comm_bytes, handed_on, value_sizes
-from memo_compile.step.joined import joined_costs
+from memo_compile.step.joint_step import joint_costs
 from memo_compile.step.movable import Action, Mode, Moves, Schedule
 from memo_compile.step.problem import CallKind, Phase, Problem
 from memo_compile.step.program_text import program_text
@@ -221,12 +221,12 @@ def test_ranks_that_talk_slow_computation_down(slowdown, work_s, step_s):
 def test_graphs_of_one_step_keep_their_own_seconds():
     """Also where only the second one talks to other ranks."""
     alone, talks = replace(costs(), comm_bytes_per_s=None), costs(7.0)
-    joined = joined_costs([alone, replace(talks, collective_s={"gather": 3.0})])
+    joined = joint_costs([alone, replace(talks, collective_s={"gather": 3.0})])
     (name,) = joined.collective_s
     assert name in joined.region_s
     assert joined.comm_s(name, 70) == 3.0
     assert joined.comm_s("another", 70) == 10.0
-    assert joined_costs([alone, alone]).collective_s is None
+    assert joint_costs([alone, alone]).collective_s is None
 
 
 def gathered_twice() -> Problem:

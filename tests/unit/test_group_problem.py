@@ -11,15 +11,16 @@ from memo_runtime.leases import StepCounters
 from memo_compile.check.check_plan import check
 from memo_compile.check.prove import prove
 from memo_compile.driver.bind import bind_group
-from memo_compile.driver.knowledge import requested_problem
+from memo_compile.driver.joint_knowledge import JointKnowledge
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import PlannedStep, PlanRequest
+from memo_compile.driver.step_planner import StepPlanner
 from memo_compile.errors import InputError
 from memo_compile.planners.place_step import placed_step
 from memo_compile.reporting.html import render_html
-from memo_compile.step.group import Group, grouped_whole
 from memo_compile.step.halves import half_keys, half_starts, halves_of_calls
 from memo_compile.step.interludes import MIN_RANGE_BYTES, PAGE_BYTES, PlacedInterlude, Range
+from memo_compile.step.joint_step import JointStep, joint_problem
 from memo_compile.step.ordinary import passing_bytes
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import (
@@ -49,7 +50,15 @@ def ready() -> Iterator[Ready]:
 
 
 def of(num_members: int, **more: object) -> PlanRequest:
-    return PlanRequest(group=Group(num_members=num_members, fixed=FixedBytes(), **more))  # type: ignore[arg-type]
+    graphs = (0,) * num_members
+    return PlanRequest(joint=JointStep(graphs=graphs, fixed=FixedBytes(), **more))  # type: ignore[arg-type]
+
+
+def planner(ready: Ready, request: PlanRequest) -> StepPlanner:
+    assembly, joint = ready.assembly, request.joint
+    assert joint is not None
+    known = JointKnowledge(graphs=[assembly.known], joint=joint)
+    return StepPlanner.of(known, assembly.config, request)
 
 
 def planned(ready: Ready, policy: str, num_members: int = MEMBERS) -> PlannedStep:
@@ -60,10 +69,9 @@ def planned(ready: Ready, policy: str, num_members: int = MEMBERS) -> PlannedSte
 
 def complaints(ready: Ready, problem: Problem) -> str:
     """What the checker says of a group's step that moves."""
-    unmoved = requested_problem(ready.lowered, of(MEMBERS))
-    known = ready.assembly.known.recomputations(problem, unmoved, MEMBERS)
-    whole = grouped_whole(ready.lowered.whole, MEMBERS)
-    return "\n".join(prove(whole, unmoved, problem, known).problems)
+    made = planner(ready, of(MEMBERS))
+    proof = prove(made.known.whole, made.problem, problem, made.recomputations(problem))
+    return "\n".join(proof.problems)
 
 
 @pytest.mark.parametrize("policy", ["save", "full-offload", "full-recompute", "memo"])
@@ -153,12 +161,15 @@ def test_another_member_number_is_refused(ready: Ready) -> None:
 
 
 def test_results_that_are_gone_free_their_bytes(ready: Ready) -> None:
-    kept = requested_problem(ready.lowered, of(MEMBERS))
-    count = 2 * MEMBERS
+    def problem(**more: object) -> Problem:
+        joint = of(MEMBERS, **more).joint
+        assert joint is not None
+        return joint_problem([ready.lowered.problem], joint)
+
+    kept, count = problem(), 2 * MEMBERS
     sizes = range(len(kept.halves[MEMBERS].results))
     gone = tuple((half, at, half) for half in range(MEMBERS, count - 1) for at in sizes)
-    less = requested_problem(ready.lowered, of(MEMBERS, gone=gone))
-    assert peak_live_bytes(less) < peak_live_bytes(kept)
+    assert peak_live_bytes(problem(gone=gone)) < peak_live_bytes(kept)
 
 
 MIB = 2**20
@@ -334,4 +345,4 @@ def test_the_report_has_a_lane_for_each_instance(ready: Ready) -> None:
 
 def test_no_step_is_no_group() -> None:
     with pytest.raises(InputError, match="at least 1 member, got 0"):
-        Group(num_members=0, fixed=FixedBytes())
+        JointStep(graphs=(), fixed=FixedBytes())

@@ -400,3 +400,17 @@ def test_of_two_ways_to_gather_weights_the_one_that_the_checker_accepts_is_taken
     assert fastest(steps[0], planned) == (steps[1 - wrong], (plan, None))
     (note,) = memo_compile.report().notes
     assert "is left out: InvalidPlan: refused by the test" in note
+
+
+def test_a_plan_that_nobody_simulated_takes_as_long_as_its_computation():
+    """It keeps everything and has no timeline: that is no step of 0 s."""
+    again = SimpleNamespace(name="step", gathering_again=lambda: None, compute_s=lambda: 3.0)
+    lowered = SimpleNamespace(again=again)
+    step = SimpleNamespace(gathering_again=lambda: again, lowered=lowered, compute_s=lambda: 2.0)
+    for seconds, taken in ((1.0, again), (2.5, step)):
+        plans = {
+            id(step): SimpleNamespace(plan=SimpleNamespace(step_s=None, compute_s=None)),
+            id(again): SimpleNamespace(plan=SimpleNamespace(step_s=seconds, compute_s=9.0)),
+        }
+        found, _ = fastest(step, lambda known, plans=plans: (plans[id(known)], None))
+        assert found is taken
