@@ -81,7 +81,7 @@ GRIDS = {
 """Per schedule the bounds in bytes at which the program is solved, from its floor (0) to save-all
 (1). They are denser near the floor, where plans are slow and a byte is worth most."""
 
-WIDER = (0.002, 0.004, 0.008, 0.01, 0.02, 0.04, 0.08, 0.2, 0.4)
+WIDER = (0.002, 0.004, 0.002, 0.002, 0.004, 0.01, 0.02, 0.04, 0.08, 0.2, 0.4)
 """A plan that copies stall is also tried with more bytes in flight: one time after the other by at
 least this share of its peak, and by as much as it takes to give a copy more time."""
 
