@@ -150,6 +150,7 @@ class _Replay:
             while self.half < len(self.keys):
                 self.half += 1
                 self._check_interludes(self.half)
+            self._check_update()
             self.contents.finish()
         return CheckVerdict(
             problems=tuple(self.problems[:MAX_PROBLEMS]),
@@ -224,6 +225,16 @@ class _Replay:
         for interlude, ranges in zip(interludes, dropped, strict=True):
             if interlude.half == half:
                 self._check_interlude(interlude, ranges)
+
+    def _check_update(self) -> None:
+        """What the optimizer borrows when the backward has ended, beside all gradients."""
+        borrowed = self.problem.fixed.update
+        if not borrowed:
+            return
+        arena = borrowed if self.plan.releases_pages else max(borrowed, self.plan.arena_bytes)
+        need = self.constant_bytes + arena + self.outside_bytes
+        if need > self.plan.peak_bytes:
+            self._complain(f"the update needs {need} B, the peak says {self.plan.peak_bytes}")
 
     def _enter_half(self, half: int) -> None:
         """Begins a half: incoming gradients are allocated, results of earlier halves freed."""

@@ -67,6 +67,9 @@ def plan_command(
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     dp: Annotated[int, typer.Option(help="Data parallel replicas; ZeRO-1 over dp x cp.")] = 1,
     optimizer: Annotated[str, typer.Option(help=OPTIMIZER_HELP)] = "adamw",
+    offload: Annotated[
+        str, typer.Option(help="What memo_compile.offload keeps on the host: none, state.")
+    ] = "none",
     policy: Annotated[str, typer.Option(help="auto, or a named one for ablation.")] = "auto",
     max_seq: Annotated[bool, typer.Option(help="Search the longest sequence that fits.")] = False,
     sweep: Annotated[
@@ -105,6 +108,7 @@ def plan_command(
         budget=budget,
         host_budget=host_budget,
         optimizer=optimizer,
+        offload=offload,
         policy=policy,
         remembers=not fresh,
     )
@@ -301,6 +305,7 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
         "layer_classes": [dataclasses.asdict(cls) for cls in plan.layer_classes],
         "decisions": [dataclasses.asdict(decision) for decision in plan.decisions],
         "fixed_bytes": fixed,
+        "state": dataclasses.asdict(plan.training_state),
         "policy": plan.policy,
         "micro_batches_in_flight": answer.in_flight,
         "check": str(plan.check),

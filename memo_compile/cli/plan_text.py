@@ -88,7 +88,10 @@ def numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]
     yield (
         "model",
         f"{format_bytes(fixed.parameters)} parameters, {format_bytes(fixed.gradients)} gradients, "
-        f"{format_bytes(fixed.optimizer_state)} optimizer state ({answer.question.optimizer})",
+        f"{format_bytes(fixed.optimizer_state)} optimizer state ({answer.question.optimizer})"
+        + (
+            f", {format_bytes(fixed.state_on_host)} more on the host" if fixed.state_on_host else ""
+        ),
     )
     yield "outside", f"{format_bytes(answer.outside_bytes)} of libraries"
     bound = ""

@@ -47,7 +47,12 @@ from memo_compile.step.problem import (
     arena_values,
     call_starts,
 )
-from memo_compile.step.residency import heap_slack, ordinary_bytes, step_constant_bytes
+from memo_compile.step.residency import (
+    heap_slack,
+    idle_after_step_bytes,
+    ordinary_bytes,
+    step_constant_bytes,
+)
 
 _keys = itertools.count(1)
 
@@ -95,6 +100,7 @@ def _bound(
         collective_schedule=config.collective_schedule(),
         comm_bytes_per_s=config.comm_bytes_per_s,
         throttle_bytes_per_s=config.copy_speeds(),
+        idle_bytes=idle_after_step_bytes(planned.problem, planned.plan),
         heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
     )
     later_members = (

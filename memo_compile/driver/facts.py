@@ -2,10 +2,12 @@
 
 import collections
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from memo_runtime.host_state import host_state, update_bytes
 from torch import fx
 
 from memo_compile.analysis.joint_units import is_tangent
@@ -19,6 +21,47 @@ from memo_compile.step.problem import FixedBytes, align
 
 OPTIMIZER_TENSORS = 2
 """Tensors of optimizer state assumed for each trained parameter, in its dtype: Adam's moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """What the optimizer keeps for trained parameters, and what of it is on the host."""
+
+    assumed_bytes: int
+    """Of parameters whose state is on the device: OPTIMIZER_TENSORS tensors of each."""
+    num_on_device: int
+    """Numbers in those parameters."""
+    known_bytes: int
+    """Of parameters whose state is on the host: what stays on the device even so."""
+    update_bytes: int
+    """The least that their update borrows of the device."""
+    host_bytes: int
+    """Their state on the host."""
+
+    @classmethod
+    def of(
+        cls, trained: Sequence[torch.Tensor], size_of: Callable[[torch.Tensor], int]
+    ) -> "OptimizerState":
+        """Asks where the state of each parameter is (``memo_compile.offload``).
+
+        ``size_of`` says what a tensor takes of the device.
+        """
+        states = [(parameter, host_state(parameter)) for parameter in trained]
+        on_device = [parameter for parameter, state in states if state is None]
+        on_host = [state for _, state in states if state is not None]
+        return cls(
+            assumed_bytes=OPTIMIZER_TENSORS * sum(map(size_of, on_device)),
+            num_on_device=sum(parameter.numel() for parameter in on_device),
+            known_bytes=sum(state.device_bytes for state in on_host),
+            update_bytes=update_bytes(trained),
+            host_bytes=sum(state.host_bytes for state in on_host),
+        )
+
+    def device_bytes(self, bytes_per_parameter: float | None) -> int:
+        """On the device; ``bytes_per_parameter`` for each number, by default what is assumed."""
+        if bytes_per_parameter is None:
+            return self.assumed_bytes + self.known_bytes
+        return int(self.num_on_device * bytes_per_parameter) + self.known_bytes
 
 
 class GraphFacts:
@@ -53,6 +96,9 @@ class GraphFacts:
         self._parameter_bytes = sum(map(self._allocated_bytes, parameters))
         self._trained_bytes = sum(map(self._allocated_bytes, trained))
         self.num_trained = sum(parameter.numel() for parameter in trained)
+        self._state = OptimizerState.of(trained, self._allocated_bytes)
+        self.num_with_state = self._state.num_on_device
+        """Trained numbers whose optimizer state is on the device."""
         self.static_names: frozenset[str] = frozenset()
         self.ties_inputs = False
         self._untraced_bytes = sum(map(self._allocated_bytes, untraced))
@@ -122,13 +168,9 @@ class GraphFacts:
         """Returns the device memory of the step outside the arena.
 
         A gradient counts twice where a ``.grad`` exists already (it is accumulated into), or will
-        by the option ``gradients``. Optimizer state is ``state_bytes_per_parameter`` for each
-        trainable number, by default OPTIMIZER_TENSORS tensors of its dtype. ``tunes``: Inductor
-        tunes kernels.
+        by the option ``gradients``. Optimizer state: ``OptimizerState.device_bytes``. ``tunes``:
+        Inductor tunes kernels.
         """
-        state = OPTIMIZER_TENSORS * self._trained_bytes
-        if state_bytes_per_parameter is not None:
-            state = int(self.num_trained * state_bytes_per_parameter)
         existing = {"fresh": 0, "accumulated": self._trained_bytes}
         if gradients not in existing:
             existing[gradients] = self.existing_gradient_bytes()
@@ -136,11 +178,13 @@ class GraphFacts:
             parameters=self._parameter_bytes,
             buffers=max(0, self._static_bytes - self._parameter_bytes),
             gradients=self._trained_bytes + existing[gradients],
-            optimizer_state=state,
+            optimizer_state=self._state.device_bytes(state_bytes_per_parameter),
             new_gradients=self._trained_bytes,
             inputs=self._input_bytes,
             outputs=outputs_bytes,
             libraries=self._libraries_bytes(tunes=tunes),
+            state_on_host=self._state.host_bytes,
+            update=self._state.update_bytes,
         )
 
     def _libraries_bytes(self, *, tunes: bool) -> int:

@@ -29,6 +29,9 @@ CONTEXT_BYTES = 2**30
 OPTIMIZERS = {"adamw": 2.0, "adamw-fp32": None, "sgd": 0.0, "sgd-momentum": 1.0, "none": 0.0}
 """Optimizer -> its state, in tensors of a parameter's dtype; None: ``ADAMW_FP32_BYTES``."""
 
+OFFLOADS = ("none", "state")
+"""What may be kept on the host beside activations."""
+
 ADAMW_FP32_BYTES = 12.0
 """Bytes per parameter of master weight and two moments in float32, as Megatron keeps them."""
 
@@ -68,6 +71,8 @@ class Question:
     budget: str | int | None = None
     host_budget: str | int | None = None
     optimizer: str = "adamw"
+    offload: str = "none"
+    """What ``memo_compile.offload`` keeps on the host: ``none``, or optimizer ``state``."""
     policy: str = "auto"
     remembers: bool = True
     """True where lowered steps are kept in the user's cache and read from there."""
@@ -77,6 +82,8 @@ class Question:
             raise InputError(
                 f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}"
             )
+        if self.offload not in OFFLOADS:
+            raise InputError(f"offload: expected {' or '.join(OFFLOADS)}, got {self.offload!r}")
         _ = self.budget_bytes  # raises ConfigError, before anything is traced
 
     @property
@@ -338,6 +345,7 @@ def _recorded_model(question: Question, say: Say = say_nothing) -> RecordedModel
         dtype=question.dtype,
         degrees=question.degrees,
         hardware=question.hardware,
+        state_on_host=question.offload == "state",
         store=user_store() if question.remembers else None,
         say=say,
     )
@@ -409,7 +417,7 @@ def _answer(question: Question, model: RecordedModel, step: OfflineStep) -> Fore
         peak_bytes=peak_bytes,
         budget_bytes=question.budget_bytes,
         outside_bytes=plan.outside_bytes + peak_bytes - frames_bytes,
-        host_bytes=room.num_frames * step.problem.host_bytes,
+        host_bytes=room.num_frames * step.problem.host_bytes + plan.fixed.state_on_host,
         in_flight=room.num_frames,
         tokens_per_s=tokens_per_s,
         peak_at=_peak_at(step),

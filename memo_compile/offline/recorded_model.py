@@ -45,6 +45,7 @@ from memo_compile.offline.step_record import (
     tiling_of,
 )
 from memo_compile.step.serialise import plain, restore
+from memo_compile.training_state.sizes import keep_on_host
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +95,7 @@ class ModelRecord:
     held_bytes: int
     """Bytes of the parameters, and of a gradient for each that is trained."""
     num_trained: int
-    """How many numbers are trained; each has optimizer state."""
+    """How many numbers are trained with optimizer state on the device."""
     is_shortened: bool
     """True where a few layers were traced and stand for all of the model's."""
 
@@ -116,6 +117,8 @@ class RecordedModel:
     """Name of torch's dtype."""
     degrees: Degrees
     hardware: HardwareProfile
+    state_on_host: bool = False
+    """The optimizer keeps its state on the host, as ``memo_compile.offload`` does."""
     store: FileStore | None = None
     """Where records are kept on disk; None: nowhere."""
     say: Say = say_nothing
@@ -174,6 +177,7 @@ class RecordedModel:
         model = self.loaded.model
         if not isinstance(model, torch.nn.Module):
             return 0
+        self._place_state(state_bytes_per_parameter)
         return GraphFacts(list(model.parameters())).constant_bytes(state_bytes_per_parameter)
 
     def plan(self, config: MemoConfig) -> OfflineStep:
@@ -186,12 +190,24 @@ class RecordedModel:
         if self.hardware.name == "cpu" or config.dump is not None or config.passes:
             # Kernels are chosen for this very processor, or the user wants to see the passes run.
             self.store = None
+        self._place_state(config.optimizer_state_bytes_per_parameter or 0.0)
         try:
             return self._planned(offline_config(config, self.hardware))
         except NotUniform as error:
             log.info("memo: all layers of %s are traced: %s", self.facts.name, error)
             self._trace_all_layers()
             return self.plan(config)
+
+    def _place_state(self, bytes_per_parameter: float) -> None:
+        """Says where the optimizer state of the model's parameters is, before it is traced."""
+        if not self.state_on_host:
+            return
+        import torch
+
+        for part in (self.loaded, self.loaded.shorter):
+            if part is not None and isinstance(part.model, torch.nn.Module):
+                untraced = () if part.more is None else part.more.untraced
+                keep_on_host([*part.model.parameters(), *untraced], bytes_per_parameter)
 
     def _planned(self, config: MemoConfig) -> OfflineStep:
         """The first plan that fits and is fast, trying numbers of tiles in their usual order."""
@@ -298,7 +314,7 @@ class RecordedModel:
                     facts=self.facts,
                     products_bytes=traced.sizes(config).products_bytes,
                     held_bytes=facts.constant_bytes(0.0),
-                    num_trained=facts.num_trained,
+                    num_trained=facts.num_with_state,
                     is_shortened=self._is_shortened,
                 )
             )
@@ -375,6 +391,7 @@ class RecordedModel:
             "batch": self.batch,
             "dtype": self.dtype,
             "degrees": plain(self.degrees),
+            "state_on_host": self.state_on_host,
             "hardware": plain(self.hardware),
             "target": [plain(target_of(self.hardware.name)), version_of("triton")],
         }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from memo_compile.step.plans import ReportedGroup, ReportedPlan
+from memo_compile.step.plans import ReportedGroup, ReportedPlan, TrainingState
 
 log = logging.getLogger("memo")
 
@@ -27,6 +27,12 @@ class Report:
     """What was left out, replaced or ignored, in order."""
     groups: tuple[ReportedGroup, ...] = ()
     """Blocks that are compiled one by one and planned as one step."""
+
+    @property
+    def training_state(self) -> TrainingState | None:
+        """Where parameters, gradients and optimizer state of the newest plan are; None: no plan."""
+        plans = (*self.plans, *self.groups)
+        return plans[-1].training_state if plans else None
 
     def __str__(self) -> str:
         return self.text()

@@ -75,6 +75,7 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
     yield (
         f"  parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)},"
         f" optimizer state {format_bytes(fixed.optimizer_state)}"
+        + (f" and {format_bytes(fixed.state_on_host)} on the host" if fixed.state_on_host else "")
     )
     other_bytes = fixed.buffers + fixed.inputs + fixed.outputs
     kinds = {**plan.outside_bytes_by_kind, "libraries": fixed.libraries}

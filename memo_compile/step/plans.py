@@ -117,6 +117,36 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Bytes of one kind of training state, by where they are."""
+
+    device_bytes: int
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """What a training step needs beside activations, and where it is."""
+
+    parameters: Where
+    gradients: Where
+    optimizer_state: Where
+    update: str = "device"
+    """Where the optimizer updates parameters."""
+
+    @classmethod
+    def of(cls, fixed: FixedBytes) -> "TrainingState":
+        """As ``fixed`` has it."""
+        return cls(
+            parameters=Where(device_bytes=fixed.parameters),
+            gradients=Where(device_bytes=fixed.gradients),
+            optimizer_state=Where(
+                device_bytes=fixed.optimizer_state, host_bytes=fixed.state_on_host
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One planned step. All sizes in bytes."""
 
@@ -156,7 +186,7 @@ class Plan:
     policy: str = "save"
     """The policy that the options name; ``save`` where everything is kept because it fits."""
     host_bytes: int = 0
-    """Bytes of the host frame that offloaded activations are copied to."""
+    """Host memory: the frame that offloaded activations are copied to, and optimizer state."""
     timeline: Timeline | None = None
     """The simulated step, where costs are known."""
     step_lower_bound_s: float | None = None
@@ -176,6 +206,11 @@ class Plan:
     dropping_saves_bytes: int = 0
     """By how much the peak would fall, with the same decisions, if the user dropped the forward's
     results before the backward."""
+
+    @property
+    def training_state(self) -> "TrainingState":
+        """Where parameters, gradients and optimizer state are."""
+        return TrainingState.of(self.fixed)
 
     @property
     def step_s(self) -> float | None:

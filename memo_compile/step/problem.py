@@ -403,6 +403,11 @@ class FixedBytes:
     """Results of earlier steps that the user holds during this one."""
     libraries: int = 0
     """CUDA: cuBLAS's workspace, and what Inductor takes to tune a kernel."""
+    state_on_host: int = 0
+    """Optimizer state on the host: no device memory, and the one number here that is not."""
+    update: int = 0
+    """What the optimizer borrows at least when the backward has ended, where its state is on the
+    host: state on its way, and temporary results."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,7 @@ def residency(
     for interlude in interludes:
         stays = interlude.stays_bytes(_next_call(tails, interlude)) if releases else arena_bytes
         own_peak = max(own_peak, stays + interlude.ordinary_bytes)
+    own_peak = max(own_peak, _update_bytes(problem, arena_bytes, ordinary))
     resident = _resident(tails, ordinary.most, interludes, own_peak, arena_bytes)
     dropped = tuple(
         interlude.dropped(_next_call(resident, interlude), own_peak - interlude.ordinary_bytes)
@@ -102,8 +103,10 @@ def _next_call(per_call: Sequence[int], interlude: PlacedInterlude) -> int:
 
 def running_peak_bytes(problem: Problem, plan: Plan) -> int:
     """Returns the peak of a step by ``plan``, with the ordinary memory that ``problem`` has now."""
-    stays = zip(plan.resident_bytes, ordinary_bytes(problem).most, strict=True)
+    ordinary = ordinary_bytes(problem)
+    stays = zip(plan.resident_bytes, ordinary.most, strict=True)
     own_peak = max((resident + outside for resident, outside in stays), default=0)
+    own_peak = max(own_peak, _update_bytes(problem, plan.arena_bytes, ordinary))
     return step_constant_bytes(problem) + _with_slack(problem, own_peak, plan.arena_bytes)
 
 
@@ -112,6 +115,23 @@ def _with_slack(problem: Problem, own_peak: int, arena_bytes: int) -> int:
     slack = heap_slack(own_peak) if problem.releases_pages else 0
     waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, arena_bytes)
     return own_peak + slack + waiting
+
+
+def _update_bytes(problem: Problem, arena_bytes: int, ordinary: "OrdinaryMemory") -> int:
+    """What there is while the optimizer updates, of the step's own: gradients, what it borrows."""
+    if not problem.fixed.update:
+        return 0
+    arena = problem.fixed.update
+    if not problem.releases_pages:
+        arena = max(arena, arena_bytes)
+    return arena + sum(ordinary.after[-1:])
+
+
+def idle_after_step_bytes(problem: Problem, plan: Plan) -> int:
+    """What the optimizer may borrow of the arena when the backward has ended, within the peak."""
+    slack = heap_slack(plan.peak_bytes - step_constant_bytes(problem))
+    rest = plan.peak_bytes - step_constant_bytes(problem) - (slack if problem.releases_pages else 0)
+    return max(0, min(plan.arena_bytes, rest - sum(ordinary_bytes(problem).after[-1:])))
 
 
 def waiting_step_bytes(problem: Problem, arena_bytes: int) -> int:

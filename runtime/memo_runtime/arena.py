@@ -134,6 +134,8 @@ class DeviceArena:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.host = HostPool(device=device)
+        self.idle_after_step: dict[int, int] = {}
+        """Plan -> bytes of the arena that may be used between its step and the next one."""
         self._slabs: list[Slab] = []
         self._lock = threading.RLock()  # the collector may end a lease while this thread holds it
 
@@ -175,7 +177,15 @@ class DeviceArena:
             for slab in self._slabs:
                 slab._tables.pop(key, None)
             self._slabs = [slab for slab in self._slabs if slab.leased or slab._tables]
+            self.idle_after_step.pop(key, None)
         self.host.forget(key)
+
+    def idle_bytes(self) -> int:
+        """What may be borrowed of the arena now; 0 where a step holds a frame of it."""
+        with self._lock:
+            if any(slab.leased for slab in self._slabs):
+                return 0
+            return min(self.idle_after_step.values(), default=0)
 
     @property
     def size_bytes(self) -> int:

@@ -94,6 +94,8 @@ class StepPlan:
     """Called after each backward that succeeded, with what the step did, its forward included."""
     heap: HeapWatch | None = None
     """CPU: gives free heap back where memory is above the plan."""
+    idle_bytes: int = 0
+    """What of the arena may be used between the step and the next one, within the planned peak."""
     live: int = 0
     """How many steps in planned frames have their backward to come."""
     beyond: int = 0
@@ -107,6 +109,7 @@ class StepPlan:
         Raises ArenaError, HostStoreError: a frame, or a host frame, was refused.
         """
         reserved = []
+        arena_of(self.device).idle_after_step[self.key] = self.idle_bytes
         try:
             for _ in range(self.max_inflight):
                 reserved.append(self._planned_lease(count=0))

@@ -1,0 +1,1 @@
+"""Optimizer state on the host: ``memo_compile.offload``."""

@@ -1,0 +1,97 @@
+"""Host memory in which optimizer state lies between updates.
+
+Each state tensor of a parameter is one tensor on the host, in the parameter's own layout, so that
+``state_dict()`` is as it always was. Memory is taken in exact sizes, for many parameters at once.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from memo_runtime.host_store import HostStore
+
+ALIGNMENT = 64
+"""State tensors begin at multiples of so many bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """Where one state tensor lies on the host."""
+
+    store: HostStore
+    offset_bytes: int
+    tensor: torch.Tensor
+    """The state itself, on the CPU."""
+
+    def bytes(self, start: int, end: int) -> torch.Tensor:
+        """The bytes of its elements ``[start, end)`` in memory order, as uint8."""
+        itemsize = self.tensor.element_size()
+        return self.store.bytes((end - start) * itemsize, self.offset_bytes + start * itemsize)
+
+
+@dataclass(slots=True, kw_only=True)
+class Homes:
+    """All state of one optimizer that lies on the host."""
+
+    kind: str
+    """Kind of host memory, as of ``HostStore``."""
+    device: torch.device
+    of_parameter: dict[torch.Tensor, dict[str, Home]]
+    """By parameter, then by the name of its state."""
+
+    def take_in(self, wanted: Mapping[torch.Tensor, Mapping[str, torch.dtype]]) -> None:
+        """Makes room for these state tensors, in memory of its own.
+
+        Raises HostStoreError: the memory was refused.
+        """
+        places, size_bytes = [], 0
+        for parameter, dtypes in wanted.items():
+            for name, dtype in dtypes.items():
+                places.append((parameter, name, dtype, size_bytes))
+                size_bytes += aligned(parameter.numel() * dtype.itemsize)
+        if not places:
+            return
+        store = HostStore(self.kind, max(size_bytes, 1), self.device)
+        for parameter, name, dtype, offset_bytes in places:
+            memory = store.bytes(size_of(parameter, dtype), offset_bytes)
+            self.of_parameter.setdefault(parameter, {})[name] = Home(
+                store=store,
+                offset_bytes=offset_bytes,
+                tensor=laid_out(parameter, dtype, memory),
+            )
+
+    def drop(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forgets the state of ``parameters``; memory goes with the last tensor over it."""
+        for parameter in parameters:
+            self.of_parameter.pop(parameter, None)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all stores."""
+        stores = {
+            id(home.store): home.store.size_bytes
+            for homes in self.of_parameter.values()
+            for home in homes.values()
+        }
+        return sum(stores.values())
+
+
+def aligned(size_bytes: int) -> int:
+    """``size_bytes``, rounded up to where the next state tensor may begin."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def size_of(parameter: torch.Tensor, dtype: torch.dtype) -> int:
+    """Bytes of a state tensor of the parameter's shape."""
+    return parameter.numel() * dtype.itemsize
+
+
+def laid_out(parameter: torch.Tensor, dtype: torch.dtype, memory: torch.Tensor) -> torch.Tensor:
+    """``memory``, uint8, as a tensor of the parameter's shape, and its strides if those are dense.
+
+    A parameter with holes between its elements, or that overlaps itself, has contiguous state, as
+    ``torch.zeros_like`` makes it.
+    """
+    layout = torch.empty_like(parameter, device="meta", dtype=dtype)
+    values = memory.view(dtype)
+    return values.as_strided(layout.shape, layout.stride(), values.storage_offset())

@@ -1,0 +1,279 @@
+"""``memo_compile.offload``: an optimizer whose state lies on the host between updates.
+
+    optimizer = memo_compile.offload(torch.optim.AdamW(model.parameters(), lr=1e-5))
+
+AdamW keeps two numbers for each parameter: often they are the largest part of what lies on a
+device. The wrapped optimizer keeps them on the host and brings them to the device in chunks while
+``step()`` updates the parameters, in memory that activations leave idle then. Results are those of
+the plain optimizer, to the last bit: the same kernels run on the same device.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from memo_runtime import host_state
+from memo_runtime.arena import arena_of
+from memo_runtime.copies import CopyEngine, CopySchedule, engine_of
+from memo_runtime.host_state import HostState
+
+from memo_compile.config import MemoConfig, resolve
+from memo_compile.errors import ConfigError
+from memo_compile.training_state.homes import Homes
+from memo_compile.training_state.pieces import Piece, chunks_of, pieces_of
+from memo_compile.training_state.sizes import (
+    MOST_CHUNK_BYTES,
+    borrowed_per_byte,
+    chunk_bytes,
+)
+from memo_compile.training_state.traits import StateTraits, traits_of
+from memo_compile.training_state.update import ChunkedUpdate
+
+_PLACES = ("auto", "host", "device")
+
+
+def offload(
+    optimizer: torch.optim.Optimizer, *, state: str = "auto", update: str = "auto"
+) -> torch.optim.Optimizer:
+    """Keeps the state of ``optimizer`` on the host; plans made from now on do not count it.
+
+    Call it before the first step of the compiled model. The result is used in place of
+    ``optimizer``: its parameter groups are the same objects, and its ``state_dict()`` is the plain
+    optimizer's, with state on the CPU.
+
+    Args:
+        optimizer: One of torch.optim whose ``step()`` needs no closure.
+        state: ``"host"`` (also ``"auto"``), or ``"device"`` to leave it where it is.
+        update: Where parameters are updated: ``"device"`` (also ``"auto"``).
+
+    Raises:
+        ConfigError: the optimizer or its parameters cannot be treated so; the message says why.
+    """
+    for name, value in (("state", state), ("update", update)):
+        if value not in _PLACES:
+            raise ConfigError(
+                f"offload: {name}: expected one of {', '.join(_PLACES)}, got {value!r}"
+            )
+    if update == "host":
+        raise ConfigError("offload: update='host' is not there yet; leave it out")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"offload: expected an optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise ConfigError("offload: this optimizer's state is on the host already")
+    return optimizer if state == "device" else OffloadedOptimizer(optimizer, resolve(None, None))
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """The optimizer ``inner``, whose state is on the host between updates."""
+
+    def __init__(self, inner: torch.optim.Optimizer, config: MemoConfig) -> None:
+        self.inner = inner
+        self._config = config
+        self._homes: dict[torch.device, Homes] = {}
+        self._traits: dict[tuple[int, torch.dtype], StateTraits] = {}
+        """By parameter group and dtype."""
+        self._group_of: dict[torch.Tensor, int] = {}
+        super().__init__(inner.param_groups, inner.defaults)
+        self._step_supports_amp_scaling = getattr(inner, "_step_supports_amp_scaling", False)
+        self._share()
+
+    def _share(self) -> None:
+        """Takes over groups and state of the inner optimizer, and says where its state is."""
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.defaults = self.inner.defaults
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                _require_plain(parameter)
+                self._group_of[parameter] = number
+                key = (number, parameter.dtype)
+                if key not in self._traits:
+                    self._traits[key] = traits_of(self.inner, group, *_kind_of(parameter))
+        self._tell_plans()
+        for parameter in list(self.state):
+            self._send_home(parameter)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters, chunk by chunk; returns what ``closure`` does.
+
+        Ctrl-C is raised when the update is whole.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with _passed_on(self, self.inner), _without_interrupts():
+            pieces = list(pieces_of(self.param_groups, self._traits, self._chunk_bytes))
+            for device in dict.fromkeys(piece.parameter.device for piece in pieces):
+                here = [piece for piece in pieces if piece.parameter.device == device]
+                chunks = list(chunks_of(here, self._granted_bytes(device, here)))
+                homes, engine = self._homes_on(device), self._engine(device)
+                ChunkedUpdate(self.inner, homes, engine, chunks).run()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; state of the new parameters is on the host, too."""
+        super().add_param_group(param_group)
+        if self.param_groups is self.inner.param_groups:  # not inside of __init__
+            self._share()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain optimizer's, with state on the CPU."""
+        self._finish_copies()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of this or of the plain optimizer, straight to the host.
+
+        Raises ValueError: as torch's, where groups or parameters are others.
+        """
+        self._finish_copies()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameter_of = dict(zip(numbers, parameters, strict=False))
+        small: dict[Any, Any] = {}
+        large: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+        for number, state in state_dict["state"].items():
+            parameter = parameter_of.get(number)
+            if parameter is None:
+                small[number] = state
+                continue
+            small[number] = {}
+            names = self._traits_of(parameter).itemsizes
+            for name, value in state.items():
+                if name in names and isinstance(value, torch.Tensor):
+                    large.append((parameter, name, value))
+                else:
+                    small[number][name] = value
+        self.inner.load_state_dict({**state_dict, "state": small})
+        for homes in self._homes.values():
+            homes.drop(parameters)
+        for parameter, name, value in large:
+            self.inner.state[parameter][name] = value
+        self._share()
+
+    def _send_home(self, parameter: torch.Tensor) -> None:
+        """Copies the state of ``parameter`` to the host, wherever it is."""
+        state, names = self.state[parameter], self._traits_of(parameter).itemsizes
+        homes = self._homes_on(parameter.device)
+        at_home = homes.of_parameter.get(parameter, {})
+        wanted = {
+            name: parameter.dtype if value.is_floating_point() else value.dtype
+            for name, value in state.items()
+            if name in names and name not in at_home and isinstance(value, torch.Tensor)
+        }
+        homes.take_in({parameter: wanted})
+        for name in wanted:
+            home = homes.of_parameter[parameter][name].tensor
+            state[name] = home.copy_(state[name])
+
+    def _tell_plans(self) -> None:
+        """Says of each parameter what its state takes, on the host and on the device."""
+        states: list[tuple[torch.Tensor, int, int]] = []
+        borrowed = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kind, size = self._traits_of(parameter), parameter.numel()
+                sums = _sums_bytes(parameter) if kind.has_sums else 0
+                states.append((parameter, size * kind.bytes_per_element, sums))
+                is_sliced = kind.is_elementwise and parameter.is_contiguous()
+                least = 0 if is_sliced else parameter.nbytes
+                chunk = max(least, min(self._all_bytes, self._chunk_bytes))
+                per_byte = borrowed_per_byte(kind.bytes_per_element, parameter.element_size())
+                borrowed = max(borrowed, int(chunk * per_byte))
+        for parameter, host_bytes, device_bytes in states:
+            told = HostState(
+                host_bytes=host_bytes, device_bytes=device_bytes, update_bytes=borrowed
+            )
+            host_state.keep_on_host(parameter, told)
+
+    @property
+    def _all_bytes(self) -> int:
+        return sum(parameter.nbytes for group in self.param_groups for parameter in group["params"])
+
+    @property
+    def _chunk_bytes(self) -> int:
+        """Bytes of parameters in the smallest chunk."""
+        return chunk_bytes(self._all_bytes)
+
+    def _granted_bytes(self, device: torch.device, pieces: list[Piece]) -> int:
+        """Bytes of parameters in a chunk, by what is idle on the device after a backward."""
+        per_byte = (
+            borrowed_per_byte(each.traits.bytes_per_element, each.parameter.element_size())
+            for each in pieces
+        )
+        most = max(per_byte, default=1.0)
+        idle = arena_of(device).idle_bytes()
+        return max(self._chunk_bytes, min(int(idle / most), MOST_CHUNK_BYTES))
+
+    def _traits_of(self, parameter: torch.Tensor) -> StateTraits:
+        return self._traits[self._group_of[parameter], parameter.dtype]
+
+    def _homes_on(self, device: torch.device) -> Homes:
+        if device not in self._homes:
+            kind = self._config.host_kind(device.type)
+            self._homes[device] = Homes(kind=kind, device=device, of_parameter={})
+        return self._homes[device]
+
+    def _engine(self, device: torch.device) -> CopyEngine:
+        schedule = CopySchedule(self._config.copy_schedule())
+        return engine_of(arena_of(device).device, schedule, self._config.copy_speeds(), False)
+
+    def _finish_copies(self) -> None:
+        """Waits on the host for copies that a device may still make."""
+        for device in self._homes:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+
+def _require_plain(parameter: torch.Tensor) -> None:
+    """Raises ConfigError: the parameter is no ordinary tensor."""
+    if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
+        raise ConfigError(
+            f"offload: a parameter is a {type(parameter).__name__}, whose state cannot be kept on "
+            "the host yet; leave this optimizer as it is"
+        )
+
+
+def _kind_of(parameter: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
+
+
+def _sums_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of sums over the rows and over the columns of each matrix, in float32."""
+    if parameter.dim() < 2:
+        return 4 * parameter.numel()
+    rows, columns = parameter.shape[-2:]
+    return 4 * (parameter.numel() // max(1, rows) + parameter.numel() // max(1, columns))
+
+
+@contextlib.contextmanager
+def _passed_on(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> Iterator[None]:
+    """What torch.amp.GradScaler leaves at the optimizer for a fused step."""
+    names = [name for name in ("grad_scale", "found_inf") if hasattr(outer, name)]
+    for name in names:
+        setattr(inner, name, getattr(outer, name))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(inner, name)
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Holds Ctrl-C back: half of an update would be neither the old weights nor the new ones."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if caught:
+        handler(*caught[0])

@@ -1,0 +1,225 @@
+"""Runs an optimizer's update while state comes from the host and goes back, chunk by chunk.
+
+While one chunk is updated on the device, the state of the next is on its way there and that of the
+one before on its way home:
+
+    to the device    | chunk 0 | chunk 1 | chunk 2 |
+    update           |         | chunk 0 | chunk 1 | chunk 2 |
+    to the host      |         |         | chunk 0 | chunk 1 | chunk 2 |
+
+State on the device lies in the two halves of one slab of the arena, which is idle between a
+backward and the next forward. State that does not exist yet is made by the optimizer itself and
+goes home from where it is.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from memo_runtime.arena import Slab, arena_of
+from memo_runtime.copies import CopyEngine, Lane, Ticket
+
+from memo_compile.training_state.homes import Home, Homes, aligned, laid_out
+from memo_compile.training_state.pieces import Piece
+from memo_compile.training_state.traits import Group, run_update
+
+Small = Any
+"""State that stays where it is: counts of steps, numbers."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Chunk:
+    """Pieces that are updated at one time, and their state on the device."""
+
+    pieces: Sequence[Piece]
+    states: dict[torch.Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    """By what the optimizer updates: the piece's own tensor."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """Those tensors, piece by piece."""
+    tickets: list[Ticket] = field(default_factory=list)
+    """Copies in flight: to the device before the update, home after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBefore:
+    """The state of one parameter when the update begins."""
+
+    small: dict[str, Small]
+    homes: dict[str, Home]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], homes: Mapping[str, Home]) -> "StateBefore":
+        """Divides ``state`` into what lies at home and what does not."""
+        small = {name: value for name, value in state.items() if name not in homes}
+        return cls(small=small, homes=dict(homes))
+
+
+class ChunkedUpdate:
+    """One ``step()`` on one device."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        homes: Homes,
+        engine: CopyEngine,
+        chunks: Sequence[Sequence[Piece]],
+    ) -> None:
+        self._optimizer, self._homes, self._engine = optimizer, homes, engine
+        self._chunks = [Chunk(pieces=pieces) for pieces in chunks]
+        parameters = {piece.parameter for pieces in chunks for piece in pieces}
+        self._before = {
+            parameter: StateBefore.of(
+                optimizer.state.get(parameter, {}), homes.of_parameter.get(parameter, {})
+            )
+            for parameter in parameters
+        }
+        """What slices of one parameter begin with, whichever of them is updated first."""
+        self._half_bytes = max(map(self._staged_bytes, chunks), default=0)
+
+    def run(self) -> None:
+        """Updates all chunks. When it returns, the current stream has waited for all copies."""
+        with _borrowed(self._homes.device, 2 * self._half_bytes) as slab:
+            try:
+                self._run(slab)
+            finally:  # after an error nothing may touch the slab any more
+                for chunk in self._chunks:
+                    for ticket in chunk.tickets:
+                        self._engine.settle(ticket)
+
+    def _run(self, slab: Slab | None) -> None:
+        for number, chunk in enumerate(self._chunks):
+            if number == 0:
+                self._bring(chunk, slab, 0)
+            if number > 0:  # its half of the slab is needed for the next chunk
+                self._wait_home(self._chunks[number - 1])
+            if number + 1 < len(self._chunks):
+                self._bring(self._chunks[number + 1], slab, (number + 1) % 2)
+            self._wait(chunk)
+            run_update(self._optimizer, list(self._groups(chunk)), chunk.states)
+            self._take_home(chunk)
+        if self._chunks:
+            self._wait_home(self._chunks[-1])
+
+    def _wait_home(self, chunk: Chunk) -> None:
+        """The chunk's state is home; what the update has made on the device is freed."""
+        self._wait(chunk)
+        chunk.states.clear()
+        chunk.tensors.clear()
+
+    def _groups(self, chunk: Chunk) -> Iterator[Group]:
+        """The parameter groups, with the chunk's tensors in place of all."""
+        tensors: dict[int, list[torch.Tensor]] = {}
+        for piece, tensor in zip(chunk.pieces, chunk.tensors, strict=True):
+            tensors.setdefault(piece.group, []).append(tensor)
+        for number, group in enumerate(self._optimizer.param_groups):
+            if number in tensors:
+                yield {**group, "params": tensors[number]}
+
+    def _wait(self, chunk: Chunk) -> None:
+        for ticket in chunk.tickets:
+            self._engine.wait(ticket)
+        chunk.tickets.clear()
+
+    def _bring(self, chunk: Chunk, slab: Slab | None, half: int) -> None:
+        """Begins to copy the chunk's state to its half of the slab."""
+        offset_bytes = half * self._half_bytes
+        for piece in chunk.pieces:
+            tensor = piece.tensor()
+            chunk.tensors.append(tensor)
+            before = self._before[piece.parameter]
+            state = dict(before.small)
+            if not piece.is_whole:  # each slice counts its steps by itself
+                state = {name: _copied(value) for name, value in state.items()}
+            for name, home in before.homes.items():
+                source = home.bytes(piece.start, piece.end)
+                assert slab is not None, "state at home needs a place on the device"
+                memory = slab.bytes(source.numel(), offset_bytes)
+                offset_bytes += aligned(source.numel())
+                state[name] = _as_state(piece, home, memory)
+                self._begin(chunk, Lane.H2D, memory, source)
+            if state:
+                chunk.states[tensor] = state
+
+    def _take_home(self, chunk: Chunk) -> None:
+        """Begins to copy the chunk's state home, and keeps the small state in its place."""
+        self._settle_in(chunk)
+        for piece, tensor in zip(chunk.pieces, chunk.tensors, strict=True):
+            state = chunk.states.get(tensor)
+            if state is None:
+                continue
+            homes = self._homes.of_parameter.get(piece.parameter, {})
+            for name, home in homes.items():
+                if name in state:
+                    self._begin(
+                        chunk, Lane.D2H, home.bytes(piece.start, piece.end), _bytes(state[name])
+                    )
+            kept = self._optimizer.state[piece.parameter]
+            kept.update({name: value for name, value in state.items() if name not in homes})
+            kept.update({name: home.tensor for name, home in homes.items()})
+
+    def _settle_in(self, chunk: Chunk) -> None:
+        """Makes homes for state that the update has made."""
+        wanted: dict[torch.Tensor, dict[str, torch.dtype]] = {}
+        for piece, tensor in zip(chunk.pieces, chunk.tensors, strict=True):
+            homes = self._homes.of_parameter.get(piece.parameter, {})
+            for name, value in chunk.states.get(tensor, {}).items():
+                if (
+                    name in piece.traits.itemsizes
+                    and name not in homes
+                    and _is_state(value, tensor)
+                ):
+                    wanted.setdefault(piece.parameter, {})[name] = value.dtype
+        self._homes.take_in(wanted)
+
+    def _staged_bytes(self, pieces: Sequence[Piece]) -> int:
+        """Bytes of their state that comes from home."""
+        homes = ((piece, self._before[piece.parameter].homes) for piece in pieces)
+        return sum(
+            aligned((piece.end - piece.start) * home.tensor.element_size())
+            for piece, of_piece in homes
+            for home in of_piece.values()
+        )
+
+    def _begin(self, chunk: Chunk, lane: Lane, to: torch.Tensor, source: torch.Tensor) -> None:
+        ticket = Ticket(lane, to, source)
+        chunk.tickets.append(ticket)  # first, so that an interrupt cannot lose it
+        self._engine.begin(ticket)
+
+
+@contextlib.contextmanager
+def _borrowed(device: torch.device, size_bytes: int) -> Iterator[Slab | None]:
+    """A free slab of the device's arena."""
+    if not size_bytes:
+        yield None
+        return
+    arena = arena_of(device)
+    slab = arena.acquire(size_bytes)
+    try:
+        slab.occupy(size_bytes)
+        yield slab
+    finally:
+        arena.release(slab)
+
+
+def _as_state(piece: Piece, home: Home, memory: torch.Tensor) -> torch.Tensor:
+    """The piece's state in ``memory``, laid out as the optimizer would have made it."""
+    if piece.is_whole:
+        return laid_out(piece.parameter, home.tensor.dtype, memory)
+    return memory.view(home.tensor.dtype)
+
+
+def _is_state(value: object, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
+
+
+def _bytes(state: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's bytes in memory order, as uint8."""
+    flat = state.as_strided((state.numel(),), (1,), state.storage_offset())
+    return flat.view(torch.uint8)
+
+
+def _copied(value: Small) -> Small:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,44 @@
+"""Which parameters have their optimizer state on the host, for the plans of their steps.
+
+``memo_compile.offload`` writes it. A plan then counts no state of these parameters, but what their
+update borrows of the device when the backward has ended. Parameters are held weakly.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostState:
+    """Where the optimizer state of one parameter is, in bytes."""
+
+    host_bytes: int
+    """What is at home on the host."""
+    device_bytes: int
+    """What stays on the device all the time: sums over rows and columns, as Adafactor has them."""
+    update_bytes: int
+    """The least of the device that an update of the whole optimizer borrows: state on its way, and
+    temporary results of the update itself."""
+
+
+_states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def keep_on_host(parameter: torch.Tensor, state: HostState) -> None:
+    """From now on plans count ``state`` for ``parameter``."""
+    _states[parameter] = state
+
+
+def host_state(parameter: torch.Tensor) -> HostState | None:
+    """What was said of ``parameter``; None: its state lies on the device."""
+    state: HostState | None = _states.get(parameter)
+    return state
+
+
+def update_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """The least that updates of these parameters borrow of the device, one after another."""
+    states = map(host_state, parameters)
+    return max((state.update_bytes for state in states if state is not None), default=0)
