@@ -4,13 +4,13 @@ import gc
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from memo_compile.config import MemoConfig
-from memo_compile.driver.facts import OPTIMIZER_TENSORS, allocated_bytes
+from memo_compile.driver.facts import OPTIMIZER_TENSORS, OptimizerState, allocated_bytes
 from memo_compile.step.problem import FixedBytes
 from memo_compile.torch_private import autograd, dynamo
 from memo_compile.torch_private.distributed import ShardedParameter, sharded_parameters
@@ -113,18 +113,18 @@ def fixed_beside(
         most = sum(map(local_bytes, apart(found)))
         held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
         trained_bytes = sharded.trained
-    optimizer = OPTIMIZER_TENSORS * trained_bytes
-    per_parameter = config.optimizer_state_bytes_per_parameter
-    if per_parameter is not None:
-        count = sum(parameter.numel() for parameter in trained)
-        if sharded is not None and trained:
-            count = trained_bytes // trained[0].element_size()
-        optimizer = int(per_parameter * count)
+    state = OptimizerState.of(trained, local_bytes)
+    if sharded is not None and trained:
+        count = trained_bytes // trained[0].element_size()
+        assumed_bytes = OPTIMIZER_TENSORS * trained_bytes
+        state = replace(state, assumed_bytes=assumed_bytes, num_on_device=count)
     return FixedBytes(
         parameters=held_bytes,
         gradients=trained_bytes + (0 if sharded is None else own_bytes),
-        optimizer_state=optimizer,
+        optimizer_state=state.device_bytes(config.optimizer_state_bytes_per_parameter),
         new_gradients=own_bytes,
+        state_on_host=state.host_bytes,
+        update=state.update_bytes,
     )
 
 
