@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memo_compile.offline.longest import longest
     from memo_compile.offline.plan_offline import plan
     from memo_compile.pipelines.pipeline_split import pipeline_split
-    from memo_compile.training_state.offload import offload
+    from memo_compile.training_state.offloaded_optimizer import offload
 
 __all__ = [
     "MemoConfig",
@@ -46,7 +46,7 @@ _LAZY = {
     "group": ("memo_compile.backends.declare_group", "group"),
     "longest": ("memo_compile.offline.longest", "longest"),
     "metrics": ("memo_compile.backends.metrics", "metrics"),
-    "offload": ("memo_compile.training_state.offload", "offload"),
+    "offload": ("memo_compile.training_state.offloaded_optimizer", "offload"),
     "pipeline": ("memo_compile.backends.declare_pipeline", "pipeline"),
     "pipeline_split": ("memo_compile.pipelines.pipeline_split", "pipeline_split"),
     "plan": ("memo_compile.offline.plan_offline", "plan"),

@@ -23,8 +23,8 @@ from memo_runtime.arena import Slab, arena_of
 from memo_runtime.copies import CopyEngine, Lane, Ticket
 
 from memo_compile.training_state.homes import Home, Homes, aligned, laid_out
-from memo_compile.training_state.pieces import Piece
 from memo_compile.training_state.traits import Group, run_update
+from memo_compile.training_state.update_pieces import UpdatePiece
 
 Small = Any
 """State that stays where it is: counts of steps, numbers."""
@@ -34,7 +34,7 @@ Small = Any
 class Chunk:
     """Pieces that are updated at one time, and their state on the device."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[UpdatePiece]
     states: dict[torch.Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     """By what the optimizer updates: the piece's own tensor."""
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -65,7 +65,7 @@ class ChunkedUpdate:
         optimizer: torch.optim.Optimizer,
         homes: Homes,
         engine: CopyEngine,
-        chunks: Sequence[Sequence[Piece]],
+        chunks: Sequence[Sequence[UpdatePiece]],
     ) -> None:
         self._optimizer, self._homes, self._engine = optimizer, homes, engine
         self._chunks = [Chunk(pieces=pieces) for pieces in chunks]
@@ -174,7 +174,7 @@ class ChunkedUpdate:
                     wanted.setdefault(piece.parameter, {})[name] = value.dtype
         self._homes.take_in(wanted)
 
-    def _staged_bytes(self, pieces: Sequence[Piece]) -> int:
+    def _staged_bytes(self, pieces: Sequence[UpdatePiece]) -> int:
         """Bytes of their state that comes from home."""
         homes = ((piece, self._before[piece.parameter].homes) for piece in pieces)
         return sum(
@@ -204,7 +204,7 @@ def _borrowed(device: torch.device, size_bytes: int) -> Iterator[Slab | None]:
         arena.release(slab)
 
 
-def _as_state(piece: Piece, home: Home, memory: torch.Tensor) -> torch.Tensor:
+def _as_state(piece: UpdatePiece, home: Home, memory: torch.Tensor) -> torch.Tensor:
     """The piece's state in ``memory``, laid out as the optimizer would have made it."""
     if piece.is_whole:
         return laid_out(piece.parameter, home.tensor.dtype, memory)

@@ -23,7 +23,6 @@ from memo_runtime.host_state import HostState
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.errors import ConfigError
 from memo_compile.training_state.homes import Homes
-from memo_compile.training_state.pieces import Piece, chunks_of, pieces_of
 from memo_compile.training_state.sizes import (
     MOST_CHUNK_BYTES,
     borrowed_per_byte,
@@ -31,6 +30,7 @@ from memo_compile.training_state.sizes import (
 )
 from memo_compile.training_state.traits import StateTraits, traits_of
 from memo_compile.training_state.update import ChunkedUpdate
+from memo_compile.training_state.update_pieces import UpdatePiece, chunks_of, pieces_of
 
 _PLACES = ("auto", "host", "device")
 
@@ -198,7 +198,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Bytes of parameters in the smallest chunk."""
         return chunk_bytes(self._all_bytes)
 
-    def _granted_bytes(self, device: torch.device, pieces: list[Piece]) -> int:
+    def _granted_bytes(self, device: torch.device, pieces: list[UpdatePiece]) -> int:
         """Bytes of parameters in a chunk, by what is idle on the device after a backward."""
         per_byte = (
             borrowed_per_byte(each.traits.bytes_per_element, each.parameter.element_size())

@@ -16,7 +16,7 @@ SLICE_ELEMENTS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class UpdatePiece:
     """A parameter, or elements ``[start, end)`` of one that lies in memory without holes."""
 
     parameter: torch.Tensor
@@ -55,7 +55,7 @@ def pieces_of(
     groups: Iterable[Group],
     traits: Mapping[tuple[int, torch.dtype], StateTraits],
     slice_bytes: int,
-) -> Iterator[Piece]:
+) -> Iterator[UpdatePiece]:
     """All parameters with gradients, those above ``slice_bytes`` in slices where that is exact."""
     for number, group in enumerate(groups):
         for parameter in group["params"]:
@@ -66,7 +66,7 @@ def pieces_of(
             if kind.is_elementwise and _is_flat(parameter):
                 step = slice_elements(parameter, slice_bytes)
             for start in range(0, max(1, size), max(1, step)):  # an empty one has state too
-                yield Piece(
+                yield UpdatePiece(
                     parameter=parameter,
                     group=number,
                     traits=kind,
@@ -81,9 +81,9 @@ def slice_elements(parameter: torch.Tensor, slice_bytes: int) -> int:
     return max(SLICE_ELEMENTS, elements)
 
 
-def chunks_of(pieces: Iterable[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
+def chunks_of(pieces: Iterable[UpdatePiece], chunk_bytes: int) -> Iterator[list[UpdatePiece]]:
     """Runs of pieces whose parameters take ``chunk_bytes`` or less, or a single larger piece."""
-    chunk: list[Piece] = []
+    chunk: list[UpdatePiece] = []
     for piece in pieces:
         if chunk and sum(each.num_bytes for each in chunk) + piece.num_bytes > chunk_bytes:
             yield chunk
