@@ -206,7 +206,8 @@ class RecordedModel:
 
         for part in (self.loaded, self.loaded.shorter):
             if part is not None and isinstance(part.model, torch.nn.Module):
-                untraced = () if part.more is None else part.more.untraced
+                longer = part.longer_model
+                untraced = () if longer is None else longer.untraced
                 keep_on_host([*part.model.parameters(), *untraced], bytes_per_parameter)
 
     def _planned(self, config: MemoConfig) -> OfflineStep:

@@ -256,3 +256,15 @@ def _back(name: str, at: int) -> tuple[StepCall, StepCall]:
     copied = dataclasses.replace(copied, kind=CallKind.RELOAD, copy=copy)
     end = call(f"wait.{copied.name}", COPY_REGION, Phase.BACKWARD, (f"new.{name}",), ())
     return copied, dataclasses.replace(end, kind=CallKind.WAIT, waits_for=copied.name)
+
+
+@pytest.mark.parametrize("releases", [False, True])
+def test_an_update_that_borrows_more_than_the_peak_says_is_found(problem, releases):
+    """State on the host: what its update borrows lies beside all gradients."""
+    fixed = dataclasses.replace(problem.fixed, update=2**20)
+    updated = dataclasses.replace(problem, fixed=fixed, releases_pages=releases)
+    right = planned(updated)
+    assert check(updated, right).ok
+    assert right.peak_bytes >= 2**20
+    low = dataclasses.replace(right, peak_bytes=2**20 - 1)
+    assert any("the update needs" in each for each in check(updated, low).problems)
