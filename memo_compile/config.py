@@ -88,8 +88,9 @@ class MemoConfig:
     token_granule: int = 128
     """Splits along the tokens are multiples of this."""
     token_tiles: int | None = None
-    """Run wide chains (loss head, MLP) in this many tiles of tokens; 1: never; by default where the
-    budget asks for it, and for logits that are large and stand out (``driver/tile_order.py``)."""
+    """Run wide chains (loss head, MLP) in this many tiles of tokens, or in up to 64 where a tile
+    would take above 1 GiB; 1: never; by default where the budget asks for it, and for logits that
+    are large and stand out (``driver/tile_order.py``)."""
     tile_above_bytes: int = field(default=0, metadata={"internal": True})
     """Regions whose transients are no larger run whole; ``driver/tile_order.py`` sets it."""
     drop_above_bytes: int = field(default=0, metadata={"internal": True})
