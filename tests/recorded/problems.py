@@ -23,6 +23,7 @@ from memo_compile.errors import Infeasible
 from memo_compile.planners.move_rules import closure_of
 from memo_compile.planners.placement import Placement, PlacementProblem, place
 from memo_compile.planners.policy.candidates import SearchMemory
+from memo_compile.step.joint_step import JointStep
 from memo_compile.step.movable import (
     Layer,
     LayerClass,
@@ -35,6 +36,7 @@ from memo_compile.step.movable import (
     StepCosts,
 )
 from memo_compile.step.problem import (
+    FixedBytes,
     Problem,
     RegionBuffer,
     RegionOutput,
@@ -279,8 +281,9 @@ def planned(known: KnownRecord, asked: RecordedPlan) -> PlannedStep:
         costs="roofline",
         cache=False,
     )
-    request = PlanRequest(shares=known.record.shares)
-    return plan_known(known, config, request)
+    shares = known.record.shares
+    joint = JointStep(graphs=(0,) * len(shares), fixed=FixedBytes(), shares=shares)
+    return plan_known(known, config, PlanRequest(joint=joint if shares else None))
 
 
 def answer(known: KnownRecord, asked: RecordedPlan) -> RecordedPlan:
