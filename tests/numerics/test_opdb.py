@@ -6,13 +6,10 @@ Eight entries share a model: a compilation takes little longer for them than for
 import pytest
 from torch._inductor import config as inductor_config
 
-from tests.numerics.training import in_ci
 from tests.opdb.runs import Arms, usable_call
 from tests.opdb.samples import FORMS, Sample, databases, usual_dtype
 
 NUM_MODELS = 8
-IN_CI = (1, 2, 5, 6)
-"""Of the models: half of the tenth, under both modes."""
 
 LEFT_OUT = {
     "op corrcoef": "torch's decomposition asks whether a tensor equals another",
@@ -37,7 +34,7 @@ def tenth() -> list[tuple[str, str]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about the odd things that samples do
-@pytest.mark.parametrize("model", in_ci(range(NUM_MODELS), *IN_CI))
+@pytest.mark.parametrize("model", range(NUM_MODELS))
 def test_a_tenth_of_torchs_databases_is_right_in_repeated_blocks(model):
     mode = ("recompute", "offload")[model % 2]
     tried = []

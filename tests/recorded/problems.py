@@ -282,8 +282,11 @@ def planned(known: KnownRecord, asked: RecordedPlan) -> PlannedStep:
         cache=False,
     )
     shares = known.record.shares
-    joint = JointStep(graphs=(0,) * len(shares), fixed=FixedBytes(), shares=shares)
-    return plan_known(known, config, PlanRequest(joint=joint if shares else None))
+    request = PlanRequest()
+    if shares:
+        joint = JointStep(graphs=(0,) * len(shares), fixed=FixedBytes(), shares=shares)
+        request = PlanRequest(joint=joint)
+    return plan_known(known, config, request)
 
 
 def answer(known: KnownRecord, asked: RecordedPlan) -> RecordedPlan:
