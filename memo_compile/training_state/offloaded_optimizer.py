@@ -113,6 +113,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 ChunkedUpdate(self.inner, homes, engine, chunks).run()
         return loss
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients to a norm of at most ``max_norm``; returns what it was before."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; state of the new parameters is on the host, too."""
         super().add_param_group(param_group)
