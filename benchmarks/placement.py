@@ -98,14 +98,14 @@ def run_graphs(
 ) -> None:
     print("\nreal training graphs, solver auto: arena / lower bound, seconds (best of 3)")
     print("moved: offload and recompute drawn for each class; mixed: for each layer anew")
-    print("layers model           variant buffers blocks    ratio seconds status")
+    print("layers model           variant buffers    ratio seconds status")
     for depth, model, variant, problem in graph_problems(layers, cache, models):
         limit_s = min(LIMIT_S[depth], BACKEND_LIMIT_S)
         runs = [timed(problem, time_limit_s=limit_s, use_numba=use_numba) for _ in range(3)]
         found, seconds = min(runs, key=lambda run: run[1])
         bad = ratio(found) > MOST_RATIO[variant != "saved"] or seconds > LIMIT_S[depth]
         print(
-            f"{depth:6} {model:15} {variant} {len(problem.buffers):7} {len(problem.blocks):6} "
+            f"{depth:6} {model:15} {variant} {len(problem.buffers):7} "
             f"{ratio(found):8.5f} {seconds:7.3f} {found.status.value}{'  MISSED' if bad else ''}",
             flush=True,
         )
@@ -130,7 +130,7 @@ def run_graph_ablation(depth: int, cache: Path, models: tuple[str, ...]) -> None
 def paper_height(problem: PlacementProblem, time_limit_s: float) -> int:
     """Arena in bytes as the paper plans it: a MIP for each class, then one where calls are boxes.
 
-    A box is as high as its class's transients and as long as the call. Where the upper program
+    A box is as high as its class's transients and lives as long. Where the upper program
     has too many pairs to be written down, its greedy start stands.
     """
     members: dict[str, list[Buffer]] = {}
@@ -139,17 +139,13 @@ def paper_height(problem: PlacementProblem, time_limit_s: float) -> int:
             members.setdefault(buffer.block, []).append(buffer)
     heights: dict[tuple[object, ...], int] = {}
     boxes = []
-    for block in problem.blocks:
-        inside = members.get(block.id, [])
-        key = tuple((b.lower - block.lower, b.upper - block.lower, b.size) for b in inside)
+    for name, inside in members.items():
+        lower, upper = min(b.lower for b in inside), max(b.upper for b in inside)
+        key = tuple((b.lower - lower, b.upper - lower, b.size) for b in inside)
         if key not in heights:
-            part = PlacementProblem(
-                buffers=tuple(inside), blocks=(block,), alignment=problem.alignment
-            )
+            part = PlacementProblem(buffers=tuple(inside), alignment=problem.alignment)
             heights[key] = place(part, solver="mip", time_limit_s=1.0).height_bytes
-        boxes.append(
-            Buffer(id=f"box {block.id}", lower=block.lower, upper=block.upper, size=heights[key])
-        )
+        boxes.append(Buffer(id=f"box {name}", lower=lower, upper=upper, size=heights[key]))
     rest = tuple(b for b in problem.buffers if b.block is None)
     top = PlacementProblem(buffers=(*rest, *boxes), alignment=problem.alignment)
     return place(top, solver="mip", time_limit_s=time_limit_s).height_bytes
@@ -168,12 +164,12 @@ def run_challenging(use_numba: bool | None) -> None:
 
 
 def run_problems(folder: Path, use_numba: bool | None, time_limit_s: float) -> None:
-    print("file                                  buffers blocks    ratio seconds status")
+    print("file                                  buffers    ratio seconds status")
     for path in sorted([*folder.glob("*.csv"), *folder.glob("*.json")]):
         problem = read_problem(path)
         found, seconds = timed(problem, use_numba=use_numba, time_limit_s=time_limit_s)
         print(
-            f"{path.name:37} {len(problem.buffers):7} {len(problem.blocks):6} {ratio(found):8.5f} "
+            f"{path.name:37} {len(problem.buffers):7} {ratio(found):8.5f} "
             f"{seconds:7.3f} {found.status.value}"
         )
 

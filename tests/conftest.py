@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memo_compile.planners.placement.compiled import compiled_greedy, has_numba, is_cold
+from memo_compile.planners.placement.compiled import compiled_greedy, has_numba
 from memo_compile.planners.placement.effort import Effort
 from memo_compile.planners.placement.greedy import greedy_offsets
 from memo_compile.planners.placement.instance import build_instance
@@ -54,14 +54,13 @@ def pytest_collection_finish() -> None:
 def _compile_placement() -> None:
     """Where many tests run: greedy, of which each of them asks some, is four times as fast.
 
-    The search is compiled in a fresh clone, by one worker for all: until then hard placements take
-    3 s in plain Python, and a test that needs no more than that leaves the next ones to it.
+    The search is compiled in a fresh clone, by one worker for all.
     """
     buffer = Buffer(id="any", lower=0, upper=1, size=1)
     instance = build_instance(PlacementProblem(buffers=(buffer,)))
     compiled_greedy()
     greedy_offsets(instance, 0, Effort(0.0))
-    if os.environ["PYTEST_XDIST_WORKER"] == "gw0" and is_cold():
+    if os.environ["PYTEST_XDIST_WORKER"] == "gw0":
         Searcher(instance, use_numba=True)
 
 

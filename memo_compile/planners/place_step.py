@@ -7,7 +7,7 @@ from typing import Protocol
 from memo_compile.check.check_plan import require_valid
 from memo_compile.errors import Infeasible
 from memo_compile.planners.beneath_ordinary import offsets_from_above, with_walls
-from memo_compile.planners.placement import Block, Buffer, Placement, PlacementProblem, place
+from memo_compile.planners.placement import Buffer, Placement, PlacementProblem, place
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.ordinary import outside_peak
 from memo_compile.step.plans import Decision, Plan
@@ -16,7 +16,6 @@ from memo_compile.step.problem import (
     ArenaBuffer,
     Problem,
     arena_buffers,
-    call_starts,
     live_bytes,
 )
 from memo_compile.step.residency import residency
@@ -143,16 +142,11 @@ def require_budget(plan: Plan) -> None:
 
 
 def placement_problem(problem: Problem) -> PlacementProblem:
-    """The step's buffers as rectangles; every call is the block of its own transients."""
+    """The step's buffers as rectangles."""
     return _rectangles(problem, arena_buffers(problem))
 
 
 def _rectangles(problem: Problem, alive: Iterable[ArenaBuffer]) -> PlacementProblem:
-    starts = call_starts(problem)
-    blocks = tuple(
-        Block(id=call.name, class_key=call.region, lower=starts[i], upper=starts[i + 1])
-        for i, call in enumerate(problem.calls)
-    )
     buffers = tuple(
         Buffer(
             id=buffer.id,
@@ -164,4 +158,4 @@ def _rectangles(problem: Problem, alive: Iterable[ArenaBuffer]) -> PlacementProb
         )
         for buffer in alive
     )
-    return PlacementProblem(buffers=buffers, blocks=blocks, alignment=ALIGNMENT_BYTES)
+    return PlacementProblem(buffers=buffers, alignment=ALIGNMENT_BYTES)

@@ -12,7 +12,7 @@ import memo_compile
 from benchmarks.moved import moved_step
 from memo_compile.planners.place_step import placement_problem
 from memo_compile.planners.placement import check_placement, place
-from memo_compile.step.problem import Phase, Problem
+from memo_compile.step.problem import Phase, Problem, call_starts
 from memo_compile.step.serialise import from_json
 from tests import models
 from tests.numerics.training import in_ci
@@ -80,11 +80,7 @@ def test_moving_lowers_what_the_saved_activations_take(step: Problem) -> None:
     turn = {False: 0, True: 0}
     for is_moved, variant in ((False, step), (True, moved_step(step, 1))):
         problem = placement_problem(variant)
-        first_backward = next(
-            block.lower
-            for block, call in zip(problem.blocks, variant.calls, strict=True)
-            if call.phase is Phase.BACKWARD
-        )
+        first_backward = call_starts(variant)[variant.first_backward]
         alive = [b for b in problem.buffers if b.lower < first_backward < b.upper]
         turn[is_moved] = sum(b.size for b in alive)
     assert 0 < turn[True] < turn[False]

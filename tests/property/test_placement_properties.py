@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memo_compile.planners.placement import (
-    Block,
     Buffer,
     PlacementProblem,
     check_placement,
@@ -174,7 +173,7 @@ def test_csv_and_json_round_trip(problem):
 
 @st.composite
 def steps(draw):
-    """A layered step: forward blocks, mirrored backward blocks, saved buffers between them."""
+    """A layered step: forward calls, mirrored backward calls, saved buffers between them."""
     layers = draw(st.integers(2, 4))
     length = draw(st.integers(3, 6))
     classes = {}
@@ -185,20 +184,19 @@ def steps(draw):
             for lo, hi, size in draw(st.lists(spans, min_size=1, max_size=4))
         ]
     saved = draw(st.lists(st.integers(1, 9), max_size=2))
-    blocks, chosen = [], []
+    chosen = []
     for call in range(2 * layers):
         kind, start = ("f" if call < layers else "b"), call * length
-        block = Block(id=f"{kind}{call}", class_key=kind, lower=start, upper=start + length)
-        blocks.append(block)
+        block = f"{kind}{call}"
         for k, (lo, hi, size) in enumerate(classes[kind]):
-            name = f"{block.id}.{k}"
+            name = f"{block}.{k}"
             chosen.append(
-                Buffer(id=name, lower=start + lo, upper=start + hi, size=size, block=block.id)
+                Buffer(id=name, lower=start + lo, upper=start + hi, size=size, block=block)
             )
     for layer, (k, size) in itertools.product(range(layers), enumerate(saved)):
         lower, upper = layer * length + length // 2, (2 * layers - layer) * length
         chosen.append(Buffer(id=f"s{layer}.{k}", lower=lower, upper=upper, size=size))
-    return PlacementProblem(buffers=tuple(chosen), blocks=tuple(blocks))
+    return PlacementProblem(buffers=tuple(chosen))
 
 
 @SETTINGS

@@ -10,7 +10,6 @@ import pytest
 
 from memo_compile.errors import ConfigError, InputError, InvalidPlan
 from memo_compile.planners.placement import (
-    Block,
     Buffer,
     PlacementProblem,
     check_placement,
@@ -318,15 +317,6 @@ def test_what_compiling_takes_is_not_searched_less(monkeypatch, caplog):
     assert "clock" not in caplog.text
 
 
-@pytest.mark.skipif(not has_numba(), reason="without numba nothing is compiled")
-@pytest.mark.parametrize("name", ["B.1048576.csv", "H.1048576.csv"])
-def test_a_search_that_must_be_compiled_first_places_alike(monkeypatch, name):
-    hard = read_problem(DATA / name)
-    warm = place(hard, solver="search", time_limit_s=1.0)
-    monkeypatch.setattr("memo_compile.planners.placement.planner.is_cold", lambda: True)
-    assert place(hard, solver="search", time_limit_s=1.0).offsets == warm.offsets
-
-
 @pytest.mark.parametrize("engine", available_engines())
 def test_mip_proves_the_optimum_with_each_engine(engine: Engine):
     twins = [Buffer(id=f"t{i}", lower=0, upper=3, size=2) for i in range(3)]
@@ -398,8 +388,6 @@ class TestRefusals:
     def test_problems(self):
         with pytest.raises(InputError, match="buffer 'a': id: used twice"):
             problem(DRAWN[0], DRAWN[0])
-        with pytest.raises(InputError, match="no block 'f'"):
-            problem(Buffer(id="a", lower=0, upper=1, size=1, block="f"))
         with pytest.raises(InputError, match="'a' and 'b': offset: their fixed offsets overlap"):
             problem(
                 Buffer(id="a", lower=0, upper=2, size=4, offset=0),
@@ -407,10 +395,6 @@ class TestRefusals:
             )
         with pytest.raises(InputError, match="offset: 4 is not a multiple of the alignment 512"):
             problem(Buffer(id="a", lower=0, upper=2, size=4, offset=4), alignment=512)
-        block = Block(id="f", class_key="f", lower=0, upper=2)
-        late = Buffer(id="a", lower=1, upper=3, size=1, block="f")
-        with pytest.raises(InputError, match=r"lifetime \[1, 3\) leaves block 'f' \[0, 2\)"):
-            PlacementProblem(buffers=(late,), blocks=(block,))
 
     def test_options(self):
         with pytest.raises(ConfigError, match="solver: expected one of auto, greedy, mip, search"):

@@ -5,7 +5,6 @@ what else the machine does.
 """
 
 from memo_compile.planners.placement.placement_problem import (
-    Block,
     Buffer,
     Placement,
     PlacementProblem,
@@ -14,7 +13,6 @@ from memo_compile.planners.placement.planner import place
 from memo_compile.planners.placement.validate import check_placement, find_violations
 
 __all__ = [
-    "Block",
     "Buffer",
     "Placement",
     "PlacementProblem",

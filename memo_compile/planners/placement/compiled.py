@@ -51,19 +51,12 @@ def _compiled(module: types.ModuleType) -> dict[str, Any]:
     return space
 
 
-def is_cold() -> bool:
-    """True when numba is here but no fresh compiled search where numba keeps it."""
-    if not has_numba():
-        return False
-    source = Path(kernel.__file__)
-    found = (source.parent / "__pycache__").glob("kernel.search-*.nbi")
-    return not any(path.stat().st_mtime >= source.stat().st_mtime for path in found)
-
-
 def warm_up(tables: kernel.Tables, state: kernel.State) -> None:
     """The compiled search is ready for arguments of these types; says so when it takes seconds."""
     if compiled_search().signatures:
         return
-    if is_cold():
+    source = Path(kernel.__file__)
+    found = (source.parent / "__pycache__").glob("kernel.search-*.nbi")
+    if not any(path.stat().st_mtime >= source.stat().st_mtime for path in found):
         print("memo: compiling the placement search, once (about 5 s)", file=sys.stderr)
     compiled_search()(tables, state, 0, 0, 0, 0, False)

@@ -1,4 +1,4 @@
-"""Placement problems as files: minimalloc's CSV, and JSON with blocks; in and out.
+"""Placement problems as files: minimalloc's CSV, and JSON; in and out.
 
 CSV: a header, then one buffer a line. Columns ``id`` (or ``buffer``, ``buffer_id``), ``lower`` (or
 ``start``), ``upper`` (or ``end``, the LAST time of the life instead of the first after it),
@@ -165,7 +165,7 @@ def _gaps(text: str, where: str) -> tuple[tuple[int, int], ...]:
 def format_csv(problem: PlacementProblem, offsets: Mapping[str, int] | None = None) -> str:
     """CSV text of ``problem``; with ``offsets`` (bytes by id) the column ``offset`` holds those.
 
-    Optional columns appear only where some buffer uses them. Blocks are not part of the format.
+    Optional columns appear only where some buffer uses them.
     """
     at = {b.id: b.offset for b in problem.buffers} if offsets is None else dict(offsets)
     used = {

@@ -37,7 +37,7 @@ class Buffer:
     hint: int | None = None
     """Bytes; an offset to try first. It binds nobody."""
     block: str | None = None
-    """``Block.id`` of the region call whose transient this is."""
+    """The call of a training step whose transient this is."""
 
     def __post_init__(self) -> None:
         if self.lower >= self.upper:
@@ -85,36 +85,14 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """One call of a region, over ``[lower, upper)``: the forward or backward pass of one layer.
-
-    The buffers that name it are its transients. Blocks of one ``class_key`` have the same
-    transients relative to ``lower`` (times and sizes); a planner uses that to plan once per class.
-    """
-
-    id: str
-    class_key: str
-    lower: int
-    upper: int
-
-    def __post_init__(self) -> None:
-        if self.lower >= self.upper:
-            raise InputError(
-                f"block {self.id!r}: lower: expected lower < upper, "
-                f"got {self.lower} >= {self.upper}"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementProblem:
     """Buffers that share one arena.
 
-    Raises InputError: an id twice, an unknown block, a transient that outlives its block, a fixed
-    offset off the alignment, or two fixed buffers that share a byte at the same time.
+    Raises InputError: an id twice, a fixed offset off the alignment, or two fixed buffers that
+    share a byte at the same time.
     """
 
     buffers: tuple[Buffer, ...]
-    blocks: tuple[Block, ...] = ()
     capacity: int | None = None
     """Bytes of the arena; with None the smallest height is sought."""
     alignment: int = 1
@@ -125,25 +103,9 @@ class PlacementProblem:
             raise InputError(f"capacity: expected at least 0 bytes, got {self.capacity}")
         if self.alignment < 1:
             raise InputError(f"alignment: expected at least 1 byte, got {self.alignment}")
-        for what, items in (("buffer", self.buffers), ("block", self.blocks)):
-            if (twice := _first_duplicate(items)) is not None:
-                raise InputError(f"{what} {twice!r}: id: used twice; ids must be unique")
-        self._check_blocks()
+        if (twice := _first_duplicate(self.buffers)) is not None:
+            raise InputError(f"buffer {twice!r}: id: used twice; ids must be unique")
         self._check_fixed()
-
-    def _check_blocks(self) -> None:
-        blocks = {block.id: block for block in self.blocks}
-        for buffer in self.buffers:
-            if buffer.block is None:
-                continue
-            block = blocks.get(buffer.block)
-            if block is None:
-                raise InputError(f"buffer {buffer.id!r}: block: no block {buffer.block!r}")
-            if buffer.lower < block.lower or buffer.upper > block.upper:
-                raise InputError(
-                    f"buffer {buffer.id!r}: block: lifetime [{buffer.lower}, {buffer.upper}) "
-                    f"leaves block {block.id!r} [{block.lower}, {block.upper})"
-                )
 
     def _check_fixed(self) -> None:
         for buffer in self.buffers:
@@ -200,7 +162,7 @@ def fixed_collisions(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, Buffer
         heapq.heappush(live, (upper, index))
 
 
-def _first_duplicate(items: Iterable[Buffer | Block]) -> str | None:
+def _first_duplicate(items: Iterable[Buffer]) -> str | None:
     seen: set[str] = set()
     for item in items:
         if item.id in seen:

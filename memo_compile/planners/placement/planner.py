@@ -16,8 +16,7 @@ import numpy as np
 
 from memo_compile.errors import ConfigError
 from memo_compile.planners.placement import kernel
-from memo_compile.planners.placement.compiled import has_numba, is_cold
-from memo_compile.planners.placement.conflict import load_conflict, search_conflict
+from memo_compile.planners.placement.compiled import has_numba
 from memo_compile.planners.placement.effort import Effort
 from memo_compile.planners.placement.greedy import ORDERS, greedy_offsets, repaired_offsets
 from memo_compile.planners.placement.instance import FREE, Instance, Ints, build_instance
@@ -47,8 +46,10 @@ _LARGE_SHARE = 0.75
 """Share of the time for that."""
 _MIP_MOST_BUFFERS = 60
 """Up to this many buffers `auto` lets the MIP try what the search left open."""
-_PLAIN_FIRST_S = 3.0
-"""Seconds of plain search before the first compilation on a machine, which takes about 5."""
+_EXPLAIN_S = 10.0
+"""Seconds for leaving buffers out of what is said not to fit."""
+_PROOF_NODES = 20_000
+"""Most nodes of one search that tries to prove that fewer buffers do not fit either."""
 _SEARCH_SHARE = 0.7
 """Share of the time that `auto` gives to the search where the MIP may follow."""
 
@@ -118,12 +119,14 @@ def place(
     instance, capacity = build_instance(problem), problem.capacity
     bound = _round_up(instance.lower_bound(), step_bytes(instance))
     if capacity is not None and bound > capacity:
-        return _infeasible(bound, load_conflict(instance, capacity), "bound", begin)
+        worst = int(np.argmax(instance.section_bounds()))
+        alive = (instance.span_lower <= worst) & (worst < instance.span_upper)
+        names = [instance.buffers[at].id for at in dict.fromkeys(instance.owner[alive])]
+        return _infeasible(bound, _conflict(problem, names, by_search=False), "bound", begin)
     answer = _solve(instance, bound, Effort(time_limit_s), chosen, use_numba)
     if capacity is not None and answer.bound > capacity:
-        # The proof is worth an explanation: it gets as long again as the limit was, at most 10 s.
-        explain_by = time.perf_counter() + min(max(time_limit_s, 1.0), 10.0)
-        conflict = search_conflict(problem, capacity, explain_by)
+        names = [own.id for own in instance.buffers]
+        conflict = _conflict(problem, names, by_search=True)
         return _infeasible(answer.bound, conflict, answer.solver, begin)
     return _feasible(answer, begin)
 
@@ -146,8 +149,9 @@ def _solve(
     problem, is_auto = instance.problem, solver is Solver.AUTO
     target = enough = bound if problem.capacity is None else problem.capacity
     if is_auto and problem.capacity is None:
-        is_step = bool(problem.blocks) or instance.num_buffers > _MANY_BUFFERS
-        enough += target // _GOOD_ENOUGH if is_step else 0
+        is_step = any(buffer.block is not None for buffer in problem.buffers)
+        is_large = instance.num_buffers > _MANY_BUFFERS
+        enough += target // _GOOD_ENOUGH if is_step or is_large else 0
     huge = is_auto and instance.num_buffers > _HUGE
     orders = {"load": ORDERS["load"], **ORDERS} if huge else ORDERS
     answer = _Answer(
@@ -255,20 +259,8 @@ def _search(answer: _Answer, effort: Effort, use_numba: bool | None) -> _Answer:
     """
     if effort.is_over:  # no searcher: its tables are quadratic, and it may have to compile
         return answer
-    if use_numba is None and is_cold():
-        # A few seconds of the plain search may spare the compiler's; many problems are easy. What
-        # it has not ended the compiled one begins anew: its answer must not depend on the cache.
-        plain = Searcher(answer.instance, use_numba=False)
-        found = _narrow(plain, answer, Effort(min(_PLAIN_FIRST_S, effort.left_s / 4)))
-        if found.bound > found.target or found.height <= found.enough:
-            return found
     searcher = Searcher(answer.instance, use_numba)  # which compiles, once for a machine
     effort.restart_clock()
-    return _narrow(searcher, answer, effort)
-
-
-def _narrow(searcher: Searcher, answer: _Answer, effort: Effort) -> _Answer:
-    """The loop of ``_search`` with one searcher."""
     if not searcher.is_practical:
         return answer
     step, is_bounded = step_bytes(answer.instance), answer.instance.problem.capacity is not None
@@ -314,6 +306,33 @@ def _feasible(answer: _Answer, begin_s: float) -> Placement:
         seconds=time.perf_counter() - begin_s,
         solver=answer.solver,
     )
+
+
+def _conflict(problem: PlacementProblem, names: list[str], *, by_search: bool) -> tuple[str, ...]:
+    """The ids of few of the buffers ``names``, which do not fit the capacity together.
+
+    Buffers are left out, the smallest first, as long as the rest is proved not to fit: by its
+    bytes, or by a short search. There is always a proof of the answer, which may not be the least.
+    """
+    assert problem.capacity is not None, "a conflict is one with a capacity"
+    size = {buffer.id: buffer.size for buffer in problem.buffers}
+    kept = sorted(names, key=size.__getitem__)
+    chunk, until_s = max(len(kept) // 2, 1), time.perf_counter() + _EXPLAIN_S
+    while True:
+        at = 0
+        while at < len(kept) and time.perf_counter() < until_s:
+            rest = kept[:at] + kept[at + chunk :]
+            instance = build_instance(problem, rest)
+            fits = instance.lower_bound() <= problem.capacity
+            if fits and by_search and rest:
+                searcher = Searcher(instance, use_numba=False)
+                rank = next(searcher.ranks())
+                outcome, _ = searcher.run(problem.capacity, rank, _PROOF_NODES, jump=False)
+                fits = outcome != kernel.EXHAUSTED
+            kept, at = (kept, at + chunk) if fits else (rest, at)
+        if chunk == 1 or time.perf_counter() >= until_s:
+            return tuple(sorted(kept))
+        chunk = max(chunk // 2, 1)
 
 
 def _infeasible(bound: int, conflict: tuple[str, ...], solver: str, begin_s: float) -> Placement:
