@@ -29,7 +29,7 @@ FIXED_SIGNATURES = (
 MAX_SUMS = {
     ("memo_compile", "runtime"): 62_400,
     ("tests",): 56_500,
-    ("benchmarks",): 8_000,
+    ("benchmarks",): 8_110,
 }
 """The lines of Python that parts of the project may have in all. Lower these as code goes."""
 
