@@ -45,7 +45,6 @@ from memo_compile.offline.step_record import (
     tiling_of,
 )
 from memo_compile.step.serialise import plain, restore
-from memo_compile.training_state.sizes import keep_on_host
 
 if TYPE_CHECKING:
     import torch
@@ -203,6 +202,8 @@ class RecordedModel:
         if not self.state_on_host:
             return
         import torch
+
+        from memo_compile.training_state.sizes import keep_on_host
 
         for part in (self.loaded, self.loaded.shorter):
             if part is not None and isinstance(part.model, torch.nn.Module):

@@ -238,7 +238,9 @@ def test_state_that_was_made_before_goes_to_the_host() -> None:
     assert_equal(plain, ours)
 
 
-def test_ctrl_c_waits_for_the_whole_update() -> None:
+def test_ctrl_c_waits_for_the_whole_update(request: pytest.FixtureRequest) -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores Ctrl-C
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     plain, ours = pair(OPTIMIZERS["adamw"])
     for each in (plain, ours):
         each.step(0)

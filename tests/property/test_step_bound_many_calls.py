@@ -11,19 +11,13 @@ from hypothesis import strategies as st
 
 from memo_compile.errors import InvalidPlan
 from memo_compile.planners.move_rules import RecomputeOf
-from memo_compile.planners.place_step import place_step
-from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidate import Candidate, simulated
 from memo_compile.planners.policy.candidates import CandidateSource
-from memo_compile.planners.policy.chooser import unbeaten
 from memo_compile.planners.policy.model import least_bytes, least_cost_s
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.step.movable import MovableStep, RecomputeKey, RecomputeRegion
-from memo_compile.step.plans import Plan
-from memo_compile.step.problem import Problem
-from memo_compile.step.simulate import peak_live_bytes
 from tests.steps.many_calls import random_moves, random_step, varied_recomputer
-from tests.steps.movable import KIB, recomputer
+from tests.steps.movable import KIB
 
 NUM_PLANS = 40
 """Random plans of each step, beside those near greedy's floor."""
@@ -74,42 +68,6 @@ def test_no_plan_is_faster_than_the_bound_where_calls_read_different_slots(
                 regions=regions.values(),
             )
             assert bound_s <= plan.timeline.step_s * (1 + 1e-6)
-
-
-@settings(max_examples=4, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    talks=st.booleans(),
-    pairs=st.booleans(),
-    host_bytes=st.sampled_from((0, None, 100 * KIB)),
-)
-@example(seed=10, talks=True, pairs=True, host_bytes=0)
-@example(seed=5076, talks=True, pairs=False, host_bytes=0)
-def test_what_is_not_simulated_would_not_be_chosen(seed, talks, pairs, host_bytes):
-    rng = Random(seed)
-    step = random_step(rng, max_layers=2, talks=talks, pairs=pairs)
-    made = varied_recomputer(rng, step) if seed % 2 else recomputer(step)
-    top = peak_live_bytes(step.problem)
-    source = CandidateSource(step=step, recompute=made, host_budget_bytes=host_bytes)
-    plans = [*source.named("save"), *source.plans(*source.quick, "steady")]
-    best = unbeaten(plans, host_bytes)
-
-    def place(problem: Problem) -> Plan:
-        return place_step(problem, solver="greedy")
-
-    for share in (0.95, 0.8, 0.7, 0.6, 0.5):
-        fitting = [plan for plan in best if place(plan.problem).peak_bytes <= share * top]
-        if not fitting:
-            continue
-        choice = choose(
-            step,
-            budget_bytes=int(share * top),
-            host_budget_bytes=host_bytes,
-            policy="greedy",
-            recompute=made,
-            place=place,
-        )
-        assert choice.timeline.step_s <= fitting[0].cost_s * (1 + 1e-9)
 
 
 def _plans(
