@@ -215,7 +215,8 @@ def test_more_lengths_together_than_plans_have_room_for_are_said() -> None:
 def test_an_order_that_was_refused_is_planned_for() -> None:
     """Beyond max_inflight the graphs are planned together, in the order that was seen."""
     model = Layers()
-    long, short = torch.randn(1, 65, HIDDEN), torch.randn(1, 33, HIDDEN)
+    # Large enough that what the process takes meanwhile does not count.
+    long, short = torch.randn(1, 521, HIDDEN), torch.randn(1, 265, HIDDEN)
 
     def compiled(own: Layers, budget: str | int) -> Callable[..., Any]:
         return whole(own, budget)
