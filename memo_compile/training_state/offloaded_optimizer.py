@@ -74,7 +74,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._config = config
         self._homes: dict[torch.device, Homes] = {}
         self._traits: dict[tuple[int, torch.dtype], StateTraits] = {}
-        """By parameter group and dtype."""
+        """By parameter group and dtype, for the groups' options in ``_options``."""
+        self._options: list[str] = []
         self._group_of: dict[torch.Tensor, int] = {}
         super().__init__(inner.param_groups, inner.defaults)
         self._step_supports_amp_scaling = getattr(inner, "_step_supports_amp_scaling", False)
@@ -84,6 +85,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Takes over groups and state of the inner optimizer, and says where its state is."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.defaults = self.inner.defaults
+        self._learn_traits()
+        for parameter in list(self.state):
+            self._send_home(parameter)
+
+    def _learn_traits(self) -> None:
+        """Tries the optimizer with the options that its groups have now, and tells the plans."""
+        self._traits.clear()
+        self._group_of.clear()
+        self._options = [_options_of(group) for group in self.param_groups]
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 _require_plain(parameter)
@@ -92,6 +102,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 if key not in self._traits:
                     self._traits[key] = traits_of(self.inner, group, *_kind_of(parameter))
         self._tell_plans()
+
+    def _follow_changes(self) -> None:
+        """Takes up what the program has changed since the last step: options of groups, state.
+
+        For example a schedule that cycles momentum, or ``optimizer.state.clear()``.
+        """
+        self.inner.param_groups, self.inner.state = self.param_groups, self.state
+        if self._options != [_options_of(group) for group in self.param_groups]:
+            self._learn_traits()
+        for homes in self._homes.values():
+            for parameter, at_home in homes.of_parameter.items():
+                state = self.state.get(parameter, {})
+                for name in [n for n, home in at_home.items() if state.get(n) is not home.tensor]:
+                    del at_home[name]
         for parameter in list(self.state):
             self._send_home(parameter)
 
@@ -104,6 +128,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_changes()
         with _passed_on(self, self.inner), _without_interrupts():
             pieces = list(pieces_of(self.param_groups, self._traits, self._chunk_bytes))
             for device in dict.fromkeys(piece.parameter.device for piece in pieces):
@@ -138,6 +163,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameter_of = dict(zip(numbers, parameters, strict=False))
+        self.inner.load_state_dict({**state_dict, "state": {}})  # the groups' options
+        for homes in self._homes.values():
+            homes.drop(parameters)
+        self._share()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         small: dict[Any, Any] = {}
         large: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         for number, state in state_dict["state"].items():
@@ -153,10 +183,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 else:
                     small[number][name] = value
         self.inner.load_state_dict({**state_dict, "state": small})
-        for homes in self._homes.values():
-            homes.drop(parameters)
-        for parameter, name, value in large:
-            self.inner.state[parameter][name] = value
+        for parameter, name, value in large:  # cast as torch casts it
+            is_floating = parameter.is_floating_point()
+            cast = value.to(parameter.dtype) if is_floating else value
+            self.inner.state[parameter][name] = cast
         self._share()
 
     def _send_home(self, parameter: torch.Tensor) -> None:
@@ -165,7 +195,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         homes = self._homes_on(parameter.device)
         at_home = homes.of_parameter.get(parameter, {})
         wanted = {
-            name: parameter.dtype if value.is_floating_point() else value.dtype
+            name: value.dtype
             for name, value in state.items()
             if name in names and name not in at_home and isinstance(value, torch.Tensor)
         }
@@ -192,7 +222,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             told = HostState(
                 host_bytes=host_bytes, device_bytes=device_bytes, update_bytes=borrowed
             )
-            host_state.keep_on_host(parameter, told)
+            host_state.keep_on_host(parameter, told, self)
 
     @property
     def _all_bytes(self) -> int:
@@ -231,6 +261,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for device in self._homes:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
+
+
+def _options_of(group: dict[str, Any]) -> str:
+    """The options that may decide which state there is; the learning rate never does."""
+    return repr({name: group[name] for name in group if name not in ("params", "lr", "initial_lr")})
 
 
 def _require_plain(parameter: torch.Tensor) -> None:

@@ -4,6 +4,7 @@
 update borrows of the device when the backward has ended. Parameters are held weakly.
 """
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,15 +28,15 @@ class HostState:
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def keep_on_host(parameter: torch.Tensor, state: HostState) -> None:
-    """From now on plans count ``state`` for ``parameter``."""
-    _states[parameter] = state
+def keep_on_host(parameter: torch.Tensor, state: HostState, optimizer: object = None) -> None:
+    """Plans count ``state`` for ``parameter`` from now on, while ``optimizer`` is there."""
+    _states[parameter] = state, None if optimizer is None else weakref.ref(optimizer)
 
 
 def host_state(parameter: torch.Tensor) -> HostState | None:
     """What was said of ``parameter``; None: its state lies on the device."""
-    state: HostState | None = _states.get(parameter)
-    return state
+    state, optimizer = _states.get(parameter, (None, None))
+    return None if optimizer is not None and optimizer() is None else state
 
 
 def update_bytes(parameters: Iterable[torch.Tensor]) -> int:

@@ -1,6 +1,7 @@
 """``memo_compile.offload``: updates equal the plain optimizer's to the last bit, and take less."""
 
 import copy
+import gc
 import signal
 from collections.abc import Callable
 
@@ -236,6 +237,41 @@ def test_state_that_was_made_before_goes_to_the_host() -> None:
     for each in (plain, ours):
         each.step(1)
     assert_equal(plain, ours)
+
+
+def test_options_and_state_that_the_program_changes_are_taken_up() -> None:
+    plain, ours = pair(OPTIMIZERS["sgd"])
+    for each in (plain, ours):
+        each.step(0)
+        each.optimizer.param_groups[0]["momentum"] = 0.9
+        each.step(1)
+        each.step(2)
+        each.optimizer.state.clear()
+        each.step(3)
+        parameter = next(each.model.parameters())
+        each.optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+        each.step(4)
+    assert_equal(plain, ours)
+
+
+def test_a_checkpoint_with_other_options_is_taken() -> None:
+    plain, ours = pair(OPTIMIZERS["adamw"])
+    saved, _ = pair(OPTIMIZERS["adam amsgrad"])
+    saved.step(0)
+    for each in (plain, ours):
+        each.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
+        each.step(1)
+        each.step(2)
+    assert_equal(plain, ours)
+
+
+def test_plans_count_the_state_again_when_the_optimizer_is_gone() -> None:
+    _, ours = pair(OPTIMIZERS["adamw"])
+    parameter = next(ours.model.parameters())
+    assert host_state(parameter) is not None
+    del ours.optimizer
+    gc.collect()
+    assert host_state(parameter) is None
 
 
 def test_ctrl_c_waits_for_the_whole_update(request: pytest.FixtureRequest) -> None:
