@@ -82,7 +82,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Takes over groups and state of the inner optimizer, and says where its state is."""
+        """Uses the inner optimizer's groups and state as its own, and moves the state to the host.
+
+        Needed wherever the inner optimizer has made them anew, as its ``load_state_dict`` does.
+        """
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.defaults = self.inner.defaults
         self._learn_traits()
@@ -205,7 +208,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             state[name] = home.copy_(state[name])
 
     def _tell_plans(self) -> None:
-        """Says of each parameter what its state takes, on the host and on the device."""
+        """Tells plans the bytes of each parameter's state, and of the smallest update.
+
+        All name the same update, that of the whole optimizer: its largest chunk counts.
+        """
         states: list[tuple[torch.Tensor, int, int]] = []
         borrowed = 0
         for group in self.param_groups:
@@ -291,7 +297,10 @@ def _sums_bytes(parameter: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def _passed_on(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> Iterator[None]:
-    """What torch.amp.GradScaler leaves at the optimizer for a fused step."""
+    """Gives ``inner`` for one step what torch.amp.GradScaler has set on ``outer``.
+
+    A fused step divides gradients by ``grad_scale`` itself, and does nothing where ``found_inf``.
+    """
     names = [name for name in ("grad_scale", "found_inf") if hasattr(outer, name)]
     for name in names:
         setattr(inner, name, getattr(outer, name))

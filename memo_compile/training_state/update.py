@@ -145,7 +145,7 @@ class ChunkedUpdate:
 
     def _take_home(self, chunk: Chunk) -> None:
         """Begins to copy the chunk's state home, and keeps the small state in its place."""
-        self._settle_in(chunk)
+        self._make_homes(chunk)
         for piece, tensor in zip(chunk.pieces, chunk.tensors, strict=True):
             state = chunk.states.get(tensor)
             if state is None:
@@ -160,8 +160,11 @@ class ChunkedUpdate:
             kept.update({name: value for name, value in state.items() if name not in homes})
             kept.update({name: home.tensor for name, home in homes.items()})
 
-    def _settle_in(self, chunk: Chunk) -> None:
-        """Makes homes for state that the update has made."""
+    def _make_homes(self, chunk: Chunk) -> None:
+        """Allocates host memory for state that this update was the first to make.
+
+        Memory is for whole parameters: the first slice of one makes it for all of them.
+        """
         wanted: dict[torch.Tensor, dict[str, torch.dtype]] = {}
         for piece, tensor in zip(chunk.pieces, chunk.tensors, strict=True):
             homes = self._homes.of_parameter.get(piece.parameter, {})
