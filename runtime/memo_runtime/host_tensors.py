@@ -1,0 +1,119 @@
+"""Tensors of a device whose memory is the host's.
+
+Example: a weight of a CUDA model that lies in pinned host memory. It stays a CUDA tensor for the
+program: every kernel can read and write it, over the link. What computes with it often copies it
+into device memory first, and finds by ``place_of`` where it lies.
+
+On a CPU device memory is ordinary memory and the host's is shared memory, as for activations.
+"""
+
+import bisect
+import ctypes
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memo_runtime.host_store import HostStore, HostStoreError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlace:
+    """Where the memory of a tensor lies in a host store."""
+
+    store: HostStore
+    offset_bytes: int
+
+
+class _Stores:
+    """The stores that hold such tensors, by address; a store that has gone is forgotten."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_address: dict[int, weakref.ref[HostStore]] = {}
+        self._addresses: list[int] = []
+
+    def add(self, store: HostStore) -> None:
+        with self._lock:
+            self._by_address[store.bytes(store.size_bytes).data_ptr()] = weakref.ref(store)
+            self._addresses = sorted(self._by_address)
+
+    def at(self, address: int) -> tuple[HostStore, int] | None:
+        """The store that holds ``address``, and the offset in it."""
+        with self._lock:
+            index = bisect.bisect_right(self._addresses, address) - 1
+            if index < 0:
+                return None
+            start = self._addresses[index]
+            store = self._by_address[start]()
+            if store is None:
+                del self._by_address[start], self._addresses[index]
+                return None
+        offset_bytes = address - start
+        return (store, offset_bytes) if offset_bytes < store.size_bytes else None
+
+
+_stores = _Stores()
+
+
+def host_tensor(
+    store: HostStore,
+    offset_bytes: int,
+    like: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """A tensor of the device, shape and layout of ``like`` in the bytes of ``store``.
+
+    Its memory lives as long as any tensor over it, and is found by ``place_of`` meanwhile.
+
+    Raises HostStoreError: ``like`` is on a device that cannot read this kind of host memory.
+    """
+    layout = torch.empty_like(like, device="meta", dtype=dtype)
+    if like.device.type == "cuda" and store.kind != "pinned":
+        raise HostStoreError(
+            f"memo: expected pinned host memory, which {like.device} can read, got {store.kind}; "
+            "set host_store='pinned'"
+        )
+    memory = _Memory(store, offset_bytes, layout.untyped_storage().nbytes())
+    _stores.add(store)
+    seen = memory.on_cuda(like.device) if like.device.type == "cuda" else memory.on_cpu()
+    return seen.view(layout.dtype).as_strided(layout.shape, layout.stride())
+
+
+def place_of(tensor: torch.Tensor) -> HostPlace | None:
+    """Where a tensor of ``host_tensor``, or a view of one, lies; None for all other tensors."""
+    if not _stores._addresses:
+        return None
+    at = _stores.at(tensor.data_ptr())
+    return None if at is None else HostPlace(store=at[0], offset_bytes=at[1])
+
+
+class _Memory:
+    """Some bytes of a store, which keep the store while a tensor's storage keeps them."""
+
+    def __init__(self, store: HostStore, offset_bytes: int, num_bytes: int) -> None:
+        self.store, self.num_bytes = store, num_bytes
+        self.address = store.bytes(num_bytes, offset_bytes).data_ptr()
+
+    def on_cpu(self) -> torch.Tensor:
+        """The bytes as a CPU tensor with a storage of its own."""
+        if not self.num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        array = (ctypes.c_uint8 * self.num_bytes).from_address(self.address)
+        array.memory = self  # type: ignore[attr-defined]
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+    def on_cuda(self, device: torch.device) -> torch.Tensor:
+        """The bytes as a CUDA tensor: pinned memory has the same address for kernels."""
+        return torch.as_tensor(self, device=device)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.num_bytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
