@@ -27,9 +27,9 @@ FIXED_SIGNATURES = (
 """Files of compiled kernels, which take plain arrays, and of operators. Tests take fixtures."""
 
 MAX_SUMS = {
-    ("memo_compile", "runtime"): 62_400,
-    ("tests",): 56_500,
-    ("benchmarks",): 8_110,
+    ("memo_compile", "runtime"): 64_800,
+    ("tests",): 58_500,
+    ("benchmarks",): 8_500,
 }
 """The lines of Python that parts of the project may have in all. Lower these as code goes."""
 

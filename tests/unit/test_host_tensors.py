@@ -14,9 +14,11 @@ def test_a_parameter_lies_in_host_memory_and_keeps_its_layout():
     values = parameter.detach().clone()
     store = HostStore("shm", 2**20)
     parameter.data = host_tensor(store, 4096, parameter).copy_(values)
-    assert torch.equal(parameter, values) and parameter.stride() == values.stride()
+    assert torch.equal(parameter, values)
+    assert parameter.stride() == values.stride()
     place = place_of(parameter.t()[3])
-    assert place is not None and place.store is store
+    assert place is not None
+    assert place.store is store
     assert place.offset_bytes == 4096 + 3 * 32 * 4
     store.bytes(4, 4096).view(torch.float32).fill_(7.0)
     assert parameter[0, 0] == 7.0
@@ -36,7 +38,8 @@ def test_memory_lives_as_long_as_the_tensor():
     seen = weakref.ref(store)
     del store
     gc.collect()
-    assert seen() is not None and held.tolist() == [3.0] * 4
+    assert seen() is not None
+    assert held.tolist() == [3.0] * 4
     del held
     gc.collect()
     assert seen() is None
