@@ -29,9 +29,12 @@ def require_at_least(least: int, values: Mapping[str, float]) -> None:
             raise InputError(f"{name}: expected at least {least}, got {value}")
 
 
-def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Returns the end of a message about an unknown ``name``: which one may be meant."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def nearest(name: str, known: Iterable[str], otherwise: str = "", *, least: float = 0.5) -> str:
+    """Returns the end of a message about an unknown ``name``: which one may be meant.
+
+    ``least`` is how alike it must be, from 0 to 1: of many names some are always a little alike.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=least)
     return f"; did you mean {near[0]!r}?" if near else otherwise
 
 

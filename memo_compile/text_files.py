@@ -24,6 +24,12 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
+def require_writable(path: Path) -> None:
+    """Raises InputError: ``path`` is a folder, or lies in none; asked before long work."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(f"{path}: is a folder, or its folder does not exist; name a file")
+
+
 def read_text(path: Path) -> str:
     """What ``path`` holds, without a byte order mark. Raises InputError: unreadable, or no text."""
     try:

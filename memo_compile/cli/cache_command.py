@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memo_compile.cli.options import AsJson
+from memo_compile.cli.options import AsJson, example
 from memo_compile.config import user_store
 from memo_compile.errors import InputError
 from memo_compile.file_store import FileStore, RememberedFile
@@ -15,7 +15,7 @@ from memo_compile.units import format_bytes
 group = typer.Typer(help="What memo remembers on disk: show it, clear it.")
 
 
-@group.command()
+@group.command(epilog=example("memo cache show"))
 def show(as_json: AsJson = False) -> None:
     """What is remembered, of which models, in how many bytes; files that are not used are named."""
     store = _store()
@@ -37,7 +37,7 @@ def show(as_json: AsJson = False) -> None:
             console.print(f"{entry.path.name}: not used: {entry.fault}", markup=False)
 
 
-@group.command()
+@group.command(epilog=example("memo cache clear"))
 def clear() -> None:
     """Forget everything: plans are traced, and models lowered, anew."""
     store = _store()

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from memo_compile.cli.options import Script, require_script, stdout_to_stderr
+from memo_compile.errors import InputError
 from memo_compile.offline.script import run_script
+from memo_compile.reporting import state
 
 
 def explain(
@@ -26,15 +28,22 @@ def explain(
     """Run a training script and print what memo planned in it, and why.
 
     The exit code is the script's own; an exception of the script is shown as Python shows it, and
-    the report still comes.
+    the report still comes. A script that succeeds without memo leaves with 2.
     """
-    require_script(script)
+    require_script(context, script)
     # Registered before the script runs, so it comes last: after Python has waited for the script's
     # threads (joining them here would wait for idle workers of thread pools, for ever) and after
     # the script's own exit handlers.
     descriptor = stdout_to_stderr() if as_json else None
     atexit.register(_print_report, os.getpid(), descriptor, verbose=verbose)
-    raise typer.Exit(code=run_script(script, context.args))
+    code = run_script(script, context.args)
+    report = state.report()
+    if not code and not report.plans and not report.notes:
+        raise InputError(
+            f'{script}: nothing in it went through torch.compile(backend="memo"); compile the '
+            'model with it: model = torch.compile(model, backend="memo"), and train a step'
+        )
+    raise typer.Exit(code=code)
 
 
 def _print_report(process: int, json_descriptor: int | None, *, verbose: bool) -> None:
@@ -42,9 +51,7 @@ def _print_report(process: int, json_descriptor: int | None, *, verbose: bool) -
     if os.getpid() != process:
         return
     sys.stdout.flush()
-    import memo_compile
-
-    report = memo_compile.report()
+    report = state.report()
     if json_descriptor is None:
         print(report.text(verbose=verbose), flush=True)
         return

@@ -12,14 +12,14 @@ import typer
 from memo_compile.cli.options import AsJson, Script, require_script, stdout_to_stderr
 from memo_compile.cli.progress import saying, working
 from memo_compile.costs.hardware import find_hardware
-from memo_compile.errors import InputError, require_at_least
+from memo_compile.errors import InputError
+from memo_compile.offline.fit_question import FitQuestion, Vary
 from memo_compile.reporting.decision_lines import decision_lines
 from memo_compile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memo_compile.offline.first_call import FirstCall
-    from memo_compile.offline.fit import FitAnswer, FitQuestion, Fitted
-    from memo_compile.offline.scaled_inputs import Vary
+    from memo_compile.offline.fit import FitAnswer, Fitted
 
 WIDTH = 100
 """Characters of a line: what a terminal shows beside a margin."""
@@ -65,7 +65,7 @@ def fit(
     The script runs up to the first step of what it compiles with backend memo, which is planned
     for other sizes instead, and then ends: nothing is trained. Its own output goes to stderr.
     """
-    require_script(script)
+    require_script(context, script)
     question = _question(vary, hardware, memory, host_budget, multiple_of, dims)
     with os.fdopen(stdout_to_stderr(), "w") as stdout:
         answer = _fit_script(script, context.args, question)
@@ -85,17 +85,12 @@ def _question(
     host_budget: str | None,
     multiple_of: int | None,
     dims: str | None,
-) -> "FitQuestion":
-    from memo_compile.offline.fit import FitQuestion
-    from memo_compile.offline.scaled_inputs import Vary
-
+) -> FitQuestion:
     kinds = {"both": (*Vary,), **{kind.value: (kind,) for kind in Vary}}
     if vary not in kinds:
         raise InputError(f"vary: expected sequence, batch or both, got {vary!r}")
     if dims is not None and len(kinds[vary]) > 1:
         raise InputError("dims: say what they are: --vary sequence, or --vary batch")
-    if multiple_of is not None:
-        require_at_least(1, {"multiple-of": multiple_of})
     return FitQuestion(
         vary=kinds[vary],
         hardware=None if hardware is None else find_hardware(hardware),
@@ -106,20 +101,20 @@ def _question(
     )
 
 
-def _fit_script(script: Path, arguments: list[str], question: "FitQuestion") -> "FitAnswer":
-    from memo_compile.offline.first_call import at_first_call
-    from memo_compile.offline.fit import Fitting
-
+def _fit_script(script: Path, arguments: list[str], question: FitQuestion) -> "FitAnswer":
     """Runs ``script`` to its first training step and searches the sizes that fit.
 
     Raises InputError: the script ends without such a step.
     """
+    from memo_compile.offline.first_call import at_first_call
+    from memo_compile.offline.fit import Fitting
+
     answers: list[FitAnswer] = []
 
     def take(call: "FirstCall") -> None:
         with working("planning") as progress:
 
-            def tried(what: "Vary", size: int, fits: bool) -> None:
+            def tried(what: Vary, size: int, fits: bool) -> None:
                 says = "fits" if fits else "does not fit"
                 progress.console.print(f"{what.value} of {size:,}: {says}")
 

@@ -2,15 +2,17 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from memo_compile.cli.options import AsJson, format_table
+from memo_compile.cli.options import AsJson, example, format_table
 from memo_compile.costs.hardware import HARDWARE, HardwareProfile, find_hardware, profile_to_dict
 from memo_compile.errors import InputError
+from memo_compile.text_files import require_writable
 from memo_compile.units import format_bytes
 
 DEFAULT_FILE = Path("memo-hardware.json")
@@ -18,7 +20,7 @@ DEFAULT_FILE = Path("memo-hardware.json")
 group = typer.Typer(help="Profiles of devices: what is known, and what is here.")
 
 
-@group.command(name="list")
+@group.command(name="list", epilog=example("memo hardware list"))
 def list_command(as_json: AsJson = False) -> None:
     """Every named profile, with its figures in one line."""
     if as_json:
@@ -41,7 +43,7 @@ def list_command(as_json: AsJson = False) -> None:
     print("\nOne device, one direction, nominal. `memo hardware show NAME` says who says so.")
 
 
-@group.command(name="show")
+@group.command(name="show", epilog=example("memo hardware show h200"))
 def show_command(
     name: Annotated[str, typer.Argument(help="A name, or the path of a measured profile.")],
     as_json: AsJson = False,
@@ -50,7 +52,7 @@ def show_command(
     _print_profile(find_hardware(name), as_json)
 
 
-@group.command(name="measure")
+@group.command(name="measure", epilog=example("memo hardware measure --out here.json"))
 def measure_command(
     out: Annotated[
         Path | None,
@@ -62,12 +64,14 @@ def measure_command(
     as_json: AsJson = False,
 ) -> None:
     """Time matrix products and copies on this machine and write its profile (a few seconds)."""
-    from memo_compile.costs.hardware_measure import device_name, measure_hardware, pick_device
-
     if out is None and not as_json:
         out = DEFAULT_FILE
     if out is not None:
-        _require_writable(out)
+        require_writable(out)
+    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise InputError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
+    from memo_compile.costs.hardware_measure import device_name, measure_hardware, pick_device
+
     place = pick_device(device)
     print(f"memo: measuring {device_name(place)}", file=sys.stderr, flush=True)
     _warn_if_busy()
@@ -92,12 +96,6 @@ def _warn_if_busy() -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _require_writable(out: Path) -> None:
-    """Raises InputError now and not after the measuring."""
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise InputError(f"out: {out} is a folder, or its folder does not exist; name a file")
 
 
 def _print_profile(profile: HardwareProfile, as_json: bool) -> None:

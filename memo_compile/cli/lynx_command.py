@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from memo_compile.cli.options import EXIT_CODES
+from memo_compile.cli.options import EXIT_CODES, example
 from memo_compile.cli.progress import working
 from memo_compile.errors import InputError
 from memo_compile.papers.lynx.fields import read_object, unwrap_instance
@@ -31,7 +31,7 @@ TimeLimit = Annotated[float, typer.Option(help="Seconds for the solver.", min=0.
 AsJson = Annotated[bool, typer.Option("--json", help="Accepted: the output is always JSON.")]
 
 
-@lynx.command(name="heu")
+@lynx.command(name="heu", epilog=example("memo lynx heu layer.json"))
 def heu(
     file: InstanceFile,
     token_split: TokenSplit = False,
@@ -49,7 +49,7 @@ def heu(
     )
 
 
-@lynx.command(name="opt")
+@lynx.command(name="opt", epilog=example("memo lynx opt graph.json --time-limit 60"))
 def opt(
     file: InstanceFile,
     token_split: TokenSplit = False,

@@ -1,57 +1,119 @@
 """The ``memo`` command: one typer app, one place that turns errors into exit codes.
 
 Exit codes: 0 done / fits / equal; 1 infeasible, does not fit, verify failed; 2 bad input;
-3 time limit without an answer.
+3 time limit without an answer; 130 ended by ctrl-C.
 """
 
 import atexit
 import functools
 import gc
 import importlib
+import platform
 import sys
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.exceptions import TyperException
 
-from memo_compile.cli.options import RAW_ARGUMENTS
+from memo_compile.cli.options import RAW_ARGUMENTS, example
 from memo_compile.errors import Infeasible, MemoError
+from memo_compile.gpus import version_of
 
 app = typer.Typer(
     name="memo",
     help="Plan activation memory for torch.compile.",
+    epilog=example("memo doctor"),
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
+INTERRUPTED = 130
+"""Exit code of a command that ctrl-C ended: 128 + SIGINT."""
+
+
+class _Command(NamedTuple):
+    """A command of ``memo``, which is imported only when it is used."""
+
+    panel: str
+    """Its heading in ``memo --help``."""
+    target: str
+    """Module of memo_compile.cli, and what it holds: a function, or a group of commands."""
+    example: str
+    """What its ``--help`` ends with."""
+
+
+_USE, _INSPECT, _PAPERS = "Use", "Inspect", "Papers"
+_LLAMA = "--model llama-7b --gpus 8 --seq 65536"
 
 _COMMANDS = {
-    "lynx": "lynx_command:lynx",
-    "stages": "lynx_command:stages",
-    "alpha": "pipeline_command:alpha",
-    "pareto": "pipeline_command:pareto",
-    "offload-fraction": "pipeline_command:offload_fraction",
-    "search": "search_command:search_command",
-    "calibrate": "search_command:calibrate_command",
-    "doctor": "doctor_command:doctor",
-    "explain": "explain_command:explain",
-    "fit": "fit_command:fit",
-    "place": "place_command:place_file",
-    "hardware": "hardware_command:group",
-    "compare": "compare_command:compare_files",
-    "diff": "diff_command:diff_files",
-    "replay": "replay_command:replay",
-    "plan": "plan_command:plan_command",
-    "cache": "cache_command:group",
-    "verify": "verify_command:verify",
+    "doctor": _Command(_USE, "doctor_command:doctor", "memo doctor"),
+    "plan": _Command(
+        _USE, "plan_command:plan_command", "memo plan llama3-8b --seq 65536 --hardware h100"
+    ),
+    "fit": _Command(_USE, "fit_command:fit", "memo fit --memory 60GiB train.py --its --options"),
+    "explain": _Command(_USE, "explain_command:explain", "memo explain train.py --its --options"),
+    "verify": _Command(
+        _USE, "verify_command:verify", "memo verify --steps 3 train.py --its --options"
+    ),
+    "compare": _Command(
+        _INSPECT, "compare_command:compare_files", "memo compare dump/graph0/plan.json peak.pickle"
+    ),
+    "diff": _Command(
+        _INSPECT, "diff_command:diff_files", "memo diff old/graph0/plan.json new/graph0/plan.json"
+    ),
+    "replay": _Command(_INSPECT, "replay_command:replay", "memo replay dump/graph0 --out pictures"),
+    "hardware": _Command(_INSPECT, "hardware_command:group", "memo hardware list"),
+    "cache": _Command(_INSPECT, "cache_command:group", "memo cache show"),
+    "place": _Command(_PAPERS, "place_command:place_file", "memo place buffers.csv --svg a.svg"),
+    "alpha": _Command(
+        _PAPERS,
+        "pipeline_command:alpha",
+        "memo alpha --hidden 4096 --layers 32 --seq 524288 --tp 4 --cp 2 --bandwidth 32e9 "
+        "--host-bytes 240e9 --flops 150e12",
+    ),
+    "pareto": _Command(
+        _PAPERS,
+        "pipeline_command:pareto",
+        "memo pareto --model llama-7b --seq 4096 --gemm-efficiency 0.8 --hbm-efficiency 0.6",
+    ),
+    "offload-fraction": _Command(
+        _PAPERS,
+        "pipeline_command:offload_fraction",
+        f"memo offload-fraction {_LLAMA} --tp 4 --cp 1 --pp 2 --layers-per-chunk 4 "
+        "--checkpoint none --budget 80%",
+    ),
+    "search": _Command(
+        _PAPERS, "search_command:search_command", f"memo search {_LLAMA} --global-batch 8 --top 5"
+    ),
+    "calibrate": _Command(
+        _PAPERS, "search_command:calibrate_command", "memo calibrate measured.csv --hardware h800"
+    ),
+    "stages": _Command(_PAPERS, "lynx_command:stages", "memo stages stages.json"),
+    "lynx": _Command(_PAPERS, "lynx_command:lynx", "memo lynx heu layer.json"),
 }
-"""Command -> module of memo_compile.cli and what it holds: a function, or a group of commands."""
+"""Every command by its name, in the order of the help."""
 
 _RUN_SCRIPTS = ("explain", "fit", "verify")
 """Commands whose later arguments are a script's."""
 
 
+def _print_versions(is_asked: bool) -> None:
+    """Prints the versions of memo, torch and Python, and leaves; loads none of them."""
+    if is_asked:
+        memo, torch = (version_of(package) or "none" for package in ("memo-compile", "torch"))
+        print(f"memo {memo} (torch {torch}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context) -> None:
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Show versions."),
+    ] = False,
+) -> None:
     """Plan activation memory for torch.compile."""
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -61,31 +123,48 @@ def _root(context: typer.Context) -> None:
 @functools.cache
 def _register(name: str) -> None:
     """Imports the command ``name`` and adds it to the app."""
-    module, attribute = _COMMANDS[name].split(":")
-    command = getattr(importlib.import_module(f"memo_compile.cli.{module}"), attribute)
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, name=name)
+    command = _COMMANDS[name]
+    module, attribute = command.target.split(":")
+    function = getattr(importlib.import_module(f"memo_compile.cli.{module}"), attribute)
+    shown: dict[str, Any] = {"rich_help_panel": command.panel, "epilog": example(command.example)}
+    if isinstance(function, typer.Typer):
+        app.add_typer(function, name=name, **shown)
     else:
         settings = RAW_ARGUMENTS if name in _RUN_SCRIPTS else None
-        app.command(name=name, context_settings=settings)(command)
+        app.command(name=name, context_settings=settings, **shown)(function)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and leave the process with the exit code of the table above."""
     atexit.register(gc.freeze)  # else cycles are looked for at the end: 2 s of a plan
     command = (sys.argv[1:] if argv is None else argv)[:1]
-    # Importing one command alone is faster; the help names them all.
-    for name in command if command and command[0] in _COMMANDS else _COMMANDS:
-        _register(name)
     try:
-        code = app(args=argv, standalone_mode=False)
+        # Importing one command alone is faster; the help names them all.
+        for name in command if command and command[0] in _COMMANDS else _COMMANDS:
+            _register(name)
+        code = app(args=argv, prog_name="memo", standalone_mode=False)
     except TyperException as error:  # a usage error: unknown command, missing argument, ...
         print(f"memo: {error.format_message()}", file=sys.stderr)
         code = 2
     except MemoError as error:
         print(f"memo: {error}", file=sys.stderr)
         code = 1 if isinstance(error, Infeasible) else 2
+    except ModuleNotFoundError as error:
+        print(f"memo: {_without_module(error)}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        print("memo: interrupted", file=sys.stderr)
     sys.exit(code or 0)
+
+
+def _without_module(error: ModuleNotFoundError) -> str:
+    """Says how to get a package that a command needs. Raises ``error`` of memo's own modules."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "memo_compile", "memo_runtime"):
+        raise error
+    return f"this command needs {package}, which is not installed here: pip install {package}"
 
 
 if __name__ == "__main__":

@@ -39,10 +39,28 @@ def parse_count(text: str | int) -> int:
     )
 
 
-def require_script(script: Path) -> None:
-    """``script`` is a file; an InputError where it is not."""
+def example(command: str) -> str:
+    """Returns the last line of a command's help."""
+    return f"Example: {command}"
+
+
+def require_script(context: typer.Context, script: Path) -> None:
+    """Looks at the command line ``memo COMMAND [OPTIONS] SCRIPT.py [ARGS]`` before anything runs.
+
+    Options of the command that stand behind the script are named on stderr: they are the script's.
+    Raises InputError: there is no such script.
+    """
     if not script.is_file():
         raise InputError(f"{script}: no such file; expected a Python script")
+    options = {name for parameter in context.command.params for name in parameter.opts}
+    for word in context.args:
+        if word.startswith("--") and word.partition("=")[0] in options:
+            name = context.info_name
+            print(
+                f"memo: {word} behind {script} goes to the script; for memo it stands before it: "
+                f"memo {name} {word} {script}",
+                file=sys.stderr,
+            )
 
 
 def read_data(path: Path, kind: type[Data]) -> Data:

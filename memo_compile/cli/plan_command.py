@@ -23,7 +23,7 @@ from memo_compile.reporting.emit import TOOLS, Settings, emit
 from memo_compile.reporting.html import render_html
 from memo_compile.reporting.table import decision_table
 from memo_compile.step.serialise import to_json
-from memo_compile.text_files import write_text
+from memo_compile.text_files import require_writable, write_text
 from memo_compile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -98,6 +98,10 @@ def plan_command(
     from memo_compile.offline.shapes.degrees import Degrees, parse_dtype
 
     _require_one_form(emit, as_json=as_json)
+    _require_one_question(sweep, budgets, max_seq=max_seq)
+    for path in (report, out):
+        if path is not None:
+            require_writable(path)
     question = Question(
         model=model,
         hardware=find_hardware(hardware),
@@ -112,9 +116,8 @@ def plan_command(
         policy=policy,
         remembers=not fresh,
     )
-    _require_one_question(sweep, budgets, max_seq=max_seq)
     if sweep is not None:
-        _sweep(question, sweep, NUM_BUDGETS if budgets is None else budgets, as_json=as_json)
+        _sweep(question, NUM_BUDGETS if budgets is None else budgets, as_json=as_json)
         return
     answer, longest_seq = _forecast(question, max_seq, as_json=as_json)
     _write(answer, report, out)
@@ -163,6 +166,8 @@ def _require_one_question(sweep: str | None, budgets: int | None, *, max_seq: bo
         raise InputError("sweep: it is of one length; leave out --max-seq")
     if sweep is None and budgets is not None:
         raise InputError("budgets: of a sweep; give --sweep budget with it")
+    if sweep not in (None, "budget"):
+        raise InputError(f"sweep: expected budget, got {sweep!r}")
 
 
 @seldom_collected(GARBAGE)
@@ -194,12 +199,10 @@ def _tried(console: Console, seq: int, fits: bool) -> None:
 
 
 @seldom_collected(GARBAGE)
-def _sweep(question: "Question", over: str, num_budgets: int, *, as_json: bool) -> None:
+def _sweep(question: "Question", num_budgets: int, *, as_json: bool) -> None:
     """Prints the plans at ``num_budgets`` budgets as a table or as JSON."""
     from memo_compile.offline.forecast import sweep
 
-    if over != "budget":
-        raise InputError(f"sweep: expected budget, got {over!r}")
     if question.budget is not None:
         raise InputError("sweep: it chooses the budgets; leave out --budget")
     console = Console(stderr=True, highlight=False)

@@ -41,6 +41,14 @@ _RUNS = {
 }
 """What each run is called on the screen."""
 
+_CHILD = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from memo_compile.offline.recorded_script import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""What each run executes. Ctrl-C, which reaches it too, ends it at once and without a traceback."""
+
 _STDERR = 2
 """The descriptor: sys.stderr may be no file."""
 
@@ -95,7 +103,7 @@ def verify(
     once more, which tells whether two runs of the script are the same at all, and through plain
     Inductor, which tells whether memo is to blame.
     """
-    require_script(script)
+    require_script(context, script)
     with tempfile.TemporaryDirectory() as folder:
         eager = _run("eager", script, context.args, steps, Path(folder))
         if eager is None:
@@ -128,14 +136,7 @@ def _run(
     how = _RUNS[arm]
     _say(f"{how}: up to {steps} steps of {script}")
     began = time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "memo_compile.offline.recorded_script",
-        arm,
-        str(out),
-        str(steps),
-    ]
+    command = [sys.executable, "-c", _CHILD, arm, str(out), str(steps)]
     done = subprocess.run([*command, str(script), *arguments], stdout=_STDERR, check=False)
     took = f"{time.monotonic() - began:.1f} s"
     if not out.exists():

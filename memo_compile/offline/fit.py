@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from memo_compile.config import MemoConfig, resolve
-from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.host import host_memory
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.pipeline import first_request
@@ -20,6 +19,7 @@ from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import ConfigError, Infeasible, InputError, described
 from memo_compile.offline.first_call import FirstCall, parameter_names
+from memo_compile.offline.fit_question import FitQuestion, Vary
 from memo_compile.offline.forecast import CONTEXT_BYTES
 from memo_compile.offline.length_search import LengthSearch, Need, need_of
 from memo_compile.offline.offline_step import OfflineStep, offline_config, planned_offline
@@ -30,7 +30,7 @@ from memo_compile.offline.plan_offline import (
     tracing,
 )
 from memo_compile.offline.room import Room
-from memo_compile.offline.scaled_inputs import Arguments, Varied, Vary
+from memo_compile.offline.scaled_inputs import Arguments, Varied
 from memo_compile.units import format_bytes, parse_budget
 
 TOKEN_GRANULE = 128
@@ -44,22 +44,6 @@ MAX_TRIES = 20
 
 MAX_SIZE = 2**40
 """No size above this is tried: a step that takes it is not bounded by memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitQuestion:
-    """Which sizes of a script's step are searched, and for which device."""
-
-    vary: tuple[Vary, ...] = (Vary.SEQUENCE, Vary.BATCH)
-    hardware: HardwareProfile | None = None
-    """Another device than the one that the script's tensors lie on."""
-    memory: str | None = None
-    """Bound on the step's device memory; by default the script's budget, or all of the device."""
-    host_budget: str | None = None
-    multiple_of: int | None = None
-    """Sizes are multiples of this."""
-    dims: str | None = None
-    """Which dimensions vary, where the shapes do not say it: ``input_ids:1,labels:1``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

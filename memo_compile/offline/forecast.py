@@ -11,13 +11,14 @@ from memo_compile.config import resolve, user_store
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import find_model
 from memo_compile.driver.tile_order import TOKEN_TILES
-from memo_compile.errors import Infeasible, InputError
+from memo_compile.errors import Infeasible, InputError, require_at_least
 from memo_compile.gpus import missing_for_target, target_of, version_of
 from memo_compile.offline.length_search import LengthSearch, Need, need_of
 from memo_compile.offline.offline_step import OfflineStep
-from memo_compile.offline.recorded_model import RecordedModel, Say, is_shape, say_nothing
+from memo_compile.offline.recorded_model import RecordedModel, Say, say_nothing
 from memo_compile.offline.room import Room, is_exact
 from memo_compile.offline.shapes.degrees import Degrees
+from memo_compile.offline.shapes.kinds import is_function, is_shape, require_plannable
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_level
@@ -84,7 +85,12 @@ class Question:
             )
         if self.offload not in OFFLOADS:
             raise InputError(f"offload: expected {' or '.join(OFFLOADS)}, got {self.offload!r}")
-        _ = self.budget_bytes  # raises ConfigError, before anything is traced
+        require_at_least(1, {"batch": self.batch})
+        if self.seq is not None:
+            require_at_least(1, {"seq": self.seq})
+        # These raise ConfigError.
+        _ = self.budget_bytes
+        resolve({"policy": self.policy, "host_budget": self.host_budget}, None)
 
     @property
     def budget_bytes(self) -> int:
@@ -338,6 +344,10 @@ def _state_bytes(question: Question, model: RecordedModel) -> float:
 
 
 def _recorded_model(question: Question, say: Say = say_nothing) -> RecordedModel:
+    """Returns the model of ``question``, not loaded yet. Raises InputError: there is none."""
+    require_plannable(question.model, question.degrees, question.seq)
+    if question.seq is None and not is_function(question.model):
+        raise InputError("seq: missing; give --seq N, the number of tokens of one sequence")
     return RecordedModel(
         model=question.model,
         seq=question.seq,

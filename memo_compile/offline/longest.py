@@ -10,8 +10,8 @@ import torch
 from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.errors import InputError
 from memo_compile.offline.first_call import FirstCall
-from memo_compile.offline.fit import FitQuestion, Fitting, require_fits
-from memo_compile.offline.scaled_inputs import Vary
+from memo_compile.offline.fit import Fitting, require_fits
+from memo_compile.offline.fit_question import FitQuestion, Vary
 from memo_compile.step.plans import ReportedPlan
 
 

@@ -36,6 +36,7 @@ from memo_compile.offline.offline_step import (
     planned_offline,
 )
 from memo_compile.offline.shapes.degrees import Degrees
+from memo_compile.offline.shapes.kinds import is_function, is_shape
 from memo_compile.offline.step_record import (
     RecordedRegions,
     RecordedStep,
@@ -403,16 +404,6 @@ def _in_tiles(options: MemoConfig) -> str:
     """``whole``, or ``in 4 tiles``."""
     num_tiles = options.token_tiles or 1
     return "whole" if num_tiles == 1 else f"in {num_tiles} tiles"
-
-
-def is_function(model: str) -> bool:
-    """True for ``package.module:function``."""
-    return ":" in model and not Path(model).exists()
-
-
-def is_shape(model: str) -> bool:
-    """True for the name of a shape, false for a file or a function of the user's."""
-    return ":" not in model and not model.endswith(".json") and not Path(model).exists()
 
 
 def code_version() -> str:

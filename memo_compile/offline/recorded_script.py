@@ -1,6 +1,6 @@
 """Runs a script and records what its memo-compiled training steps compute: for ``memo verify``.
 
-    python -m memo_compile.offline.recorded_script ARM OUT.json NUM_STEPS SCRIPT.py [ARGS...]
+    main([ARM, OUT.json, NUM_STEPS, SCRIPT.py, ARGS...])
 
 ARM is ``memo``; ``eager`` or ``eager-again``, which replace the backend by eager execution of the
 very same graphs; or ``inductor``, which replaces it by torch's own. A step is a backward
@@ -168,7 +168,3 @@ def main(argv: list[str]) -> int:
     Path(out).write_text(json.dumps(recorder.as_dict()))
     sys.stdout.flush()
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

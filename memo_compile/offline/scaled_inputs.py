@@ -7,19 +7,12 @@ second one of token ids ``(B, T)`` or, where there are none, of features ``(B, T
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 
 from memo_compile.errors import InputError
-
-
-class Vary(Enum):
-    """Which size of a step's inputs is varied."""
-
-    SEQUENCE = "sequence"
-    BATCH = "batch"
+from memo_compile.offline.fit_question import Vary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

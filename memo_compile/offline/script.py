@@ -5,9 +5,6 @@ import sys
 import traceback
 from pathlib import Path
 
-_INTERRUPTED = 130
-"""Exit code of a process that ctrl-C ended: 128 + SIGINT."""
-
 
 class EnoughError(BaseException):
     """Ends a script early. It is no Exception, so that no script catches it."""
@@ -20,6 +17,8 @@ def run_script(
 
     ``sys.argv`` and ``sys.path`` stay as the script saw them, for its exit handlers. An exception
     of a type in ``passes`` ends it with code 0 and is not shown.
+
+    Raises KeyboardInterrupt: the user ended it.
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -31,8 +30,7 @@ def run_script(
     except SystemExit as error:
         code = _exit_code(error)
     except KeyboardInterrupt:
-        _print_traceback(script)
-        code = _INTERRUPTED
+        raise  # the command says it in one line
     except BaseException:
         # Whatever a script raises is its own affair: Python would print it and leave with 1.
         _print_traceback(script)

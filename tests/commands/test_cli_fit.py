@@ -18,6 +18,7 @@ from memo_compile.costs.host import host_memory
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.offline import fit as fitting
 from memo_compile.offline.first_call import at_first_call
+from memo_compile.offline.fit_question import FitQuestion, Vary
 from memo_compile.offline.length_search import Need
 
 MODEL = """
@@ -135,7 +136,7 @@ def test_the_answer_and_nothing_is_trained(script):
 def test_what_it_says_is_what_the_backend_takes(script):
     calls, _ = taken(script())
     (call,) = calls
-    question = fitting.FitQuestion(vary=(fitting.Vary.SEQUENCE,), memory="700KB", multiple_of=64)
+    question = FitQuestion(vary=(Vary.SEQUENCE,), memory="700KB", multiple_of=64)
     answer = fitting.Fitting(call, question).answer(lambda _: None, lambda *_: None)
     (found,) = answer.largest
     torch._dynamo.reset()
@@ -266,9 +267,9 @@ def answered(script, monkeypatch):
         prepare(call)
         monkeypatch.setattr(fitting.Fitting, "need", need)
         monkeypatch.setattr(fitting.Fitting, "fastest", lambda *_: "a plan")
-        asked = {"vary": (fitting.Vary.SEQUENCE,), "memory": "1MB", **question}
+        asked = {"vary": (Vary.SEQUENCE,), "memory": "1MB", **question}
         tried = []
-        found = fitting.Fitting(call, fitting.FitQuestion(**asked)).answer(
+        found = fitting.Fitting(call, FitQuestion(**asked)).answer(
             lambda _: None, lambda *row: tried.append(row)
         )
         return found, tried
@@ -281,11 +282,11 @@ def test_the_largest_multiple_is_found(answered, fits_to):
     answer, tried = answered(needs(1000, fits_to))
     (found,) = answer.largest
     assert (found.size, found.refused) == (fits_to // 64 * 64, "")
-    assert tried[0] == (fitting.Vary.SEQUENCE, 64, True)
+    assert tried[0] == (Vary.SEQUENCE, 64, True)
 
 
 def test_a_batch_is_searched_one_by_one(answered):
-    answer, _ = answered(needs(1000, 37), vary=(fitting.Vary.BATCH,))
+    answer, _ = answered(needs(1000, 37), vary=(Vary.BATCH,))
     assert answer.largest[0].size == 37
 
 
@@ -294,9 +295,9 @@ def test_a_rounder_size_may_fit_where_an_uneven_one_does_not(answered):
         uneven = 3 if size % 8 else 1  # in no tiles
         return Need(1000 * size * uneven, 1000 * size * uneven <= 33_000)
 
-    answer, tried = answered(need, vary=(fitting.Vary.BATCH,))
+    answer, tried = answered(need, vary=(Vary.BATCH,))
     assert answer.largest[0].size == 32
-    assert (fitting.Vary.BATCH, 40, False) in tried
+    assert (Vary.BATCH, 40, False) in tried
 
 
 def test_round_sizes_are_tried_before_uneven_ones(answered):
@@ -372,16 +373,16 @@ def test_what_stays_and_what_the_model_declares_is_noted(answered):
 
 def test_inputs_larger_than_the_memory_are_never_made(script):
     (call,), _ = taken(script())
-    question = fitting.FitQuestion(memory="1MB")
+    question = FitQuestion(memory="1MB")
     asked = fitting.Fitting(call, question)
-    varied = asked._arguments.varied(fitting.Vary.SEQUENCE)
+    varied = asked._arguments.varied(Vary.SEQUENCE)
     assert asked.need(varied, 2**38) == Need(math.inf, False)
 
 
 def test_the_budget_is_the_scripts_the_hardwares_or_what_is_free(script, monkeypatch):
     def budget(options, **question):
         (call,), _ = taken(script(options=options))
-        asked = fitting.Fitting(call, fitting.FitQuestion(**question))
+        asked = fitting.Fitting(call, FitQuestion(**question))
         return asked.options()["memory_budget"]
 
     h200 = find_hardware("h200")
@@ -396,7 +397,7 @@ def test_the_budget_is_the_scripts_the_hardwares_or_what_is_free(script, monkeyp
 def test_copies_within_one_memory_are_not_planned_on_cpu(script):
     def host(options, **question):
         (call,), _ = taken(script(options=options))
-        asked = fitting.Fitting(call, fitting.FitQuestion(**question))
+        asked = fitting.Fitting(call, FitQuestion(**question))
         return asked.options().get("host_budget")
 
     assert host("{}") == "0"

@@ -234,7 +234,8 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
         ("{", r"config.json:1: not JSON"),
         ("{}", r"field 'model_type' is missing"),
         ('{"model_type": "llama", "hidden_size": 64}', r"field 'num_hidden_layers' is missing"),
-        ('{"model_type": "nothing-known"}', r"transformers refuses it"),
+        ('{"model_type": "nothing-known"}', "has no model of model_type 'nothing-known'; newer"),
+        ('{"model_type": "qwn3"}', "has no model of model_type 'qwn3'; did you mean 'qwen3'?"),
     ],
 )
 def test_a_config_that_lacks_something_is_refused(capsys, tmp_path, text, message):

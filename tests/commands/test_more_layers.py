@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from memo_compile.config import resolve
+from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
-from memo_compile.offline import plan_offline, recorded_model
+from memo_compile.offline import plan_offline
 from memo_compile.offline.longer_model import LongerModel, NotUniform
 from memo_compile.offline.shapes import load
 from memo_compile.offline.shapes.transformer import Degrees, first_stage
@@ -162,8 +163,7 @@ def test_all_layers_are_traced_where_few_do_not_tell(monkeypatch):
     monkeypatch.setattr(plan_offline, "with_layers", refuse)
     monkeypatch.setattr(load, "TRACED_LAYERS", 2)
     three = dataclasses.replace(eight_layers(gated=False), num_layers=3)
-    for module in (load, recorded_model):
-        monkeypatch.setattr(module, "find_model", lambda _: three)
+    monkeypatch.setitem(models.MODELS, "three", three)
     question = forecast.Question(
         model="three", hardware=find_hardware(HARDWARE), seq=256, policy="save"
     )

@@ -27,9 +27,12 @@ def explain(tmp_path):
     return run
 
 
-def test_arguments_after_the_script_are_the_scripts_own(explain):
+def test_arguments_after_the_script_are_the_scripts_own(explain, tmp_path):
     done = explain("import sys; print(sys.argv[1:], __name__)", "--json", "-v", "--", "x", "--help")
-    assert done.returncode == 0
+    assert done.returncode == 2  # the script does not use memo
+    assert "memo: --json behind " in done.stderr
+    assert f"memo explain --json {tmp_path / 'script.py'}" in done.stderr
+    assert "-v" not in done.stderr
     assert done.stdout.splitlines()[0] == "['--json', '-v', '--', 'x', '--help'] __main__"
     assert "memo is NOT active" in done.stdout
 
@@ -41,13 +44,15 @@ def test_the_scripts_folder_can_be_imported_from(explain, tmp_path):
 
 @pytest.mark.parametrize(
     ("leave", "code"),
-    [("", 0), ("raise SystemExit", 0), ("raise SystemExit(5)", 5), ("raise SystemExit('bad')", 1)],
+    [("", 2), ("raise SystemExit", 2), ("raise SystemExit(5)", 5), ("raise SystemExit('bad')", 1)],
 )
 def test_exit_codes_pass_through(explain, leave, code):
     done = explain(leave)
     assert done.returncode == code
     assert "memo is NOT active" in done.stdout
     assert ("bad" in done.stderr) == ("bad" in leave)
+    is_told = 'nothing in it went through torch.compile(backend="memo")' in done.stderr
+    assert is_told == (code == 2)
 
 
 def test_exceptions_are_shown_from_the_script_on_and_the_report_comes(explain):

@@ -110,7 +110,7 @@ def test_a_measured_file_works_where_a_name_does(capsys, tmp_path, monkeypatch):
         (["--device", "tpu0"], "device: expected cpu, cuda or cuda:N, got 'tpu0'"),
         (["--device", "meta"], "device: expected cpu, cuda or cuda:N, got 'meta'"),
         (["--device", "cuda:99"], "GPUs, not 'cuda:99'"),
-        (["--out", "missing/mine.json"], "out: missing/mine.json is a folder, or its folder"),
+        (["--out", "missing/mine.json"], "missing/mine.json: is a folder, or its folder"),
     ],
 )
 def test_measure_refuses_before_it_measures(capsys, tmp_path, monkeypatch, argv, message):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from memo_compile.errors import InputError
-from memo_compile.offline.scaled_inputs import Arguments, Vary
+from memo_compile.offline.fit_question import Vary
+from memo_compile.offline.scaled_inputs import Arguments
 
 
 def of(**kwargs):

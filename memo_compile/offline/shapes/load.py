@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,18 +12,21 @@ from typing import Any
 
 import torch
 
-from memo_compile.costs.models import ModelShape, find_model
-from memo_compile.errors import InputError, require_at_least
+from memo_compile.costs.models import ModelShape
+from memo_compile.errors import InputError, nearest
 from memo_compile.offline.longer_model import LongerModel
 from memo_compile.offline.shapes.degrees import Degrees
+from memo_compile.offline.shapes.kinds import is_function, read_config, shape_of
 from memo_compile.offline.shapes.transformer import default_dtype, first_stage
-from memo_compile.text_files import read_json
 from memo_compile.torch_private.fx_graphs import fake_mode
 from memo_compile.torch_private.model_of_fakes import model_of_fakes
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields of a config.json without which transformers would silently take a default shape."""
 
+
+MAX_LINE = 300
+"""Characters of another library's message that are shown: some list hundreds of names."""
 
 TRACED_LAYERS = 5
 """Layers that are traced of a model whose layers are equal: the plan repeats one in the middle, and
@@ -54,16 +58,11 @@ def load(
     Raises:
         InputError: it is unknown, lacks a field, or cannot be cut as ``degrees`` say.
     """
-    require_at_least(1, {"batch": batch})
-    if ":" in model and not Path(model).exists():
-        _require_one_device(model, degrees)
+    if is_function(model):
         return _of_function(model, seq=seq, batch=batch, dtype=dtype)
-    shape = None if model.endswith(".json") or Path(model).exists() else find_model(model)
-    if seq is None:
-        raise InputError("seq: missing; give --seq N, the number of tokens of one sequence")
-    require_at_least(1, {"seq": seq})
+    assert seq is not None, "of a shape or a file the length is asked for"
+    shape = shape_of(model)
     if shape is None:
-        _require_one_device(model, degrees)
         return _of_config(Path(model), seq=seq, batch=batch, dtype=dtype)
     with fake_mode():
         built, inputs = first_stage(shape, degrees, seq=seq, batch=batch, dtype=dtype)
@@ -102,23 +101,19 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def _require_one_device(model: str, degrees: Degrees) -> None:
-    for name in ("tp", "cp", "pp"):
-        if getattr(degrees, name) > 1:
-            raise InputError(
-                f"{name}: only named shapes are cut over devices; give {model} as it is on one"
-            )
-
-
 def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loaded:
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise InputError(f"{path}: needs transformers; pip install transformers") from error
-    body = read_json(path)
-    if not isinstance(body, dict) or not isinstance(body.get("model_type"), str):
-        raise InputError(f"{path}: field 'model_type' is missing; expected a config.json")
+    body = read_config(path)
     kind = body.pop("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise InputError(
+            f"{path}: transformers {transformers.__version__} has no model of model_type {kind!r}"
+            f"{nearest(kind, CONFIG_MAPPING, least=0.75)}; newer models need a newer transformers"
+        )
     try:
         config = AutoConfig.for_model(kind, **body)
     except Exception as error:  # transformers raises what it likes on a bad configuration
@@ -200,4 +195,5 @@ def _called(function: Callable[..., Any], arguments: Mapping[str, Any], text: st
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return textwrap.shorten(line, MAX_LINE, placeholder=" ...")
