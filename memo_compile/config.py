@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from memo_compile.errors import ConfigError, nearest
 from memo_compile.file_store import FileStore
@@ -49,6 +49,10 @@ DEBUG_FLAGS = (
 )
 _KEEPING = ("auto", "greedy", "save", "full-offload")
 """Policies that recompute nothing; the first two only without a budget."""
+_MOVING = ("auto", "greedy", "full-offload", "memo", "kwai")
+"""Policies that move activations to the host."""
+_WITH_ALPHA = ("memo", "kwai")
+"""Policies that ``alpha`` is for."""
 ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
 """MEMO's fractions of the tokens (section 4.2 of the paper)."""
 
@@ -216,6 +220,11 @@ class MemoConfig:
         in_tiles = (self.token_tiles or 1) > 1
         return in_tiles or self.memory_budget is not None or self.policy not in _KEEPING
 
+    @property
+    def moves(self) -> bool:
+        """True where a plan may move something to the host."""
+        return self.policy in _MOVING
+
     def declared_host_budget_bytes(self, total_bytes: int | None) -> int | None:
         """Returns the user's host budget in bytes; ``50%`` is of ``total_bytes``; None: none."""
         if self.host_budget is None:
@@ -249,6 +258,20 @@ class MemoConfig:
             return "pinned" if device_type == "cuda" else "shm"
         return self.host_store
 
+    def idle_options(self) -> list[str]:
+        """Returns a note for each option that was set and changes nothing beside the others."""
+        notes = []
+        if self.alpha is not None and self.policy not in _WITH_ALPHA:
+            notes.append(
+                f"alpha={self.alpha:g} changes nothing under policy {self.policy!r}: only "
+                f"{' and '.join(_WITH_ALPHA)} have one"
+            )
+        if self.inductor_options and self.lowering == "aten":
+            notes.append(
+                "inductor_options change nothing with lowering='aten': Inductor is not run"
+            )
+        return notes
+
     def collective_schedule(self) -> str:
         """Returns when collectives run: ``normal``, or one of the debugging schedules."""
         flags = (flag for flag in self.debug if flag.startswith("collectives-"))
@@ -258,6 +281,42 @@ class MemoConfig:
         """Returns when copies happen: ``normal``, or one of the debugging schedules."""
         flags = (flag for flag in self.debug if flag.startswith("copies-"))
         return next(flags, "copies-normal").removeprefix("copies-")
+
+
+class Options(TypedDict, total=False):
+    """The options of ``MemoConfig`` as type checkers see them; None: as if it was not given."""
+
+    memory_budget: float | str | None
+    host_budget: float | str | None
+    policy: str | None
+    outputs: str | None
+    outside_loss: bool | None
+    gradients: str | None
+    early_gradients: bool | None
+    alpha: float | None
+    optimizer_state_bytes_per_parameter: float | None
+    host_store: str | None
+    token_granule: int | None
+    token_tiles: int | None
+    exact: bool | None
+    costs: str | None
+    copy_bytes_per_s: float | tuple[float, float] | None
+    comm_windows: bool | None
+    comm_bytes_per_s: float | None
+    ranks_timeout_s: float | None
+    lowering: str | None
+    mode: str | None
+    dump: str | os.PathLike[str] | None
+    passes: str | Sequence[str] | None
+    debug: str | Sequence[str] | None
+    strict: bool | None
+    max_inflight: int | None
+    microbatches: int | None
+    max_plans: int | None
+    placement_solver: str | None
+    placement_time_limit_s: float | None
+    cache: bool | None
+    inductor_options: Mapping[str, Any] | None
 
 
 class _Kind(NamedTuple):
@@ -310,37 +369,76 @@ _LISTS = ("debug", "passes")
 _configured: dict[str, Any] = {}
 
 
-def configure(**options: Any) -> None:
+def configure(**options: Unpack[Options]) -> None:
     """Sets defaults for every later compilation in this process; ``None`` resets an option.
 
     Raises ConfigError: an option is unknown or its value cannot be used.
     """
     values = {**_configured, **_checked(options, "configure()")}
     values = {name: value for name, value in values.items() if value is not None}
-    _config_of(values)  # which refuses before anything is kept
+    _config_of(values, {})  # which refuses before anything is kept
     _configured.clear()
     _configured.update(values)
 
 
 def resolve(options: Mapping[str, Any] | None, mode: str | None) -> MemoConfig:
     """Returns the configuration of one compilation, by the precedence in this file's head."""
-    values = {**_from_file(), **_from_environment(), **_configured}
-    values.update(_checked(options or {}, "options"))
-    if mode is not None:
-        values["mode"] = mode
-    return _config_of(values)
+    for note in misspelt_variables():
+        _log_once(note)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    file = f"{os.environ.get('MEMO_CONFIG')}, which MEMO_CONFIG names"
+    for origin, layer in (
+        (file, _from_file()),
+        ("MEMO_{}", _from_environment()),
+        ("configure()", _configured),
+    ):
+        values.update(layer)
+        origins.update((name, origin.replace("{}", name.upper())) for name in layer)
+    given = _checked(options or {}, "options") | ({} if mode is None else {"mode": mode})
+    values.update(given)
+    return _config_of(values, {name: origins[name] for name in origins if name not in given})
 
 
-def _config_of(options: Mapping[str, Any]) -> MemoConfig:
+def _config_of(options: Mapping[str, Any], origins: Mapping[str, str]) -> MemoConfig:
+    """Returns ``options`` as a configuration; a ConfigError names where its option is from.
+
+    ``origins`` has the variable or the file of each option that the call itself does not give.
+    """
     values = dict(options)
     for name, value in options.items():
         if name in _LISTS and isinstance(value, str):
             values[name] = _flags(value)
+        elif isinstance(value, str):
+            values[name] = _as_number(value, _kinds_of(_FIELDS[name]))
         elif isinstance(value, list):  # as JSON gives them
             values[name] = tuple(value)
         elif isinstance(value, os.PathLike):
             values[name] = os.fspath(value)
-    return MemoConfig(**values)
+    try:
+        return MemoConfig(**values)
+    except ConfigError as error:
+        name, _, reason = str(error).partition(":")
+        if name not in origins:
+            raise
+        raise ConfigError(f"{name} (from {origins[name]}):{reason}") from None
+
+
+def _as_number(text: str, kinds: Sequence[Any]) -> Any:
+    """Returns the number that ``text`` spells, as in "128", "1e9" or "2e9,1e9".
+
+    Returns ``text`` itself where it spells none, or where an option takes texts.
+    """
+    numbers = [kind for kind in kinds if kind in (int, float)]
+    if str in kinds or not numbers:
+        return text
+    try:
+        if "," in text:
+            return tuple(map(float, text.split(",")))
+        value = float(text)
+    except ValueError:
+        return text
+    return int(value) if int in numbers and value.is_integer() else value
 
 
 def _checked(options: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -356,13 +454,13 @@ def _hint(name: str, value: object) -> str:
     inductor = importlib.import_module("memo_compile.torch_private.inductor_api")
     if name in inductor.inductor_settings():
         return f"; it is a setting of Inductor: inductor_options={{{name!r}: {value!r}}}"
+    longer = [option for option in _FIELDS if name and name.lower() in option]
+    if longer:  # "budget": memory_budget, the first of those that end so
+        return f"; did you mean {longer[0]!r}?"
     return nearest(name, _FIELDS, otherwise=f"; known options: {', '.join(sorted(_FIELDS))}")
 
 
 def _from_environment() -> dict[str, Any]:
-    for variable in os.environ:
-        if variable.startswith("MEMO_") and variable not in _VARIABLES:
-            _warn_unknown(variable)
     values = {}
     for name, option in _FIELDS.items():
         text = os.environ.get(f"MEMO_{name.upper()}")
@@ -371,35 +469,37 @@ def _from_environment() -> dict[str, Any]:
     return values
 
 
+def misspelt_variables() -> list[str]:
+    """Returns a note for each variable ``MEMO_*`` that sets nothing, with what may be meant."""
+    notes = []
+    for variable in os.environ:
+        if variable.startswith("MEMO_") and variable not in _VARIABLES:
+            near = difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.75)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            notes.append(f"{variable} sets no option{hint}")
+    return notes
+
+
 @functools.cache
-def _warn_unknown(variable: str) -> None:
-    """Says that ``variable`` sets nothing, and for which one it may have been meant."""
-    near = difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.75)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    log.warning("memo: %s sets no option%s", variable, hint)
+def _log_once(note: str) -> None:
+    log.warning("memo: %s", note)
 
 
 _TRUTHS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def _parsed(name: str, kinds: Sequence[Any], text: str) -> Any:
-    """Returns ``text`` of an environment variable as a value of one of ``kinds``."""
-    if name in _LISTS:
-        return _flags(text)
-    if str in kinds:
-        return text
+    """Returns ``text`` of an environment variable as a value of one of ``kinds``, or a number's."""
     if bool in kinds:
         if text.lower() not in _TRUTHS:
             raise ConfigError(f"MEMO_{name.upper()}: expected 1, 0, true or false, got {text!r}")
         return _TRUTHS[text.lower()]
-    try:
-        if int in kinds:
-            return int(text)
-        if float in kinds:
-            return tuple(map(float, text.split(","))) if "," in text else float(text)
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"MEMO_{name.upper()}: cannot use {text!r}: {error}") from error
+    if Mapping[str, Any] in kinds:
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"MEMO_{name.upper()}: cannot use {text!r}: {error}") from error
+    return text
 
 
 def _flags(text: str) -> tuple[str, ...]:

@@ -10,15 +10,15 @@ _LETTERS = {unit[0]: factor for unit, factor in _DECIMAL.items()}
 """A letter alone counts as decimal: as a bound that is the smaller of what it may mean."""
 _BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _FACTORS = {"": 1, "B": 1, **_LETTERS, **_DECIMAL, **_BINARY}
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*$")
+_SIZE = re.compile(r"^\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*)\s*$")
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d*)?)\s*%\s*$")
 
 
 def parse_size(text: str | float, *, total_bytes: int | None = None, what: str = "size") -> int:
     """Bytes of ``text``: whole bytes, or KB/MB/GB/TB (10^n; 12M too), or KiB/MiB/GiB/TiB (2^n).
 
-    ``80%`` is of ``total_bytes``, the device's memory. Raises ConfigError: not a size, negative, or
-    a percentage where the total is unknown.
+    The number may be written 12e9. ``80%`` is of ``total_bytes``, the device's memory. Raises
+    ConfigError: not a size, negative, or a percentage where the total is unknown.
     """
     if isinstance(text, bool) or not isinstance(text, int | float | str):
         raise ConfigError(f"{what}: expected bytes or a text like '60GiB', got {text!r}")

@@ -27,7 +27,7 @@ from memo_compile.backends.capture import (
 from memo_compile.backends.negated import resolving
 from memo_compile.backends.retile import PlannedGraph, Retiled
 from memo_compile.backends.specialise import Specialised, symbol_positions
-from memo_compile.config import MemoConfig, resolve
+from memo_compile.config import MemoConfig, misspelt_variables, resolve
 from memo_compile.costs.host import missing_store
 from memo_compile.costs.measure import MIN_OWN_BLOCK_BYTES, keep_large_blocks_apart
 from memo_compile.driver.agreement import RankStep, graph_key, job_rank, orders_of
@@ -124,6 +124,10 @@ def _compiled(
         caches = config.cache and compile_caches.caches_graphs()
         config = dataclasses.replace(config, cache=caches)
         _require_usable(config)
+        for note in misspelt_variables():
+            state.add_note(note)  # logged when the options were read
+        for note in config.idle_options():
+            state.warn_once(note)
         compile_caches.store_no_unsafe_views()
         if asked := _asks_for_cuda_graphs(config):
             state.warn_once(f"{asked}: CUDA graphs are not used together with the arena")

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from memo_runtime.copies import Lane, engine_of
-from memo_runtime.host_store import HostStore, HostStoreError
+from memo_runtime.host_store import FILE_PREFIX, HostStore, HostStoreError
 
 from memo_compile.config import user_store
 from memo_compile.costs.hardware_measure import device_name, machine, run_times
+from memo_compile.costs.host import free_disk_bytes
 from memo_compile.errors import InputError
 from memo_compile.step.serialise import restore
+from memo_compile.units import format_bytes
 
 log = logging.getLogger("memo")
 
@@ -76,11 +78,12 @@ def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
     """Times copies with the engine that steps use and host memory of ``kind``.
 
     Files are timed in the system's page cache; a disk may be slower in the long run. Raises
-    HostStoreError: the host refused even 64 MiB of it.
+    HostStoreError: the host refused even 64 MiB of it, or half of what a smaller disk has free.
     """
-    store = HostStore(kind, COPY_BYTES)
-    on_device = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
-    host = store.bytes(COPY_BYTES)
+    num_bytes = _timed_bytes(kind)
+    store = HostStore(kind, num_bytes)
+    on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    host = store.bytes(num_bytes)
     try:
         latency_s = _copy_s(device, Lane.D2H, host[:SMALL_BYTES], on_device[:SMALL_BYTES])
         d2h_s = _copy_s(device, Lane.D2H, host, on_device)
@@ -88,12 +91,21 @@ def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
     finally:
         del host
         store.close()
+    places = f"{device_name(device)} and {store.kind}"
     return CopyBandwidth(
-        d2h_bytes_per_s=COPY_BYTES / _above(d2h_s, latency_s),
-        h2d_bytes_per_s=COPY_BYTES / _above(h2d_s, latency_s),
+        d2h_bytes_per_s=num_bytes / _above(d2h_s, latency_s),
+        h2d_bytes_per_s=num_bytes / _above(h2d_s, latency_s),
         latency_s=latency_s,
-        source=f"measured: {COPY_BYTES >> 20} MiB between {device_name(device)} and {store.kind}",
+        source=f"measured: {format_bytes(num_bytes)} between {places}",
     )
+
+
+def _timed_bytes(kind: str) -> int:
+    """Returns the size of a timed copy: on a disk that is nearly full, half of what is free."""
+    if not kind.startswith(FILE_PREFIX):
+        return COPY_BYTES
+    free_bytes = free_disk_bytes(kind.removeprefix(FILE_PREFIX))
+    return max(SMALL_BYTES, min(COPY_BYTES, free_bytes // 2))
 
 
 def _above(seconds: float, latency_s: float) -> float:

@@ -145,17 +145,22 @@ def missing_store(host_store: str) -> str:
     return f"host_store: expected a folder that can be written, got {folder!r}"
 
 
-def require_store(host_store: str) -> None:
-    """Raises ConfigError where nothing can be offloaded, because the folder is missing."""
+def require_store(host_store: str, why: str) -> None:
+    """Raises ConfigError where the folder for activations is missing; ``why`` it is needed."""
     if wrong := missing_store(host_store):
-        raise ConfigError(f"{wrong}; the step does not fit without moving activations")
+        raise ConfigError(f"{wrong}; {why}")
+
+
+def free_disk_bytes(folder: str) -> int:
+    """Returns what the file system of ``folder``, which need not exist yet, has free."""
+    path = Path(folder).absolute()
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    return shutil.disk_usage(existing).free
 
 
 def default_file_budget_bytes(folder: str, local_ranks: int) -> int:
     """Returns what one rank may take of the file system of ``folder``, which need not exist yet."""
-    path = Path(folder).absolute()
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    return int(shutil.disk_usage(existing).free * (1 - RESERVE_FRACTION)) // local_ranks
+    return int(free_disk_bytes(folder) * (1 - RESERVE_FRACTION)) // local_ranks
 
 
 def default_host_budget_bytes(memory: HostMemory, local_ranks: int) -> int | None:

@@ -17,6 +17,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.costs.bandwidth import copy_bandwidth
 from memo_compile.costs.extrapolate import extrapolated_seconds
 from memo_compile.costs.hardware import HardwareProfile, hardware_of
+from memo_compile.costs.host import missing_store
 from memo_compile.costs.measure_regions import measure_all, run_once
 from memo_compile.costs.roofline import graph_seconds
 from memo_compile.driver.comm_costs import CommCosts
@@ -284,6 +285,8 @@ class StepKnowledge:
         most_d2h, most_h2d = self.config.copy_speeds()
         if self._measures():
             device = self.lowered.cut.facts.device
+            if missing_store(host_store):
+                host_store = "auto"  # no plan copies there: it has no speed
             kind = replace(self.config, host_store=host_store).host_kind(device.type)
             with fx_graphs.real_tensors():
                 measured = copy_bandwidth(device, kind)

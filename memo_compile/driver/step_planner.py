@@ -225,8 +225,13 @@ class StepPlanner:
                 fits = budget_bytes is None or saved.peak_bytes <= budget_bytes
                 if fits or self._can_only_save():
                     return self._all_saved(saved, self._declared_budget_bytes())
-        if self.known.hardware is None:
-            require_store(self.config.host_store)
+        if self.known.hardware is None and self.config.moves:
+            why = (
+                "the step does not fit while it keeps everything, and needs it to move activations"
+            )
+            if self.config.policy not in ("auto", "greedy"):
+                why = f"policy {self.config.policy!r} moves activations to it"
+            require_store(self.config.host_store, why)
         self._require_possible(budget_bytes)
         try:
             return self._moved(budget_bytes)
@@ -285,7 +290,7 @@ class StepPlanner:
         """
         step_regions: Mapping[str, RegionProfile] = self.problem.regions
         if moves is not None:
-            require_store(self.config.host_store)
+            require_store(self.config.host_store, "another rank plans to move activations to it")
             library = self.known.library(self.config.host_store)
             library.lower(apply_moves(self.step, moves, library))
             step_regions = apply_moves(self.step, moves, library.known).regions

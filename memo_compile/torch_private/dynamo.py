@@ -36,15 +36,32 @@ def as_backend_failure(
     """Returns ``error`` as an exception of its own type that is a BackendCompilerFailed as well.
 
     Dynamo wraps a backend's exceptions unless they are BackendCompilerFailed already (2.11, 2.13):
-    so this one arrives unwrapped, and both types catch it. Tracebacks begin at ``frame``.
+    so this one arrives unwrapped, and both types catch it. A user sees the frames of the program
+    and one of Dynamo, and ``error``'s own words last; under TORCHDYNAMO_VERBOSE also the frames
+    from ``frame`` on, and what Dynamo adds.
     """
     kind = type(error)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    names = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__str__": _words,
+        "remove_dynamo_frames": _without_frames,
+    }
     both: Any = type(kind.__name__, (kind, BackendCompilerFailed), names)
     failed: Exception = both.__new__(both)
     BackendCompilerFailed.__init__(failed, backend, error, frame)  # type: ignore[arg-type]
     failed.__dict__.update(error.__dict__)
     return failed
+
+
+def _words(failed: BackendCompilerFailed) -> str:
+    """Returns what ``failed`` says: the backend's own message, without Dynamo's around it."""
+    return str(failed.args[0] if dynamo_is_verbose() else failed.inner_exception)
+
+
+def _without_frames(failed: BackendCompilerFailed) -> BackendCompilerFailed:
+    """Returns ``failed`` without the frames in which it was made, as Dynamo asks."""
+    return failed if dynamo_is_verbose() else failed.with_traceback(None)
 
 
 def is_compiled_alone(module: torch.nn.Module) -> bool:

@@ -97,7 +97,7 @@ def test_copies_of_this_machine(monkeypatch):
     assert 1e7 < found.d2h_bytes_per_s < 1e13
     assert 1e7 < found.h2d_bytes_per_s < 1e13
     assert 0 < found.latency_s < 1
-    assert found.source.startswith("measured: 4 MiB between ")
+    assert found.source.startswith("measured: 4.00 MiB between ")
     assert found.source.endswith("shm")
 
 
@@ -133,3 +133,8 @@ def test_copies_to_files_are_timed(tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == []
     with pytest.raises(HostStoreError):
         measure_copies(CPU, f"file:{tmp_path}/missing")
+
+
+def test_copies_to_a_disk_that_is_nearly_full_are_timed_with_less(tmp_path, monkeypatch):
+    monkeypatch.setattr(bandwidth, "free_disk_bytes", lambda folder: 200_000)
+    assert measure_copies(CPU, f"file:{tmp_path}").source.startswith("measured: 97.66 KiB between")

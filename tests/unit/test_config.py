@@ -1,6 +1,8 @@
 """Where an option's value comes from, and what is said about one that cannot be used."""
 
 import json
+import typing
+from types import NoneType
 
 import pytest
 
@@ -123,7 +125,6 @@ def test_environment_that_cannot_be_used(monkeypatch, name, text):
         ({"comm_windows": "no"}, "comm_windows: expected True or False, got 'no'"),
         ({"ranks_timeout_s": 0}, "ranks_timeout_s: expected seconds above 0, got 0"),
         ({"placement_time_limit_s": 0}, "placement_time_limit_s: expected seconds above 0"),
-        ({"placement_time_limit_s": "5"}, "placement_time_limit_s: expected a number, got '5'"),
         ({"placement_solver": "lp"}, "placement_solver: expected one of auto, greedy"),
         ({"gradients": "kept"}, "gradients: expected one of auto, fresh, accumulated, got 'kept'"),
         ({"memory_budget": "12Q"}, "memory_budget: expected bytes, or a number with KB"),
@@ -134,9 +135,8 @@ def test_environment_that_cannot_be_used(monkeypatch, name, text):
         ({"host_store": 5}, "host_store: expected a text, got 5"),
         ({"dump": 5}, "dump: expected a text, got 5"),
         ({"outside_loss": "no"}, "outside_loss: expected True or False, got 'no'"),
-        ({"alpha": "0.5"}, "alpha: expected a number, got '0.5'"),
-        ({"token_granule": "128"}, "token_granule: expected an integer, got '128'"),
-        ({"optimizer_state_bytes_per_parameter": "8"}, "expected a number, got '8'"),
+        ({"placement_time_limit_s": "5 s"}, "placement_time_limit_s: expected a number, got '5 s'"),
+        ({"token_granule": "12.5"}, "token_granule: expected an integer, got 12.5"),
         ({"passes": 5}, "passes: expected texts, got 5"),
         ({"debug": [1]}, r"debug: expected texts, got \(1,\)"),
         ({"policy": None}, "policy: expected one of"),
@@ -157,7 +157,9 @@ def test_a_setting_of_inductor_is_told_where_it_belongs():
 def test_every_source_is_held_to_the_types(config_file, monkeypatch):
     for value in ("false", 1, None):
         config_file(json.dumps({"exact": value}))
-        with pytest.raises(ConfigError, match="exact: expected True or False"):
+        with pytest.raises(
+            ConfigError, match=r"exact \(from .*memo.json, .*\): expected True or False"
+        ):
             resolve(None, None)
         if value is not None:
             with pytest.raises(ConfigError, match="exact: expected True or False"):
@@ -165,9 +167,79 @@ def test_every_source_is_held_to_the_types(config_file, monkeypatch):
     config_file(json.dumps({"debug": ["poison"], "copy_bytes_per_s": [2e9, 1]}))
     assert resolve(None, None).debug == ("poison",)
     assert resolve(None, None).copy_speeds() == (2e9, 1)
-    monkeypatch.setenv("MEMO_MEMORY_BUDGET", "12e6")
-    with pytest.raises(ConfigError, match="memory_budget: expected bytes"):
+
+
+def test_a_bad_value_names_where_it_is_from(config_file, monkeypatch, tmp_path):
+    monkeypatch.setenv("MEMO_POLICY", "foo")
+    with pytest.raises(ConfigError, match=r"^policy \(from MEMO_POLICY\): expected one of auto"):
         resolve(None, None)
+    assert resolve({"policy": "save"}, None).policy == "save"  # the call decides
+    monkeypatch.delenv("MEMO_POLICY")
+    monkeypatch.setenv("MEMO_TOKEN_TILES", "few")
+    with pytest.raises(ConfigError, match=r"^token_tiles \(from MEMO_TOKEN_TILES\): expected"):
+        resolve(None, None)
+    monkeypatch.delenv("MEMO_TOKEN_TILES")
+    config_file(json.dumps({"memory_budget": "12Q"}))
+    named = (
+        rf"^memory_budget \(from {tmp_path}/memo.json, which MEMO_CONFIG names\): expected bytes"
+    )
+    with pytest.raises(ConfigError, match=named):
+        resolve(None, None)
+    with pytest.raises(ConfigError, match=r"^memory_budget: expected bytes.*'13Q'"):
+        resolve({"memory_budget": "13Q"}, None)
+
+
+@pytest.mark.parametrize("source", ["call", "configure", "environment", "file"])
+def test_numbers_may_be_texts_everywhere(source, config_file, monkeypatch):
+    texts = {
+        "memory_budget": "1e9",
+        "host_budget": "0",
+        "max_plans": "3",
+        "token_granule": "1e2",
+        "alpha": "0.5",
+        "comm_bytes_per_s": "1e9",
+        "copy_bytes_per_s": "2e9,1e9",
+        "optimizer_state_bytes_per_parameter": "8",
+    }
+    if source == "configure":
+        configure(**texts)
+    if source == "file":
+        config_file(json.dumps(texts))
+    for name, text in texts.items() if source == "environment" else ():
+        monkeypatch.setenv(f"MEMO_{name.upper()}", text)
+    options = resolve(texts if source == "call" else None, None)
+    assert options.budget_bytes(None) == 10**9
+    assert options.declared_host_budget_bytes(None) == 0
+    assert (options.max_plans, options.token_granule, options.alpha) == (3, 100, 0.5)
+    assert options.comm_bytes_per_s == 1e9
+    assert options.copy_speeds() == (2e9, 1e9)
+    assert options.optimizer_state_bytes_per_parameter == 8
+
+
+def test_a_budget_is_the_memory_budget():
+    with pytest.raises(ConfigError, match="unknown option 'budget'; did you mean 'memory_budget'"):
+        resolve({"budget": "1GiB"}, None)
+
+
+def test_options_that_change_nothing_are_named():
+    assert MemoConfig().idle_options() == []
+    assert MemoConfig(policy="memo", alpha=0.5).idle_options() == []
+    (note,) = MemoConfig(alpha=0.5).idle_options()
+    assert note.startswith("alpha=0.5 changes nothing under policy 'auto': only memo and kwai")
+    beside_aten = MemoConfig(lowering="aten", inductor_options={"max_autotune": True})
+    (note,) = beside_aten.idle_options()
+    assert note == "inductor_options change nothing with lowering='aten': Inductor is not run"
+
+
+def test_type_checkers_see_every_option():
+    options = typing.get_type_hints(config.Options)
+    assert list(options) == list(config._FIELDS)
+    for name, kind in options.items():
+        kinds = set(typing.get_args(kind))
+        assert NoneType in kinds
+        assert kinds >= {bool, int, float, str}.intersection(config._kinds_of(config._FIELDS[name]))
+    hint = typing.get_type_hints(configure)["options"]
+    assert typing.get_args(hint) == (config.Options,)
 
 
 def test_a_path_is_as_good_as_its_text(tmp_path):
@@ -175,7 +247,7 @@ def test_a_path_is_as_good_as_its_text(tmp_path):
 
 
 def test_unknown_variables_are_named_once_with_the_nearest(monkeypatch, caplog):
-    config._warn_unknown.cache_clear()
+    config._log_once.cache_clear()
     for variable in ("MEMO_MEMORY_BUGDET", "MEMO_TILES", "MEMO_QQQQ", "MEMOIR"):
         monkeypatch.setenv(variable, "1")
     resolve(None, None)
@@ -185,6 +257,7 @@ def test_unknown_variables_are_named_once_with_the_nearest(monkeypatch, caplog):
         "memo: MEMO_QQQQ sets no option",
         "memo: MEMO_TILES sets no option; did you mean MEMO_TOKEN_TILES?",
     ]
+    assert "MEMO_QQQQ sets no option" in config.misspelt_variables()  # for the report
 
 
 def test_one_copy_speed_bounds_both_directions():

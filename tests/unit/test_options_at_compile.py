@@ -1,5 +1,7 @@
 """What of the options only shows when a model is compiled, and where its error is found."""
 
+import traceback
+
 import pytest
 import torch
 from memo_runtime.arena import ArenaError
@@ -17,11 +19,11 @@ from memo_compile.torch_private import dynamo
 pytestmark = pytest.mark.usefixtures("fresh_report")
 
 
-def refused(**options: object) -> MemoError:
+def refused(model: nn.Module | None = None, **options: object) -> MemoError:
     """What memo raises, out of what the user sees."""
     torch._dynamo.reset()
     model = torch.compile(
-        nn.Linear(64, 64), backend="memo", options={"lowering": "aten", **options}
+        model or nn.Linear(64, 64), backend="memo", options={"lowering": "aten", **options}
     )
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
         model(torch.ones(512, 64))
@@ -101,9 +103,54 @@ def test_a_host_folder_is_named_where_it_is_needed():
     error = refused(host_store="file:/nowhere/at/all", policy="full-offload")
     assert isinstance(error, ConfigError)
     assert str(error) == (
-        "host_store: expected a folder that can be written, got '/nowhere/at/all'; the step does "
-        "not fit without moving activations"
+        "host_store: expected a folder that can be written, got '/nowhere/at/all'; policy "
+        "'full-offload' moves activations to it"
     )
+    missing = {"host_store": "file:/nowhere/at/all", "lowering": "aten"}
+    two = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    floor = refused(memory_budget=1, model=two).floor_bytes
+    error = refused(**missing, memory_budget=floor, model=two)
+    assert str(error).endswith(
+        "; the step does not fit while it keeps everything, and needs it to move activations"
+    )
+    torch._dynamo.reset()
+    recomputing = torch.compile(two, backend="memo", options=missing | {"policy": "full-recompute"})
+    recomputing(torch.ones(512, 64)).sum().backward()
+    assert memo_compile.report().active
+
+
+def lines_of_the_first_call(**options: object) -> list[str]:
+    """What Python prints when the first call of a program is refused."""
+    torch._dynamo.reset()
+    model = torch.compile(
+        nn.Linear(64, 64), backend="memo", options={"lowering": "aten", **options}
+    )
+    with pytest.raises(MemoError) as raised:
+        model(torch.ones(512, 64))
+    return "".join(traceback.format_exception(raised.value)).splitlines()
+
+
+def test_what_the_first_call_refuses_ends_with_its_sentence_and_without_memos_frames():
+    lines = lines_of_the_first_call(memory_budget="1KB")
+    assert lines[-1].startswith("memo_compile.errors.Infeasible: budget 1000 B < floor ")
+    assert len(lines) <= 25
+    assert not [line for line in lines if "/memo_compile/" in line]
+    lines = lines_of_the_first_call(budget="1KB")
+    assert lines[-1].endswith("unknown option 'budget'; did you mean 'memory_budget'?")
+    with torch._dynamo.config.patch(verbose=True):
+        lines = lines_of_the_first_call(memory_budget="1KB")
+    assert [line for line in lines if "/memo_compile/driver/" in line]
+
+
+def test_the_report_names_variables_and_options_that_change_nothing(monkeypatch):
+    monkeypatch.setenv("MEMO_MEMORY_BUGDET", "1GiB")
+    torch._dynamo.reset()
+    options = {"lowering": "aten", "alpha": "0.5", "inductor_options": {"max_autotune": True}}
+    torch.compile(nn.Linear(8, 8), backend="memo", options=options)(torch.ones(2, 8))
+    notes = memo_compile.report().notes
+    assert "MEMO_MEMORY_BUGDET sets no option; did you mean MEMO_MEMORY_BUDGET?" in notes
+    assert any(note.startswith("alpha=0.5 changes nothing under policy 'auto'") for note in notes)
+    assert any(note.startswith("inductor_options change nothing") for note in notes)
 
 
 def test_a_host_folder_costs_no_plan_where_nothing_is_offloaded(monkeypatch):

@@ -43,7 +43,7 @@ def test_percentages_are_of_the_total(text, total, num_bytes):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "1 XB", "1e9", "1,5GB", "60 GiB please", "nan", "inf", "0x10"]
+    "text", ["", "GiB", "-1GiB", "1 XB", "1e-9", "1,5GB", "60 GiB please", "nan", "inf", "0x10"]
 )
 def test_nonsense_is_refused_with_the_field_and_the_text(text):
     with pytest.raises(ConfigError, match="memory_budget: expected bytes") as caught:
