@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from memo_compile.config import MemoConfig
-from memo_compile.driver.facts import OPTIMIZER_TENSORS, OptimizerState, allocated_bytes
+from memo_compile.driver.facts import (
+    OPTIMIZER_TENSORS,
+    OptimizerState,
+    allocated_bytes,
+    staying,
+)
 from memo_compile.step.problem import FixedBytes
 from memo_compile.torch_private import autograd, dynamo
 from memo_compile.torch_private.distributed import ShardedParameter, sharded_parameters
@@ -103,12 +108,13 @@ def fixed_beside(
     group does not see when they are made. Of a sharded model ``gathered`` bytes of ``found`` were
     there at once; None: all of them may be. Inputs, buffers and libraries are not among them.
     """
-    own_bytes = sum(local_bytes(own) for own in apart(found) if own.requires_grad)
+    own = [each for each in apart(found) if each.requires_grad]
+    own_bytes = sum(map(local_bytes, staying(own)))
     sharded = sharded_around(found)
     parameters = apart([*found, *parameters_around(found)])
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     held_bytes = sum(map(local_bytes, parameters))
-    trained_bytes = sum(map(local_bytes, trained))
+    trained_bytes = sum(map(local_bytes, staying(trained)))
     if sharded is not None:
         most = sum(map(local_bytes, apart(found)))
         held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
@@ -124,6 +130,7 @@ def fixed_beside(
         optimizer_state=state.device_bytes(config.optimizer_state_bytes_per_parameter),
         new_gradients=own_bytes,
         state_on_host=state.host_bytes,
+        gradients_on_host=state.gradients_on_host,
         update=state.update_bytes,
     )
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from memo_runtime.host_state import host_state, update_bytes
+from memo_runtime.host_state import gradient_goes_home, host_state, update_bytes
+from memo_runtime.host_tensors import place_of
 from torch import fx
 
 from memo_compile.analysis.joint_units import is_tangent
@@ -37,6 +38,8 @@ class OptimizerState:
     """The least that their update borrows of the device."""
     host_bytes: int
     """Their state on the host."""
+    gradients_on_host: int
+    """The gradients that go to the host as they are made."""
 
     @classmethod
     def of(
@@ -55,6 +58,7 @@ class OptimizerState:
             known_bytes=sum(state.device_bytes for state in on_host),
             update_bytes=update_bytes(trained),
             host_bytes=sum(state.host_bytes for state in on_host),
+            gradients_on_host=sum(state.gradient_bytes for state in on_host),
         )
 
     def device_bytes(self, bytes_per_parameter: float | None) -> int:
@@ -94,7 +98,7 @@ class GraphFacts:
         self.gpu = gpu
         self.device = _main_device(tensors) if gpu is None else torch.device("cuda", 0)
         self._parameter_bytes = sum(map(self._allocated_bytes, parameters))
-        self._trained_bytes = sum(map(self._allocated_bytes, trained))
+        self._trained_bytes = sum(map(self._allocated_bytes, staying(trained)))
         self.num_trained = sum(parameter.numel() for parameter in trained)
         self._state = OptimizerState.of(trained, self._allocated_bytes)
         self.num_with_state = self._state.num_on_device
@@ -168,8 +172,8 @@ class GraphFacts:
         """Returns the device memory of the step outside the arena.
 
         A gradient counts twice where a ``.grad`` exists already (it is accumulated into), or will
-        by the option ``gradients``. Optimizer state: ``OptimizerState.device_bytes``. ``tunes``:
-        Inductor tunes kernels.
+        by the option ``gradients``; one that goes to the host does not count. Optimizer state:
+        ``OptimizerState.device_bytes``. ``tunes``: Inductor tunes kernels.
         """
         existing = {"fresh": 0, "accumulated": self._trained_bytes}
         if gradients not in existing:
@@ -184,6 +188,7 @@ class GraphFacts:
             outputs=outputs_bytes,
             libraries=self._libraries_bytes(tunes=tunes),
             state_on_host=self._state.host_bytes,
+            gradients_on_host=self._state.gradients_on_host,
             update=self._state.update_bytes,
         )
 
@@ -197,9 +202,15 @@ class GraphFacts:
 
 
 def gradient_bytes(inputs: Sequence[Any]) -> int:
-    """Bytes of the gradients that exist now of the parameters among ``inputs``."""
+    """Bytes of the gradients of parameters among ``inputs`` that exist now, on the device."""
     leaves = (value for value in inputs if isinstance(value, torch.Tensor) and value.is_leaf)
-    return sum(allocated_bytes(leaf.grad) for leaf in leaves if leaf.grad is not None)
+    gradients = (leaf.grad for leaf in leaves if leaf.grad is not None)
+    return sum(allocated_bytes(gradient) for gradient in gradients if place_of(gradient) is None)
+
+
+def staying(trained: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``trained`` whose gradients stay on the device until the program frees them."""
+    return [parameter for parameter in trained if not gradient_goes_home(parameter)]
 
 
 def tangents(placeholders: Sequence[fx.Node]) -> dict[str, int]:

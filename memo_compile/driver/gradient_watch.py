@@ -1,8 +1,9 @@
 """Watches which gradients are freed once autograd has them: a plan need not count those to the end.
 
 A gradient that is added to an existing ``.grad`` is freed, unless autograd waits for other parts of
-it (a weight that other code uses too). A gradient that a hook uses up (an optimizer in the
-backward) is freed too; only a step shows that. Positions are those of the graph's inputs.
+it (a weight that other code uses too). One that goes to the host (``memo_compile.offload``) is
+freed too, and one that a hook uses up (an optimizer in the backward); only a step shows the latter.
+Positions are those of the graph's inputs.
 """
 
 import weakref
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from memo_runtime.host_state import gradient_goes_home
 
 from memo_compile.torch_private import autograd
 
@@ -37,7 +39,7 @@ class GradientWatch:
         return tuple(
             at
             for at in sorted(self.trained - self._stayed)
-            if at in self.used_up or counts(leaves[at])
+            if at in self.used_up or _goes_home(leaves[at]) or counts(leaves[at])
         )
 
     def may_be_used_up(self, leaves: Sequence[Any]) -> Positions:
@@ -49,7 +51,8 @@ class GradientWatch:
     def follow(self, leaves: Sequence[Any]) -> "HandedGradients":
         """Watches a step whose inputs are ``leaves``. Keeps none of them alive."""
         refs = {at: weakref.ref(leaves[at]) for at in self.trained if _is_leaf(leaves[at])}
-        return HandedGradients(refs, self.used_up - self._stayed)
+        going_home = {at for at in refs if _goes_home(leaves[at])}
+        return HandedGradients(refs, (self.used_up | going_home) - self._stayed)
 
     def learn(self, used_up: Collection[int], stayed: Collection[int]) -> None:
         """Takes over what a step has shown. If a used-up gradient stayed, none counts any more."""
@@ -66,7 +69,7 @@ class HandedGradients:
 
     leaves: dict[int, weakref.ref[Any]]
     used_before: frozenset[int]
-    """Gradients that hooks used up in earlier steps."""
+    """Gradients that hooks used up in earlier steps, or that go to the host."""
     _added: frozenset[int] = frozenset()
     """Gradients that will be added to an existing ``.grad``."""
     _follows: bool = True
@@ -106,6 +109,10 @@ class HandedGradients:
 
 def _is_leaf(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
+
+
+def _goes_home(value: Any) -> bool:
+    return _is_leaf(value) and gradient_goes_home(value)
 
 
 def _is_added(value: Any) -> bool:

@@ -279,7 +279,7 @@ class StepPlanner:
                 replace(point, peak_bytes=placed.peak_bytes) if point.chosen else point
                 for point in choice.frontier
             ),
-            host_bytes=choice.problem.host_bytes + self.problem.fixed.state_on_host,
+            host_bytes=choice.problem.host_bytes + self.problem.fixed.on_host,
         )
         return self._planned(problem, plan, choice.moves)
 
@@ -562,7 +562,7 @@ class StepPlanner:
                 )
             declared = declared if declared is not None else most
         if declared is not None:  # the optimizer's state comes first
-            declared = max(0, declared - self.problem.fixed.state_on_host)
+            declared = max(0, declared - self.problem.fixed.on_host)
         share = None if declared is None else declared // self.config.max_inflight
         bounds = (share, self.request.granted_host_bytes)
         return min((bound for bound in bounds if bound is not None), default=None)

@@ -20,6 +20,7 @@ from memo_compile.driver.around import parameters_around
 from memo_compile.driver.between import Between
 from memo_compile.driver.checkpoints import CheckpointedForward
 from memo_compile.driver.declared import stages_around
+from memo_compile.driver.facts import gradient_bytes
 from memo_compile.driver.owners import owned
 from memo_compile.step.joint_step import HalfOrder, JointStep, nested_order
 from memo_compile.step.problem import FixedBytes, Half
@@ -294,7 +295,7 @@ class StepWatch:
 
     def _note_existing(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.existing += [
-            (weakref.ref(own), own.grad.nbytes) for own in parameters if own.grad is not None
+            (weakref.ref(own), gradient_bytes([own])) for own in parameters if own.grad is not None
         ]
 
     def existing_gradient_bytes(self) -> int:
@@ -310,7 +311,7 @@ class StepWatch:
             if own is None or id(own) in members:
                 continue
             if own.grad is not None:
-                self.made.append((index, own.grad.nbytes))
+                self.made.append((index, gradient_bytes([own])))
             else:
                 waiting.append(reference)
         self.around = waiting

@@ -427,7 +427,7 @@ def _answer(question: Question, model: RecordedModel, step: OfflineStep) -> Fore
         peak_bytes=peak_bytes,
         budget_bytes=question.budget_bytes,
         outside_bytes=plan.outside_bytes + peak_bytes - frames_bytes,
-        host_bytes=room.num_frames * step.problem.host_bytes + plan.fixed.state_on_host,
+        host_bytes=room.num_frames * step.problem.host_bytes + plan.fixed.on_host,
         in_flight=room.num_frames,
         tokens_per_s=tokens_per_s,
         peak_at=_peak_at(step),

@@ -131,15 +131,18 @@ class TrainingState:
     parameters: Where
     gradients: Where
     optimizer_state: Where
-    update: str = "device"
-    """Where the optimizer updates parameters."""
+    update: str | Mapping[str, int] = "device"
+    """Where the optimizer updates parameters; bytes of their gradients where it does both."""
 
     @classmethod
     def of(cls, fixed: FixedBytes) -> "TrainingState":
         """As ``fixed`` has it."""
+        home, staying = fixed.gradients_on_host, fixed.new_gradients
+        both = {"device": staying, "host": home}
         return cls(
             parameters=Where(device_bytes=fixed.parameters),
-            gradients=Where(device_bytes=fixed.gradients),
+            gradients=Where(device_bytes=fixed.gradients, host_bytes=home),
+            update=both if home and staying else "host" if home else "device",
             optimizer_state=Where(
                 device_bytes=fixed.optimizer_state, host_bytes=fixed.state_on_host
             ),
@@ -186,7 +189,8 @@ class Plan:
     policy: str = "save"
     """The policy that the options name; ``save`` where everything is kept because it fits."""
     host_bytes: int = 0
-    """Host memory: the frame that offloaded activations are copied to, and optimizer state."""
+    """Host memory: the frame that offloaded activations are copied to, optimizer state and
+    gradients."""
     timeline: Timeline | None = None
     """The simulated step, where costs are known."""
     step_lower_bound_s: float | None = None

@@ -404,10 +404,17 @@ class FixedBytes:
     libraries: int = 0
     """CUDA: cuBLAS's workspace, and what Inductor takes to tune a kernel."""
     state_on_host: int = 0
-    """Optimizer state on the host: no device memory, and the one number here that is not."""
+    """Optimizer state on the host: no device memory."""
+    gradients_on_host: int = field(default=0, metadata=LEFT_OUT)
+    """Gradients that go to the host as they are made: no device memory."""
     update: int = 0
     """What the optimizer borrows at least when the backward has ended, where its state is on the
     host: state on its way, and temporary results."""
+
+    @property
+    def on_host(self) -> int:
+        """Training state on the host: the one number here that is no device memory."""
+        return self.state_on_host + self.gradients_on_host
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,8 @@ class Homes:
     device: torch.device
     of_parameter: dict[torch.Tensor, dict[str, Home]]
     """By parameter, then by the name of its state."""
+    _staging: HostStore | None = None
+    """Host memory for weights of a device while they are updated on the host."""
 
     def take_in(self, wanted: Mapping[torch.Tensor, Mapping[str, torch.dtype]]) -> None:
         """Makes room for these state tensors, in memory of its own.
@@ -59,6 +61,14 @@ class Homes:
                 offset_bytes=offset_bytes,
                 tensor=laid_out(parameter, dtype, memory),
             )
+
+    def staging(self, size_bytes: int) -> HostStore | None:
+        """Host memory for weights that are updated, kept for the next update; None for none."""
+        store = self._staging
+        if size_bytes and (store is None or store.size_bytes < size_bytes):
+            self._staging = None  # before the larger one is made
+            self._staging = HostStore(self.kind, size_bytes, self.device)
+        return self._staging
 
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forgets the state of ``parameters``; memory goes with the last tensor over it."""
@@ -95,3 +105,9 @@ def laid_out(parameter: torch.Tensor, dtype: torch.dtype, memory: torch.Tensor) 
     layout = torch.empty_like(parameter, device="meta", dtype=dtype)
     values = memory.view(dtype)
     return values.as_strided(layout.shape, layout.stride(), values.storage_offset())
+
+
+def dense_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's bytes in memory order, as uint8."""
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)

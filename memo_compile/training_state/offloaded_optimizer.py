@@ -9,6 +9,7 @@ the plain optimizer, to the last bit: the same kernels run on the same device.
 """
 
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -22,9 +23,12 @@ from memo_runtime.host_state import HostState
 
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.errors import ConfigError
+from memo_compile.training_state.gradient_homes import GradientHomes
 from memo_compile.training_state.homes import Homes
+from memo_compile.training_state.host_update import HostUpdate, host_group, on_host
 from memo_compile.training_state.sizes import (
     MOST_CHUNK_BYTES,
+    TEMPORARY,
     borrowed_per_byte,
     chunk_bytes,
 )
@@ -47,7 +51,8 @@ def offload(
     Args:
         optimizer: One of torch.optim whose ``step()`` needs no closure.
         state: ``"host"`` (also ``"auto"``), or ``"device"`` to leave it where it is.
-        update: Where parameters are updated: ``"device"`` (also ``"auto"``).
+        update: Where parameters are updated: ``"device"`` (also ``"auto"``), or ``"host"``; then
+            each gradient goes to the host as soon as it is made.
 
     Raises:
         ConfigError: the optimizer or its parameters cannot be treated so; the message says why.
@@ -57,21 +62,32 @@ def offload(
             raise ConfigError(
                 f"offload: {name}: expected one of {', '.join(_PLACES)}, got {value!r}"
             )
-    if update == "host":
-        raise ConfigError("offload: update='host' is not there yet; leave it out")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"offload: expected an optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, OffloadedOptimizer):
         raise ConfigError("offload: this optimizer's state is on the host already")
-    return optimizer if state == "device" else OffloadedOptimizer(optimizer, resolve(None, None))
+    if state == "device":
+        if update == "host":
+            raise ConfigError(
+                "offload: update='host' needs state='host': the update reads it there"
+            )
+        return optimizer
+    return OffloadedOptimizer(optimizer, resolve(None, None), updates_on_host=update == "host")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
     """The optimizer ``inner``, whose state is on the host between updates."""
 
-    def __init__(self, inner: torch.optim.Optimizer, config: MemoConfig) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, config: MemoConfig, *, updates_on_host: bool = False
+    ) -> None:
         self.inner = inner
         self._config = config
+        self._gradients: GradientHomes | None = None
+        """Where gradients go as they are made, where the update is on the host."""
+        if updates_on_host:
+            kind_on = functools.partial(_kind_on, config)
+            self._gradients = GradientHomes(kind_on=kind_on, engine_on=self._engine)
         self._homes: dict[torch.device, Homes] = {}
         self._traits: dict[tuple[int, torch.dtype], StateTraits] = {}
         """By parameter group and dtype, for the groups' options in ``_options``."""
@@ -103,8 +119,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._group_of[parameter] = number
                 key = (number, parameter.dtype)
                 if key not in self._traits:
-                    self._traits[key] = traits_of(self.inner, group, *_kind_of(parameter))
+                    self._traits[key] = self._tried(group, parameter)
+        if self._gradients is not None:
+            self._gradients.follow(self._group_of)
         self._tell_plans()
+
+    def _tried(self, group: dict[str, Any], parameter: torch.Tensor) -> StateTraits:
+        """Tries the optimizer where it updates ``parameter``."""
+        device = parameter.device
+        if self._gradients is not None:
+            _require_dense(parameter)
+            group, device = host_group(group, device), torch.device("cpu")
+        return traits_of(self.inner, group, parameter.dtype, device)
 
     def _follow_changes(self) -> None:
         """Takes up what the program has changed since the last step: options of groups, state.
@@ -132,13 +158,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow_changes()
-        with _passed_on(self, self.inner), _without_interrupts():
+        is_on_host = self._gradients is not None
+        with _passed_on(self, self.inner, is_on_host), _without_interrupts():
             pieces = list(pieces_of(self.param_groups, self._traits, self._chunk_bytes))
             for device in dict.fromkeys(piece.parameter.device for piece in pieces):
                 here = [piece for piece in pieces if piece.parameter.device == device]
-                chunks = list(chunks_of(here, self._granted_bytes(device, here)))
                 homes, engine = self._homes_on(device), self._engine(device)
-                ChunkedUpdate(self.inner, homes, engine, chunks).run()
+                if self._gradients is None:
+                    chunks = list(chunks_of(here, self._granted_bytes(device, here)))
+                    ChunkedUpdate(self.inner, homes, engine, chunks).run()
+                else:
+                    chunks = list(chunks_of(here, self._chunk_bytes))
+                    HostUpdate(self.inner, homes, engine, chunks).run()
         return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -218,17 +249,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 kind, size = self._traits_of(parameter), parameter.numel()
                 sums = _sums_bytes(parameter) if kind.has_sums else 0
+                if self._gradients is not None and parameter.device.type != "cpu":
+                    sums = 0
                 states.append((parameter, size * kind.bytes_per_element, sums))
                 is_sliced = kind.is_elementwise and parameter.is_contiguous()
                 least = 0 if is_sliced else parameter.nbytes
                 chunk = max(least, min(self._all_bytes, self._chunk_bytes))
-                per_byte = borrowed_per_byte(kind.bytes_per_element, parameter.element_size())
-                borrowed = max(borrowed, int(chunk * per_byte))
+                borrowed = max(borrowed, int(chunk * self._borrowed_per_byte(kind, parameter)))
         for parameter, host_bytes, device_bytes in states:
+            goes_home = self._gradients is not None and self._gradients.is_followed(parameter)
             told = HostState(
-                host_bytes=host_bytes, device_bytes=device_bytes, update_bytes=borrowed
+                host_bytes=host_bytes,
+                device_bytes=device_bytes,
+                update_bytes=borrowed,
+                gradient_bytes=parameter.nbytes if goes_home else 0,
             )
             host_state.keep_on_host(parameter, told, self)
+
+    def _borrowed_per_byte(self, kind: StateTraits, parameter: torch.Tensor) -> float:
+        """Device memory that the update of a byte of ``parameter`` borrows."""
+        if self._gradients is None:
+            return borrowed_per_byte(kind.bytes_per_element, parameter.element_size())
+        return TEMPORARY if parameter.device.type == "cpu" else 0
 
     @property
     def _all_bytes(self) -> int:
@@ -254,7 +296,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _homes_on(self, device: torch.device) -> Homes:
         if device not in self._homes:
-            kind = self._config.host_kind(device.type)
+            kind = _kind_on(self._config, device)
             self._homes[device] = Homes(kind=kind, device=device, of_parameter={})
         return self._homes[device]
 
@@ -267,6 +309,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for device in self._homes:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
+
+
+def _kind_on(config: MemoConfig, device: torch.device) -> str:
+    """Kind of host memory, as of ``HostStore``, for what belongs to ``device``."""
+    return config.host_kind(device.type)
 
 
 def _options_of(group: dict[str, Any]) -> str:
@@ -283,8 +330,14 @@ def _require_plain(parameter: torch.Tensor) -> None:
         )
 
 
-def _kind_of(parameter: torch.Tensor) -> tuple[torch.dtype, torch.device]:
-    return parameter.dtype, parameter.device
+def _require_dense(parameter: torch.Tensor) -> None:
+    """Raises ConfigError: the parameter of a device has holes between its numbers."""
+    is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    if parameter.device.type != "cpu" and not is_dense:
+        raise ConfigError(
+            "offload: update='host' copies whole parameters, and one of them has holes between its "
+            "numbers; make it contiguous, or leave update='host' out"
+        )
 
 
 def _sums_bytes(parameter: torch.Tensor) -> int:
@@ -296,14 +349,17 @@ def _sums_bytes(parameter: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def _passed_on(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> Iterator[None]:
+def _passed_on(
+    outer: torch.optim.Optimizer, inner: torch.optim.Optimizer, is_on_host: bool
+) -> Iterator[None]:
     """Gives ``inner`` for one step what torch.amp.GradScaler has set on ``outer``.
 
     A fused step divides gradients by ``grad_scale`` itself, and does nothing where ``found_inf``.
     """
     names = [name for name in ("grad_scale", "found_inf") if hasattr(outer, name)]
     for name in names:
-        setattr(inner, name, getattr(outer, name))
+        value = getattr(outer, name)
+        setattr(inner, name, on_host(value) if is_on_host else value)
     try:
         yield
     finally:

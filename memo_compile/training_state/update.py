@@ -22,7 +22,7 @@ import torch
 from memo_runtime.arena import Slab, arena_of
 from memo_runtime.copies import CopyEngine, Lane, Ticket
 
-from memo_compile.training_state.homes import Home, Homes, aligned, laid_out
+from memo_compile.training_state.homes import Home, Homes, aligned, dense_bytes, laid_out
 from memo_compile.training_state.traits import Group, run_update
 from memo_compile.training_state.update_pieces import UpdatePiece
 
@@ -57,8 +57,8 @@ class StateBefore:
         return cls(small=small, homes=dict(homes))
 
 
-class ChunkedUpdate:
-    """One ``step()`` on one device."""
+class Update:
+    """One ``step()`` for the parameters of one device, chunk by chunk."""
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class ChunkedUpdate:
         chunks: Sequence[Sequence[UpdatePiece]],
     ) -> None:
         self._optimizer, self._homes, self._engine = optimizer, homes, engine
+        self._pieces = chunks
         self._chunks = [Chunk(pieces=pieces) for pieces in chunks]
         parameters = {piece.parameter for pieces in chunks for piece in pieces}
         self._before = {
@@ -77,37 +78,6 @@ class ChunkedUpdate:
             for parameter in parameters
         }
         """What slices of one parameter begin with, whichever of them is updated first."""
-        self._half_bytes = max(map(self._staged_bytes, chunks), default=0)
-
-    def run(self) -> None:
-        """Updates all chunks. When it returns, the current stream has waited for all copies."""
-        with _borrowed(self._homes.device, 2 * self._half_bytes) as slab:
-            try:
-                self._run(slab)
-            finally:  # after an error nothing may touch the slab any more
-                for chunk in self._chunks:
-                    for ticket in chunk.tickets:
-                        self._engine.settle(ticket)
-
-    def _run(self, slab: Slab | None) -> None:
-        for number, chunk in enumerate(self._chunks):
-            if number == 0:
-                self._bring(chunk, slab, 0)
-            if number > 0:  # its half of the slab is needed for the next chunk
-                self._wait_home(self._chunks[number - 1])
-            if number + 1 < len(self._chunks):
-                self._bring(self._chunks[number + 1], slab, (number + 1) % 2)
-            self._wait(chunk)
-            run_update(self._optimizer, list(self._groups(chunk)), chunk.states)
-            self._take_home(chunk)
-        if self._chunks:
-            self._wait_home(self._chunks[-1])
-
-    def _wait_home(self, chunk: Chunk) -> None:
-        """The chunk's state is home; what the update has made on the device is freed."""
-        self._wait(chunk)
-        chunk.states.clear()
-        chunk.tensors.clear()
 
     def _groups(self, chunk: Chunk) -> Iterator[Group]:
         """The parameter groups, with the chunk's tensors in place of all."""
@@ -123,42 +93,31 @@ class ChunkedUpdate:
             self._engine.wait(ticket)
         chunk.tickets.clear()
 
-    def _bring(self, chunk: Chunk, slab: Slab | None, half: int) -> None:
-        """Begins to copy the chunk's state to its half of the slab."""
-        offset_bytes = half * self._half_bytes
-        for piece in chunk.pieces:
-            tensor = piece.tensor()
-            chunk.tensors.append(tensor)
-            before = self._before[piece.parameter]
-            state = dict(before.small)
-            if not piece.is_whole:  # each slice counts its steps by itself
-                state = {name: _copied(value) for name, value in state.items()}
-            for name, home in before.homes.items():
-                source = home.bytes(piece.start, piece.end)
-                assert slab is not None, "state at home needs a place on the device"
-                memory = slab.bytes(source.numel(), offset_bytes)
-                offset_bytes += aligned(source.numel())
-                state[name] = _as_state(piece, home, memory)
-                self._begin(chunk, Lane.H2D, memory, source)
-            if state:
-                chunk.states[tensor] = state
+    def _settle(self) -> None:
+        """Waits until nothing touches the bytes of any copy."""
+        for chunk in self._chunks:
+            for ticket in chunk.tickets:
+                self._engine.settle(ticket)
 
-    def _take_home(self, chunk: Chunk) -> None:
-        """Begins to copy the chunk's state home, and keeps the small state in its place."""
-        self._make_homes(chunk)
-        for piece, tensor in zip(chunk.pieces, chunk.tensors, strict=True):
-            state = chunk.states.get(tensor)
-            if state is None:
-                continue
-            homes = self._homes.of_parameter.get(piece.parameter, {})
-            for name, home in homes.items():
-                if name in state:
-                    self._begin(
-                        chunk, Lane.D2H, home.bytes(piece.start, piece.end), _bytes(state[name])
-                    )
-            kept = self._optimizer.state[piece.parameter]
-            kept.update({name: value for name, value in state.items() if name not in homes})
-            kept.update({name: home.tensor for name, home in homes.items()})
+    def _small_state(self, piece: UpdatePiece) -> dict[str, Any]:
+        """What the update of ``piece`` finds of the state that has no home."""
+        small = dict(self._before[piece.parameter].small)
+        if not piece.is_whole:  # each slice counts its steps by itself
+            small = {name: _copied(value) for name, value in small.items()}
+        return small
+
+    def _keep_state(
+        self, chunk: Chunk, piece: UpdatePiece, tensor: torch.Tensor
+    ) -> Iterator[tuple[Home, torch.Tensor]]:
+        """Puts the updated state into the optimizer's; yields what is to be copied home."""
+        state = chunk.states.get(tensor)
+        if state is None:
+            return
+        homes = self._homes.of_parameter.get(piece.parameter, {})
+        yield from ((home, state[name]) for name, home in homes.items() if name in state)
+        kept = self._optimizer.state[piece.parameter]
+        kept.update({name: value for name, value in state.items() if name not in homes})
+        kept.update({name: home.tensor for name, home in homes.items()})
 
     def _make_homes(self, chunk: Chunk) -> None:
         """Allocates host memory for state that this update was the first to make.
@@ -177,6 +136,68 @@ class ChunkedUpdate:
                     wanted.setdefault(piece.parameter, {})[name] = value.dtype
         self._homes.take_in(wanted)
 
+    def _begin(self, chunk: Chunk, lane: Lane, to: torch.Tensor, source: torch.Tensor) -> None:
+        ticket = Ticket(lane, to, source)
+        chunk.tickets.append(ticket)  # first, so that an interrupt cannot lose it
+        self._engine.begin(ticket)
+
+
+class ChunkedUpdate(Update):
+    """An update on the device, to which state comes and from which it goes."""
+
+    def run(self) -> None:
+        """Updates all chunks. When it returns, the current stream has waited for all copies."""
+        half_bytes = max(map(self._staged_bytes, self._pieces), default=0)
+        with _borrowed(self._homes.device, 2 * half_bytes) as slab:
+            try:
+                self._run(slab, half_bytes)
+            finally:  # after an error nothing may touch the slab any more
+                self._settle()
+
+    def _run(self, slab: Slab | None, half_bytes: int) -> None:
+        for number, chunk in enumerate(self._chunks):
+            if number == 0:
+                self._bring(chunk, slab, 0)
+            if number > 0:  # its half of the slab is needed for the next chunk
+                self._wait_home(self._chunks[number - 1])
+            if number + 1 < len(self._chunks):
+                self._bring(self._chunks[number + 1], slab, (number + 1) % 2 * half_bytes)
+            self._wait(chunk)
+            run_update(self._optimizer, list(self._groups(chunk)), chunk.states)
+            self._take_home(chunk)
+        if self._chunks:
+            self._wait_home(self._chunks[-1])
+
+    def _wait_home(self, chunk: Chunk) -> None:
+        """The chunk's state is home; what the update has made on the device is freed."""
+        self._wait(chunk)
+        chunk.states.clear()
+        chunk.tensors.clear()
+
+    def _bring(self, chunk: Chunk, slab: Slab | None, offset_bytes: int) -> None:
+        """Begins to copy the chunk's state to its half of the slab."""
+        for piece in chunk.pieces:
+            tensor = piece.tensor()
+            chunk.tensors.append(tensor)
+            state = self._small_state(piece)
+            for name, home in self._before[piece.parameter].homes.items():
+                source = home.bytes(piece.start, piece.end)
+                assert slab is not None, "state at home needs a place on the device"
+                memory = slab.bytes(source.numel(), offset_bytes)
+                offset_bytes += aligned(source.numel())
+                state[name] = _as_state(piece, home, memory)
+                self._begin(chunk, Lane.H2D, memory, source)
+            if state:
+                chunk.states[tensor] = state
+
+    def _take_home(self, chunk: Chunk) -> None:
+        """Begins to copy the chunk's state home, and keeps the small state in its place."""
+        self._make_homes(chunk)
+        for piece, tensor in zip(chunk.pieces, chunk.tensors, strict=True):
+            for home, value in self._keep_state(chunk, piece, tensor):
+                memory = home.bytes(piece.start, piece.end)
+                self._begin(chunk, Lane.D2H, memory, dense_bytes(value))
+
     def _staged_bytes(self, pieces: Sequence[UpdatePiece]) -> int:
         """Bytes of their state that comes from home."""
         homes = ((piece, self._before[piece.parameter].homes) for piece in pieces)
@@ -185,11 +206,6 @@ class ChunkedUpdate:
             for piece, of_piece in homes
             for home in of_piece.values()
         )
-
-    def _begin(self, chunk: Chunk, lane: Lane, to: torch.Tensor, source: torch.Tensor) -> None:
-        ticket = Ticket(lane, to, source)
-        chunk.tickets.append(ticket)  # first, so that an interrupt cannot lose it
-        self._engine.begin(ticket)
 
 
 @contextlib.contextmanager
@@ -216,12 +232,6 @@ def _as_state(piece: UpdatePiece, home: Home, memory: torch.Tensor) -> torch.Ten
 
 def _is_state(value: object, tensor: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == tensor.shape
-
-
-def _bytes(state: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's bytes in memory order, as uint8."""
-    flat = state.as_strided((state.numel(),), (1,), state.storage_offset())
-    return flat.view(torch.uint8)
 
 
 def _copied(value: Small) -> Small:

@@ -171,6 +171,14 @@ class DeviceArena:
                 if not slab.leased:
                     slab.drop_tail(0)
 
+    def make_room(self, size_bytes: int) -> None:
+        """Gives pages of free slabs back: beside the rest so much fits into what may be idle."""
+        keep = max(0, self.idle_bytes() - size_bytes)
+        with self._lock:
+            for slab in self._slabs:
+                if not slab.leased and slab.resident_bytes > keep:
+                    slab.drop_tail(keep)
+
     def forget(self, key: int) -> None:
         """Drops the views of plan ``key``, and slabs and host frames that no plan uses any more."""
         with self._lock:

@@ -148,6 +148,12 @@ class CopyEngine:
             )
         return ticket.stall_s + stall_s
 
+    def wait_on_host(self, ticket: Ticket) -> None:
+        """As ``wait``, for a copy whose bytes the host reads, or writes over, next."""
+        self.wait(ticket)
+        if ticket.event is not None:
+            ticket.event.synchronize()
+
     def settle(self, ticket: Ticket) -> None:
         """Waits until nothing touches the copy's bytes any more, for a step that is given up.
 

@@ -1,7 +1,8 @@
-"""Which parameters have their optimizer state on the host, for the plans of their steps.
+"""Which parameters have optimizer state and gradient on the host, for the plans of their steps.
 
 ``memo_compile.offload`` writes it. A plan then counts no state of these parameters, but what their
-update borrows of the device when the backward has ended. Parameters are held weakly.
+update borrows of the device when the backward has ended; and a gradient only until autograd has
+added it, where it goes to the host then. Parameters are held weakly.
 """
 
 import weakref
@@ -14,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState:
-    """Where the optimizer state of one parameter is, in bytes."""
+    """Where the optimizer state of one parameter is, and its gradient, in bytes."""
 
     host_bytes: int
     """What is at home on the host."""
@@ -23,6 +24,9 @@ class HostState:
     update_bytes: int
     """The least of the device that an update of the whole optimizer borrows: state on its way, and
     temporary results of the update itself."""
+    gradient_bytes: int = 0
+    """The gradient at home on the host, where it goes as soon as autograd has added it; 0: it stays
+    on the device until the program frees it."""
 
 
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -43,3 +47,9 @@ def update_bytes(parameters: Iterable[torch.Tensor]) -> int:
     """The least that updates of these parameters borrow of the device, one after another."""
     states = map(host_state, parameters)
     return max((state.update_bytes for state in states if state is not None), default=0)
+
+
+def gradient_goes_home(parameter: torch.Tensor) -> bool:
+    """True where the gradient goes to the host as soon as autograd has added it."""
+    state = host_state(parameter)
+    return state is not None and state.gradient_bytes > 0

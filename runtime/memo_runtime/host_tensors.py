@@ -90,6 +90,19 @@ def place_of(tensor: torch.Tensor) -> HostPlace | None:
     return None if at is None else HostPlace(store=at[0], offset_bytes=at[1])
 
 
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor of the CPU; a copy where it is memory of another device."""
+    if tensor.device.type == "cpu":
+        return tensor
+    place = place_of(tensor)
+    if place is None or not tensor.numel():
+        return tensor.cpu()
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = place.store.bytes((last + 1) * tensor.element_size(), place.offset_bytes)
+    values = memory.view(tensor.dtype)
+    return values.as_strided(tensor.shape, tensor.stride(), values.storage_offset())
+
+
 class _Memory:
     """Some bytes of a store, which keep the store while a tensor's storage keeps them."""
 

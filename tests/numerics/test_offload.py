@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from memo_runtime.host_state import host_state
+from memo_runtime.host_tensors import place_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,11 +47,16 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(250, 33)).to(dtype)
 
 
-def pair(make: Make, dtype: torch.dtype = torch.float32) -> tuple["Training", "Training"]:
+UPDATES = pytest.mark.parametrize("update", ["device", "host"])
+
+
+def pair(
+    make: Make, dtype: torch.dtype = torch.float32, update: str = "device"
+) -> tuple["Training", "Training"]:
     """The plain optimizer and the offloaded one, of equal models."""
     plain, ours = Training(net(dtype)), Training(net(dtype))
     plain.optimizer = make(list(plain.model.parameters()))
-    ours.optimizer = memo_compile.offload(make(list(ours.model.parameters())))
+    ours.optimizer = memo_compile.offload(make(list(ours.model.parameters())), update=update)
     return plain, ours
 
 
@@ -100,10 +106,13 @@ def assert_same(mine: object, theirs: object) -> None:
         assert mine == theirs
 
 
+@UPDATES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_updates_and_state_are_those_of_the_plain_optimizer(name: str, dtype: torch.dtype) -> None:
-    plain, ours = pair(OPTIMIZERS[name], dtype)
+def test_updates_and_state_are_those_of_the_plain_optimizer(
+    update: str, name: str, dtype: torch.dtype
+) -> None:
+    plain, ours = pair(OPTIMIZERS[name], dtype, update)
     for seed in range(3):
         plain.step(seed)
         ours.step(seed)
@@ -122,20 +131,22 @@ def test_state_lies_in_shared_memory_between_updates() -> None:
     assert held.untyped_storage().nbytes() > held.nbytes  # of a store, not of its own
 
 
+@UPDATES
 @pytest.mark.parametrize("schedule", ["copies-early", "copies-late"])
 def test_copies_as_early_and_as_late_as_they_may_be(
-    schedule: str, request: pytest.FixtureRequest
+    schedule: str, update: str, request: pytest.FixtureRequest
 ) -> None:
     request.addfinalizer(lambda: memo_compile.configure(debug=None))
     memo_compile.configure(debug=schedule)
-    plain, ours = pair(OPTIMIZERS["adam amsgrad"])
+    plain, ours = pair(OPTIMIZERS["adam amsgrad"], update=update)
     for seed in range(4):
         plain.step(seed)
         ours.step(seed)
     assert_equal(plain, ours)
 
 
-def test_a_loop_with_all_that_loops_have() -> None:
+@UPDATES
+def test_a_loop_with_all_that_loops_have(update: str) -> None:
     """Groups, a schedule, accumulation, clipping, a frozen layer, a closure, a new group."""
 
     def groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -145,7 +156,7 @@ def test_a_loop_with_all_that_loops_have() -> None:
         ]
         return torch.optim.AdamW(split, lr=1e-2)
 
-    plain, ours = pair(groups)
+    plain, ours = pair(groups, update=update)
     plain.model[0].bias.requires_grad_(False)
     ours.model[0].bias.requires_grad_(False)
     for each in (plain, ours):
@@ -170,7 +181,8 @@ def test_a_loop_with_all_that_loops_have() -> None:
     assert_equal(plain, ours)
 
 
-def test_a_tied_weight_and_one_in_another_layout() -> None:
+@UPDATES
+def test_a_tied_weight_and_one_in_another_layout(update: str) -> None:
     def tied(offloads: bool) -> Training:
         torch.manual_seed(0)
         first = nn.Conv2d(40, 40, 3, padding=1).to(memory_format=torch.channels_last)
@@ -178,7 +190,9 @@ def test_a_tied_weight_and_one_in_another_layout() -> None:
         second.weight = first.weight
         training = Training(nn.Sequential(nn.Unflatten(1, (40, 2, 2)), first, second))
         optimizer = torch.optim.Adam(training.model.parameters(), lr=1e-2)
-        training.optimizer = memo_compile.offload(optimizer) if offloads else optimizer
+        training.optimizer = (
+            memo_compile.offload(optimizer, update=update) if offloads else optimizer
+        )
         return training
 
     plain, ours = tied(False), tied(True)
@@ -191,15 +205,16 @@ def test_a_tied_weight_and_one_in_another_layout() -> None:
     assert_equal(plain, ours)
 
 
+@UPDATES
 @pytest.mark.parametrize("name", ["adamw", "sgd momentum", "muon"])
-def test_a_checkpoint_goes_from_one_kind_to_the_other_and_back(name: str) -> None:
-    plain, ours = pair(OPTIMIZERS[name])
+def test_a_checkpoint_goes_from_one_kind_to_the_other_and_back(update: str, name: str) -> None:
+    plain, ours = pair(OPTIMIZERS[name], update=update)
     for seed in range(2):
         plain.step(seed)
         ours.step(seed)
     saved = [copy.deepcopy(each.optimizer.state_dict()) for each in (plain, ours)]
     weights = copy.deepcopy(ours.model.state_dict())
-    resumed_plain, resumed = pair(OPTIMIZERS[name])
+    resumed_plain, resumed = pair(OPTIMIZERS[name], update=update)
     resumed.step(7)  # what it had before goes
     for each, state in ((resumed_plain, saved[1]), (resumed, saved[0])):
         each.model.load_state_dict(weights)
@@ -212,9 +227,10 @@ def test_a_checkpoint_goes_from_one_kind_to_the_other_and_back(name: str) -> Non
     assert_equal(plain, resumed)
 
 
+@UPDATES
 @pytest.mark.parametrize("name", ["adamw", "adamw fused"])
-def test_a_gradient_scaler_skips_the_same_steps(name: str) -> None:
-    plain, ours = pair(OPTIMIZERS[name])
+def test_a_gradient_scaler_skips_the_same_steps(update: str, name: str) -> None:
+    plain, ours = pair(OPTIMIZERS[name], update=update)
     for each in (plain, ours):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for seed in range(4):
@@ -228,19 +244,21 @@ def test_a_gradient_scaler_skips_the_same_steps(name: str) -> None:
     assert_equal(plain, ours)
 
 
-def test_state_that_was_made_before_goes_to_the_host() -> None:
-    plain, ours = pair(OPTIMIZERS["sgd"])
+@UPDATES
+def test_state_that_was_made_before_goes_to_the_host(update: str) -> None:
+    plain, ours = pair(OPTIMIZERS["sgd"], update=update)
     for each in (plain, ours):
         each.optimizer = torch.optim.Adam(each.model.parameters(), lr=1e-2)
         each.step(0)
-    ours.optimizer = memo_compile.offload(ours.optimizer)
+    ours.optimizer = memo_compile.offload(ours.optimizer, update=update)
     for each in (plain, ours):
         each.step(1)
     assert_equal(plain, ours)
 
 
-def test_options_and_state_that_the_program_changes_are_taken_up() -> None:
-    plain, ours = pair(OPTIMIZERS["sgd"])
+@UPDATES
+def test_options_and_state_that_the_program_changes_are_taken_up(update: str) -> None:
+    plain, ours = pair(OPTIMIZERS["sgd"], update=update)
     for each in (plain, ours):
         each.step(0)
         each.optimizer.param_groups[0]["momentum"] = 0.9
@@ -254,9 +272,10 @@ def test_options_and_state_that_the_program_changes_are_taken_up() -> None:
     assert_equal(plain, ours)
 
 
-def test_a_checkpoint_with_other_options_is_taken() -> None:
-    plain, ours = pair(OPTIMIZERS["adamw"])
-    saved, _ = pair(OPTIMIZERS["adam amsgrad"])
+@UPDATES
+def test_a_checkpoint_with_other_options_is_taken(update: str) -> None:
+    plain, ours = pair(OPTIMIZERS["adamw"], update=update)
+    saved, _ = pair(OPTIMIZERS["adam amsgrad"], update=update)
     saved.step(0)
     for each in (plain, ours):
         each.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
@@ -274,10 +293,11 @@ def test_plans_count_the_state_again_when_the_optimizer_is_gone() -> None:
     assert host_state(parameter) is None
 
 
-def test_ctrl_c_waits_for_the_whole_update(request: pytest.FixtureRequest) -> None:
+@UPDATES
+def test_ctrl_c_waits_for_the_whole_update(update: str, request: pytest.FixtureRequest) -> None:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores Ctrl-C
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
-    plain, ours = pair(OPTIMIZERS["adamw"])
+    plain, ours = pair(OPTIMIZERS["adamw"], update=update)
     for each in (plain, ours):
         each.step(0)
         each.optimizer.zero_grad()
@@ -335,19 +355,26 @@ def test_a_place_that_is_none_is_refused() -> None:
 def trained() -> Callable[..., tuple[list[torch.Tensor], int]]:
     """Trains a small Llama under a budget; gives its weights and the planned peak."""
 
-    def train(offloads: bool, budget: int | None = None) -> tuple[list[torch.Tensor], int]:
+    def train(
+        update: str | None, budget: int | None = None, microbatches: int = 1, **more: object
+    ) -> tuple[list[torch.Tensor], int]:
         torch._dynamo.reset()
         torch.manual_seed(0)
         start, inputs, loss = models.llama(num_layers=3, seq=32)
         model = copy.deepcopy(start)
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        optimizer = memo_compile.offload(optimizer) if offloads else optimizer
+        optimizer = memo_compile.offload(optimizer, update=update) if update else optimizer
         options = {**ATEN, "costs": "roofline"} | ({"memory_budget": budget} if budget else {})
+        options |= more
         compiled = torch.compile(model, backend="memo", options=options)
         for _ in range(3):
-            loss(compiled, **inputs).backward()
+            for _ in range(microbatches):
+                loss(compiled, **inputs).backward()
+            held = [each.grad for each in model.parameters() if each.grad is not None]
+            assert update != "host" or all(map(place_of, held))
             optimizer.step()
             optimizer.zero_grad()
+            del held
         plan = memo_compile.report().plans[-1]
         assert plan.check.ok
         return [each.detach() for each in model.parameters()], plan.peak_bytes
@@ -358,20 +385,65 @@ def trained() -> Callable[..., tuple[list[torch.Tensor], int]]:
 def test_a_plan_counts_the_update_in_place_of_the_state(
     trained: Callable[..., tuple[list[torch.Tensor], int]],
 ) -> None:
-    plain, peak_bytes = trained(False)
-    ours, less_bytes = trained(True)
+    plain, peak_bytes = trained(None)
+    ours, less_bytes = trained("device")
     assert all(map(torch.equal, plain, ours))
     state = memo_compile.report().training_state
     assert state is not None
     parameters_bytes = sum(each.nbytes for each in ours)
     assert state.optimizer_state.host_bytes == 2 * parameters_bytes
     assert state.optimizer_state.device_bytes == 0
+    assert state.update == "device"
     assert less_bytes < peak_bytes
-    with pytest.raises(Infeasible) as refused:
-        trained(True, budget=1)
-    floor_bytes = refused.value.floor_bytes
-    assert floor_bytes is not None
+    floor_bytes = floor(trained, "device")
     assert floor_bytes <= peak_bytes - 1.5 * parameters_bytes
-    at_floor, planned_bytes = trained(True, budget=floor_bytes)
+    at_floor, planned_bytes = trained("device", budget=floor_bytes)
     assert planned_bytes <= floor_bytes
     assert len(at_floor) == len(plain)
+
+
+def floor(trained: Callable[..., tuple[list[torch.Tensor], int]], update: str) -> int:
+    """The smallest budget for which there is a plan."""
+    with pytest.raises(Infeasible) as refused:
+        trained(update, budget=1)
+    assert refused.value.floor_bytes is not None
+    return refused.value.floor_bytes
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "schedule", "beyond"), [(1, "copies-early", 0.5), (3, "copies-late", 0.0)]
+)
+def test_gradients_leave_as_they_are_made(
+    trained: Callable[..., tuple[list[torch.Tensor], int]],
+    microbatches: int,
+    schedule: str,
+    beyond: float,
+) -> None:
+    plain, _ = trained(None, microbatches=microbatches)
+    parameters_bytes = sum(each.nbytes for each in plain)
+    floor_bytes = floor(trained, "host")
+    assert floor_bytes < 2 * parameters_bytes  # not even parameters and gradients
+    budget = floor_bytes + int(beyond * parameters_bytes)
+    ours, planned_bytes = trained("host", budget, microbatches, debug=("poison", schedule))
+    assert planned_bytes <= budget
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)  # in tiles of tokens
+    state = memo_compile.report().training_state
+    assert state is not None
+    assert state.gradients.device_bytes == 0
+    assert state.gradients.host_bytes == parameters_bytes
+    assert state.update == "host"
+
+
+def test_host_memory_of_gradients_is_used_again_once_nobody_holds_them() -> None:
+    _, ours = pair(OPTIMIZERS["sgd"], update="host")
+    parameter = next(ours.model.parameters())
+    places, held = [], []
+    for seed in range(4):
+        ours.step(seed)
+        assert parameter.grad is not None
+        places.append(parameter.grad.data_ptr())
+        if seed == 2:
+            held = [parameter.grad, parameter.grad.clone()]
+    assert places[0] == places[1] == places[2] != places[3]
+    assert torch.equal(*held)
