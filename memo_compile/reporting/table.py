@@ -77,6 +77,9 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
         f" optimizer state {format_bytes(fixed.optimizer_state)}"
         + (f" and {format_bytes(fixed.state_on_host)} on the host" if fixed.state_on_host else "")
     )
+    if fixed.gradients_on_host:
+        home = format_bytes(fixed.gradients_on_host)
+        yield f"  gradients of {home} go to the host as they are made; the update is there"
     other_bytes = fixed.buffers + fixed.inputs + fixed.outputs
     kinds = {**plan.outside_bytes_by_kind, "libraries": fixed.libraries}
     allocated = "".join(f", {kind} {format_bytes(size)}" for kind, size in kinds.items() if size)
