@@ -58,6 +58,26 @@ ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """One attempt at a step, of several that are compared; users cannot set it."""
+
+    tile_above_bytes: int = 0
+    """Regions whose transients are no larger run whole; ``driver/tile_order.py`` sets it."""
+    drop_above_bytes: int = 0
+    """What is no larger, with its gradient, may be saved where chains run in tiles."""
+    max_over_compute: float = math.inf
+    """Refuse a plan slower than this many times its computation alone: other tiles are to be
+    tried."""
+    max_step_s: float = math.inf
+    """Refuse a plan that takes this many seconds or more: other tiles are faster."""
+    enough_s: float = 0.0
+    """Accept a plan of at most this many seconds even so: no tiles that are left can be faster."""
+    arena_percent: int = 100
+    """Percent of the arena that counts under the budget: above 100 for a plan that never runs, of a
+    step that has several frames at once, or of which a frame is an estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoConfig:
     """The options of ``torch.compile(..., backend="memo", options={...})``."""
 
@@ -95,20 +115,6 @@ class MemoConfig:
     """Run wide chains (loss head, MLP) in this many tiles of tokens, or in up to 64 where a tile
     would take above 1 GiB; 1: never; by default where the budget asks for it, and for logits that
     are large and stand out (``driver/tile_order.py``)."""
-    tile_above_bytes: int = field(default=0, metadata={"internal": True})
-    """Regions whose transients are no larger run whole; ``driver/tile_order.py`` sets it."""
-    drop_above_bytes: int = field(default=0, metadata={"internal": True})
-    """What is no larger, with its gradient, may be saved where chains run in tiles; no option."""
-    max_over_compute: float = field(default=math.inf, metadata={"internal": True})
-    """Refuse a plan slower than this many times its computation alone: other tiles are to be tried.
-    No option either."""
-    max_step_s: float = field(default=math.inf, metadata={"internal": True})
-    """Refuse a plan that takes this many seconds or more: other tiles are faster."""
-    enough_s: float = field(default=0.0, metadata={"internal": True})
-    """Accept a plan of at most this many seconds even so: no tiles that are left can be faster."""
-    arena_percent: int = field(default=100, metadata={"internal": True})
-    """Percent of the arena that counts under the budget: above 100 for a plan that never runs, of a
-    step that has several frames at once, or of which a frame is an estimate."""
     exact: bool = False
     """Forbid recomputation of a slice of tokens, and tiles of tokens: their results may differ in
     the last bits."""
@@ -163,11 +169,13 @@ class MemoConfig:
     from memo's (``memo cache show``)."""
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
     """Settings for Inductor itself, passed through."""
+    attempt: Try = field(default=Try(), metadata={"internal": True})
+    """No option: it is memo's own."""
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             _one_of(name, getattr(self, name), allowed)
-        for option in dataclasses.fields(self):
+        for option in _FIELDS.values():
             kinds = [_KINDS[kind] for kind in _kinds_of(option)]
             expected = " or ".join(kind.words for kind in kinds if kind is not _KINDS[NoneType])
             holds = any(kind.holds(getattr(self, option.name)) for kind in kinds)
@@ -209,10 +217,10 @@ class MemoConfig:
 
     def plan_bytes(self, budget_bytes: int, beside_bytes: int) -> int:
         """Returns the peak that a plan may have with ``beside_bytes`` outside of its arena."""
-        if self.arena_percent == 100:
+        if self.attempt.arena_percent == 100:
             return budget_bytes
         room = max(0, budget_bytes - beside_bytes)
-        return min(budget_bytes, beside_bytes + room * 100 // self.arena_percent)
+        return min(budget_bytes, beside_bytes + room * 100 // self.attempt.arena_percent)
 
     @property
     def recomputes(self) -> bool:
@@ -244,13 +252,15 @@ class MemoConfig:
 
     def at_any_speed(self) -> "MemoConfig":
         """Returns the same options without bounds on seconds, for tiles that are chosen."""
-        return dataclasses.replace(
-            self, max_over_compute=math.inf, max_step_s=math.inf, enough_s=0.0
-        )
+        return self.trying(max_over_compute=math.inf, max_step_s=math.inf, enough_s=0.0)
+
+    def trying(self, **changes: Any) -> "MemoConfig":
+        """Returns the same options with these fields of ``attempt``."""
+        return dataclasses.replace(self, attempt=dataclasses.replace(self.attempt, **changes))
 
     def drops_above(self) -> int | None:
         """Returns the bytes above which values made in tiles are not saved; None: all may be."""
-        return self.drop_above_bytes if (self.token_tiles or 1) > 1 else None
+        return self.attempt.drop_above_bytes if (self.token_tiles or 1) > 1 else None
 
     def host_kind(self, device_type: str) -> str:
         """Returns the memory for offloaded activations: ``pinned``, ``shm`` or ``file:DIR``."""
@@ -359,9 +369,7 @@ def _kinds_of(option: dataclasses.Field[Any]) -> tuple[Any, ...]:
 
 
 _FIELDS = {
-    option.name: option
-    for option in dataclasses.fields(MemoConfig)
-    if not option.metadata.get("internal")
+    option.name: option for option in dataclasses.fields(MemoConfig) if option.name != "attempt"
 }
 _VARIABLES = ("MEMO_CONFIG", *(f"MEMO_{name.upper()}" for name in _FIELDS))
 _LISTS = ("debug", "passes")

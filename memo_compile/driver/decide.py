@@ -66,9 +66,9 @@ def decide(
                 recompute=library.known if only_lowered else library,
                 place=place,
                 searched=None if only_lowered else searched,
-                max_step_s=config.max_step_s,
+                max_step_s=config.attempt.max_step_s,
                 wanted_s=wanted_s,
-                enough_s=config.enough_s or math.inf,
+                enough_s=config.attempt.enough_s or math.inf,
                 sparing=sparing,
                 refused=refused,
             )

@@ -235,9 +235,8 @@ def cut_step(
     tiles = config.token_tiles or 1
 
     def tiled(whole: Cut) -> Cut:
-        return tile_cut(
-            whole, tiles, step.runner, accepts, say_dropped, above_bytes=config.tile_above_bytes
-        )
+        above_bytes = config.attempt.tile_above_bytes
+        return tile_cut(whole, tiles, step.runner, accepts, say_dropped, above_bytes=above_bytes)
 
     with state.noting() as notes:
         forward = tiled(_cut_forward(step, joins=tiles > 1))

@@ -22,7 +22,7 @@ def are_alike(parts: Sequence["StepPart"]) -> bool:
 def _without_tiles(config: MemoConfig) -> MemoConfig:
     """Which tiles a graph runs in is its own affair."""
     config = config.at_any_speed()
-    return replace(config, token_tiles=None, tile_above_bytes=0, drop_above_bytes=0)
+    return replace(config, token_tiles=None).trying(tile_above_bytes=0, drop_above_bytes=0)
 
 
 def fit_separately(parts: Sequence["StepPart"], keys: Sequence[int | None]) -> bool:

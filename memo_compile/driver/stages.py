@@ -35,7 +35,7 @@ class CapturedStep:
     own_results: tuple[int, ...]
     """Positions of the forward's results that alias nothing in the user's program."""
     droppable: tuple[int, ...]
-    """Bytes that were compared with the option ``drop_above_bytes``; only those above it count."""
+    """Bytes that were compared with ``Try.drop_above_bytes``; only those above it count."""
     runner: "PassRunner"
     """Runs what is still to be done to graphs of this step."""
 

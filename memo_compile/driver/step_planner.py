@@ -173,12 +173,13 @@ def require_fast(plan: Plan, config: MemoConfig, known: KnownStep) -> None:
     whole_compute_s = known.whole_compute_s() if step_s else 0.0
     if not step_s or not whole_compute_s:
         return
-    if step_s > max(config.enough_s, config.max_over_compute * whole_compute_s):
+    attempt = config.attempt
+    if step_s > max(attempt.enough_s, attempt.max_over_compute * whole_compute_s):
         raise TooSlow(
             f"the fastest plan takes {step_s / whole_compute_s:.3f} x the computation",
             step_s=step_s,
         )
-    if step_s >= config.max_step_s:
+    if step_s >= attempt.max_step_s:
         raise TooSlow(
             f"the fastest plan takes {format_seconds(step_s)}: others are faster", step_s=step_s
         )
@@ -370,7 +371,7 @@ class StepPlanner:
 
     def _require_possible(self, budget_bytes: int | None) -> None:
         """Raise TooSlow where no plan of this step can be as fast as ``config`` wants."""
-        limit_s = min(self.config.max_step_s, self._wanted_s())
+        limit_s = min(self.config.attempt.max_step_s, self._wanted_s())
         if limit_s == math.inf:
             return
         bound_s = self._bound_s(budget_bytes)
@@ -380,7 +381,7 @@ class StepPlanner:
 
     def _wanted_s(self) -> float:
         """Seconds above which other tiles are tried before this step is planned."""
-        factor = self.config.max_over_compute
+        factor = self.config.attempt.max_over_compute
         if not 0 < factor < math.inf:  # 0: the plan is made at once, and compared
             return math.inf
         return factor * self.known.whole_compute_s()
@@ -398,13 +399,15 @@ class StepPlanner:
         """The step that keeps everything, if it fits."""
         require_budget(replace(saved, budget_bytes=budget_bytes))
         rows = saved_rows(self.problem, self.known.leased_bytes(), self.known.labels())
-        config, problem = self.config, self.kept
+        attempt, problem = self.config.attempt, self.kept
         if has_collectives(problem):  # else its seconds are not asked for
             problem, saved = self._with_windows(problem, saved, self.step.costs)
         else:
             saved = self._proved(problem, saved)
         saved = replace(saved, decisions=rows)
-        if config.max_step_s < math.inf or config.max_over_compute < 1:  # its seconds are compared
+        if (
+            attempt.max_step_s < math.inf or attempt.max_over_compute < 1
+        ):  # its seconds are compared
             saved = replace(saved, compute_s=self.compute_s)
         return self._planned(problem, saved)
 

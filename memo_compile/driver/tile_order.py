@@ -87,9 +87,7 @@ class Tiles(NamedTuple):
 
         Plans of ``max_step_s`` seconds or more are refused, of ``enough_s`` or less taken.
         """
-        return replace(
-            config,
-            token_tiles=self.number,
+        return replace(config, token_tiles=self.number).trying(
             tile_above_bytes=self.above_bytes,
             drop_above_bytes=self.drop_above_bytes,
             max_over_compute=self.max_over_compute,

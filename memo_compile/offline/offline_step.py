@@ -95,7 +95,7 @@ def planned_offline(
 def _for_one_arena(step: KnownStep, config: MemoConfig, request: PlanRequest) -> MemoConfig:
     """``config`` with the budget of one arena, where the arena counts ``arena_percent`` percent."""
     budget_bytes = config.budget_bytes(step.device_bytes())
-    if budget_bytes is None or config.arena_percent == 100:
+    if budget_bytes is None or config.attempt.arena_percent == 100:
         return config
     beside_bytes = beside_arena_bytes(step.requested(request))
     return replace(config, memory_budget=config.plan_bytes(budget_bytes, beside_bytes))

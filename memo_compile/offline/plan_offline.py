@@ -235,7 +235,7 @@ class TracedModel:
         halves = step.lowered.cut.forward, step.lowered.cut.backward
         transients = tuple(_transients(*halves)) if (options.token_tiles or 1) > 1 else ()
         tiles = TilesRecord(
-            tile_above=Threshold(bound_bytes=options.tile_above_bytes, sizes=transients),
+            tile_above=Threshold(bound_bytes=options.attempt.tile_above_bytes, sizes=transients),
             drop_above=Threshold(
                 bound_bytes=drops or 0, sizes=() if drops is None else captured.droppable
             ),

@@ -58,8 +58,7 @@ log = logging.getLogger("memo")
 OPTIONS_OF_PLANS = frozenset(
     (
         "memory_budget host_budget policy alpha placement_solver placement_time_limit_s strict "
-        "max_plans cache tile_above_bytes drop_above_bytes max_over_compute max_step_s "
-        "enough_s arena_percent"
+        "max_plans cache attempt"
     ).split()
 )
 """Options that change the plan and not the lowered step, so that no record depends on them. Whether

@@ -59,7 +59,8 @@ class Room:
 
     def configured(self, config: MemoConfig) -> MemoConfig:
         """``config`` with this budget."""
-        return replace(config, memory_budget=self.available_bytes, arena_percent=self.arena_percent)
+        config = replace(config, memory_budget=self.available_bytes)
+        return config.trying(arena_percent=self.arena_percent)
 
     def plan_bytes(self, beside_bytes: int) -> int:
         """The peak that a plan may have if ``beside_bytes`` of it lie beside its arena."""

@@ -43,7 +43,7 @@ bytes above which a tensor may not be saved."""
 
 def tiling_of(options: MemoConfig) -> Tiling:
     """The options that decide how a graph is cut."""
-    return options.token_tiles, options.tile_above_bytes, options.drops_above()
+    return options.token_tiles, options.attempt.tile_above_bytes, options.drops_above()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +76,9 @@ class TilesRecord:
 
     def suits(self, options: MemoConfig) -> bool:
         """True where the bounds of ``options`` give the same tiles and the same saved tensors."""
-        return self.tile_above.decides_as(options.tile_above_bytes) and self.drop_above.decides_as(
-            options.drops_above() or 0
-        )
+        above_bytes = options.attempt.tile_above_bytes
+        drops_bytes = options.drops_above() or 0
+        return self.tile_above.decides_as(above_bytes) and self.drop_above.decides_as(drops_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,7 +234,7 @@ def test_other_tries_are_cut_from_the_joint_graph_that_was_traced_first(monkeypa
     monkeypatch.setattr(inductor_api, "compile_fx", counted)
     config = offline_config(resolve({"memory_budget": 2**30}, None), ASKED.hardware)
     whole = dataclasses.replace(config, token_tiles=1)
-    in_tiles = dataclasses.replace(config, token_tiles=8, drop_above_bytes=2**40)
+    in_tiles = dataclasses.replace(config, token_tiles=8).trying(drop_above_bytes=2**40)
     first, second = lowered_in((whole, in_tiles))
     assert len(seen) == 1
     (alone,) = lowered_in((in_tiles,))

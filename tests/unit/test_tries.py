@@ -13,7 +13,7 @@ from memo_runtime.arena import ArenaError
 from torch import fx
 
 import memo_compile
-from memo_compile.config import MemoConfig
+from memo_compile.config import MemoConfig, Try
 from memo_compile.driver import tile_order, tries
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.pipeline import fastest
@@ -222,12 +222,12 @@ def test_of_slow_plans_the_fastest_is_taken(monkeypatch, seconds, taken):
     seen = []
 
     def attempt(gm, config):
-        above = config.tile_above_bytes if config.token_tiles == 8 else -1
+        above = config.attempt.tile_above_bytes if config.token_tiles == 8 else -1
         seen.append(above)
         step_s = seconds[above]
         if step_s is None:
             raise floor(9)
-        if step_s > config.max_over_compute or step_s >= config.max_step_s:
+        if step_s > config.attempt.max_over_compute or step_s >= config.attempt.max_step_s:
             raise TooSlow("a plan that fits", step_s=step_s)
         return above
 
@@ -257,15 +257,15 @@ def test_tiles_that_are_only_bounded_are_planned_where_they_may_be_fastest(
     seen = []
 
     def attempt(gm, config):
-        above = config.tile_above_bytes if config.token_tiles == 8 else -1
+        above = config.attempt.tile_above_bytes if config.token_tiles == 8 else -1
         seen.append(above)
         bound, step_s = plans[above]
-        over = config.max_over_compute
-        if bound > min(over or math.inf, config.max_step_s):
+        over = config.attempt.max_over_compute
+        if bound > min(over or math.inf, config.attempt.max_step_s):
             raise TooSlow("no plan can", step_s=bound, is_bound=True)
         if step_s is None:
             raise floor(9)
-        if step_s > max(over, config.enough_s) or step_s >= config.max_step_s:
+        if step_s > max(over, config.attempt.enough_s) or step_s >= config.attempt.max_step_s:
             raise TooSlow("a plan that fits", step_s=step_s)
         return above
 
@@ -291,11 +291,11 @@ def test_tiles_are_planned_in_the_order_of_what_greedy_finds(monkeypatch, steps,
     made = []
 
     def attempt(gm, config):
-        above = config.tile_above_bytes if config.token_tiles == 8 else -1
+        above = config.attempt.tile_above_bytes if config.token_tiles == 8 else -1
         bound, greedy_s = steps[above]
-        if bound > min(config.max_over_compute or math.inf, config.max_step_s):
+        if bound > min(config.attempt.max_over_compute or math.inf, config.attempt.max_step_s):
             raise TooSlow("no plan can", step_s=bound, is_bound=True)
-        if greedy_s > min(config.enough_s or math.inf, config.max_step_s):
+        if greedy_s > min(config.attempt.enough_s or math.inf, config.attempt.max_step_s):
             raise TooSlow("no plan is fast enough", step_s=greedy_s, is_bound=True)
         made.append(above)
         return above
@@ -310,15 +310,15 @@ def test_a_plan_is_fast_near_its_computation_and_where_no_other_was_faster():
     known: Any = SimpleNamespace(whole_compute_s=lambda: 2.0)
     timeline = Timeline(step_s=3.0, stall_s=0.0)
     plan = replace(plan_of(next(iter(SHAPES))), timeline=timeline, compute_s=2.0)
-    require_fast(plan, MemoConfig(max_over_compute=1.5, max_step_s=3.1), known)
+    require_fast(plan, MemoConfig(attempt=Try(max_over_compute=1.5, max_step_s=3.1)), known)
     kept = replace(plan, timeline=None)
-    require_fast(kept, MemoConfig(max_over_compute=1.06, max_step_s=2.1), known)
+    require_fast(kept, MemoConfig(attempt=Try(max_over_compute=1.06, max_step_s=2.1)), known)
     with pytest.raises(TooSlow, match="others are faster"):  # though it keeps everything
-        require_fast(kept, MemoConfig(max_step_s=1.9), known)
+        require_fast(kept, MemoConfig(attempt=Try(max_step_s=1.9)), known)
     with pytest.raises(TooSlow, match=r"1\.500 x the computation"):
-        require_fast(plan, MemoConfig(max_over_compute=1.06), known)
+        require_fast(plan, MemoConfig(attempt=Try(max_over_compute=1.06)), known)
     with pytest.raises(TooSlow, match="others are faster") as caught:
-        require_fast(plan, MemoConfig(max_step_s=3.0), known)
+        require_fast(plan, MemoConfig(attempt=Try(max_step_s=3.0)), known)
     assert caught.value.step_s == 3.0
 
 
@@ -373,7 +373,7 @@ def test_a_slow_whole_leads_to_tiles_and_is_taken_where_they_are_slower(monkeypa
     def fastest(seconds):
         def attempt(gm, config):
             step_s = seconds[config.token_tiles]
-            if step_s > config.max_over_compute or step_s >= config.max_step_s:
+            if step_s > config.attempt.max_over_compute or step_s >= config.attempt.max_step_s:
                 raise TooSlow("a plan that fits", step_s=step_s)
             return config.token_tiles
 
