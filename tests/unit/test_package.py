@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CORE = PROJECT["project"]["dependencies"]
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-HEAVY = ("torch", "numba", "matplotlib", "transformers", "mip", "highspy", "networkx", "scipy")
+HEAVY = ("torch", "numba", "transformers", "mip", "highspy", "networkx", "scipy")
 CARRIED = {"sympy", "torch_dynamo_backends", "cbcbox"}
 """What is imported and comes with something else: torch's sympy."""
 
@@ -35,7 +35,7 @@ def test_the_help_loads_no_torch():
     code = "import sys\nfrom memo_compile.cli import main\n[main._register(name) for name in "
     loaded = run(f"{code}main._COMMANDS]\nprint(*sys.modules)").split()
     assert "memo_compile.cli.plan_command" in loaded
-    assert set(loaded).isdisjoint({"torch", "numba", "matplotlib", "transformers", "mip"})
+    assert set(loaded).isdisjoint({"torch", "numba", "transformers", "mip"})
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -61,7 +61,7 @@ def test_every_package_that_is_imported_is_asked_for():
 
 
 def test_the_core_is_light_and_moves_no_torch():
-    assert names(CORE).isdisjoint({"mip", "numba", "matplotlib", "transformers", "triton"})
+    assert names(CORE).isdisjoint({"mip", "numba", "transformers", "triton"})
     (torch,) = (line for line in CORE if line.startswith("torch"))
     assert re.fullmatch(r"torch>=[\d.]+", torch), "an upper bound would replace a newer torch"
 
