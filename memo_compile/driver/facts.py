@@ -3,7 +3,7 @@
 import collections
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -68,23 +68,41 @@ class OptimizerState:
         return int(self.num_on_device * bytes_per_parameter) + self.known_bytes
 
 
+@dataclass(eq=False, slots=True)
 class GraphFacts:
     """Facts about one Dynamo graph, read from its real example inputs and the AOT forward.
 
-    ``untraced`` are parameters and buffers of layers that the graph lacks and the step has (see
-    ``offline.longer_model``). No reference is kept to a tensor: the model alone keeps them alive.
-    With ``gpu`` the step is planned for such a GPU, which need not be here; the inputs lie on the
-    CPU then.
+    No reference is kept to a tensor: the model alone keeps them alive.
     """
 
-    def __init__(
-        self,
-        example_inputs: Sequence[Any],
-        untraced: Sequence[torch.Tensor] = (),
-        gpu: GpuFacts | None = None,
+    example_inputs: InitVar[Sequence[Any]]
+    untraced: InitVar[Sequence[torch.Tensor]] = ()
+    """Parameters and buffers of layers that the graph lacks and the step has (see
+    ``offline.longer_model``)."""
+    gpu: GpuFacts | None = None
+    """The step is planned for such a GPU, which need not be here; the inputs lie on the CPU."""
+    device: torch.device = field(init=False)
+    static_names: frozenset[str] = frozenset()
+    """Inputs of the AOT forward that are parameters and buffers."""
+    ties_inputs: bool = False
+    """As of ``purity.ties_inputs``."""
+    _inputs: list[weakref.ref[torch.Tensor] | None] = field(init=False)
+    _parameters: list[weakref.ref[torch.Tensor]] = field(init=False)
+    """One for each storage: tied weights count once."""
+    _state: OptimizerState = field(init=False)
+    _parameter_bytes: int = field(init=False)
+    _trained_bytes: int = field(init=False)
+    """Of parameters whose gradients stay on the device."""
+    _untraced_bytes: int = field(init=False)
+    _static_bytes: int = 0
+    _input_bytes: int = 0
+
+    def __post_init__(
+        self, example_inputs: Sequence[Any], untraced: Sequence[torch.Tensor]
     ) -> None:
         tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-        parameters = {  # one for each storage: tied weights count once
+        self.device = _main_device(tensors) if self.gpu is None else torch.device("cuda", 0)
+        parameters = {
             tensor.untyped_storage()._cdata: tensor
             for tensor in (*tensors, *untraced)
             if isinstance(tensor, torch.nn.Parameter)
@@ -94,20 +112,16 @@ class GraphFacts:
             weakref.ref(value) if isinstance(value, torch.Tensor) else None
             for value in example_inputs
         ]
-        self._trainable = [weakref.ref(parameter) for parameter in parameters]
-        self.gpu = gpu
-        self.device = _main_device(tensors) if gpu is None else torch.device("cuda", 0)
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._state = OptimizerState.of(trained, self._allocated_bytes)
         self._parameter_bytes = sum(map(self._allocated_bytes, parameters))
         self._trained_bytes = sum(map(self._allocated_bytes, staying(trained)))
-        self.num_trained = sum(parameter.numel() for parameter in trained)
-        self._state = OptimizerState.of(trained, self._allocated_bytes)
-        self.num_with_state = self._state.num_on_device
-        """Trained numbers whose optimizer state is on the device."""
-        self.static_names: frozenset[str] = frozenset()
-        self.ties_inputs = False
         self._untraced_bytes = sum(map(self._allocated_bytes, untraced))
-        self._static_bytes = 0
-        self._input_bytes = 0
+
+    @property
+    def num_with_state(self) -> int:
+        """Trained numbers whose optimizer state is on the device."""
+        return self._state.num_on_device
 
     def _allocated_bytes(self, tensor: torch.Tensor) -> int:
         """As ``allocated_bytes``, on the device that the step is planned for."""
@@ -137,10 +151,7 @@ class GraphFacts:
     def read_forward(
         self, placeholders: Sequence[fx.Node], static: frozenset[str], *, ties_inputs: bool
     ) -> None:
-        """Reads the bytes of the AOT forward's inputs; ``static`` are parameters and buffers.
-
-        ``ties_inputs`` as of ``purity.ties_inputs``.
-        """
+        """Reads the bytes of the AOT forward's inputs; ``static`` are parameters and buffers."""
         self.static_names, self.ties_inputs = static, ties_inputs
         tensors = filter(is_tensor, placeholders)
         sizes = {node.name: allocated_bytes(node.meta["val"]) for node in tensors}
@@ -150,7 +161,7 @@ class GraphFacts:
 
     def existing_gradient_bytes(self) -> int:
         """Bytes of the gradients that exist now; a backward makes new ones beside them."""
-        return gradient_bytes([ref() for ref in self._trainable])
+        return gradient_bytes([ref() for ref in self._parameters])
 
     def inputs(self) -> list[torch.Tensor | None]:
         """Returns the graph's inputs by position; None where it is no tensor, or is freed."""
