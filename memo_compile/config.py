@@ -229,6 +229,11 @@ class MemoConfig:
         return in_tiles or self.memory_budget is not None or self.policy not in _KEEPING
 
     @property
+    def num_frames(self) -> int:
+        """How many steps of one graph hold memory at once in a plan that never runs."""
+        return max(1, self.attempt.arena_percent // 100)
+
+    @property
     def moves(self) -> bool:
         """True where a plan may move something to the host."""
         return self.policy in _MOVING

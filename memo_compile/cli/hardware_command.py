@@ -26,13 +26,14 @@ def list_command(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps({"profiles": [profile_to_dict(p) for p in HARDWARE.values()]}))
         return
-    header = ("name", "TFLOP/s", "memory", "GB/s", "host GB/s", "link GB/s", "network GB/s")
+    header = ("name", "TFLOP/s", "memory", "GB/s", "host", "host GB/s", "link GB/s", "network GB/s")
     rows = [
         (
             profile.name,
             f"{profile.peak_flops_per_s / 1e12:.4g}",
             format_bytes(profile.memory_bytes),
             f"{profile.hbm_bytes_per_s / 1e9:.4g}",
+            format_bytes(profile.host_memory_bytes),
             f"{profile.d2h_bytes_per_s / 1e9:.4g}",
             f"{profile.link_bytes_per_s / 1e9:.4g}",
             f"{profile.network_bytes_per_s / 1e9:.4g}",

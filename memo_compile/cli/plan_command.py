@@ -16,7 +16,8 @@ from rich.table import Table
 from memo_compile.cli.options import AsJson, Hardware, parse_count
 from memo_compile.cli.plan_text import numbers, plan_lines, verdict
 from memo_compile.cli.progress import saying, working
-from memo_compile.costs.hardware import find_hardware
+from memo_compile.config import resolve
+from memo_compile.costs.hardware import HardwareProfile, find_hardware
 from memo_compile.errors import Infeasible, InputError
 from memo_compile.garbage import seldom_collected
 from memo_compile.reporting.emit import TOOLS, Settings, emit
@@ -60,7 +61,11 @@ def plan_command(
         typer.Option(help="Device memory of the step: 60GiB, 80%. Default: all but 1 GiB."),
     ] = None,
     host_budget: Annotated[
-        str | None, typer.Option(help="Host memory for offloaded activations. Default: no bound.")
+        str | None,
+        typer.Option(
+            help="Host memory for offloaded activations: 400GiB, 50%, none. Default: the share of "
+            "one device in its usual machine, less a tenth (memo hardware show has it)."
+        ),
     ] = None,
     tp: Annotated[int, typer.Option(help="Tensor and sequence parallel devices.")] = 1,
     cp: Annotated[int, typer.Option(help="Context parallel devices.")] = 1,
@@ -102,15 +107,16 @@ def plan_command(
     for path in (report, out):
         if path is not None:
             require_writable(path)
+    device = find_hardware(hardware)
     question = Question(
         model=model,
-        hardware=find_hardware(hardware),
+        hardware=device,
         seq=seq,
         batch=batch,
         dtype=parse_dtype(dtype),
         degrees=Degrees(tp=tp, cp=cp, pp=pp, dp=dp),
         budget=budget,
-        host_budget=host_budget,
+        host_budget=_host_budget(host_budget, device),
         optimizer=optimizer,
         offload=offload,
         policy=policy,
@@ -129,6 +135,16 @@ def plan_command(
         over = format_bytes(answer.peak_bytes - answer.budget_bytes)
         print(f"memo: does not fit: {over} over the budget", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _host_budget(given: str | None, device: HardwareProfile) -> str | int | None:
+    """Returns the bound on host memory: ``given``, MEMO_HOST_BUDGET's, or what is usual."""
+    if given == "none":
+        return None
+    configured = resolve(None, None).host_budget
+    if given is None and configured is not None:
+        return configured if isinstance(configured, str) else int(configured)
+    return device.usable_host_bytes if given is None else given
 
 
 def _write(answer: "Forecast", report: Path | None, out: Path | None) -> None:

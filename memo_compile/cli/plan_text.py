@@ -72,7 +72,8 @@ def verdict(answer: "Forecast") -> str:
     """Does it fit, and by how much."""
     question = answer.question
     room = format_bytes(abs(answer.budget_bytes - answer.peak_bytes))
-    fits = f"fits, {room} to spare" if answer.fits else f"does not fit: {room} too much"
+    host = f"with {format_bytes(answer.host_bytes)} of host memory, " if answer.host_bytes else ""
+    fits = f"fits, {host}{room} to spare" if answer.fits else f"does not fit: {room} too much"
     seq = "" if question.seq is None else f", {question.batch} x {question.seq} tokens"
     return f"{answer.name}{seq} on {question.hardware.name}: {fits}"
 
@@ -94,10 +95,7 @@ def numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]
         ),
     )
     yield "outside", f"{format_bytes(answer.outside_bytes)} of libraries"
-    bound = ""
-    if answer.host_bytes and answer.question.host_budget is None:
-        bound = " on each device's host (no --host-budget was given)"
-    yield "host", f"{format_bytes(answer.host_bytes)} of pinned memory{bound}"
+    yield "host", f"{format_bytes(answer.host_bytes)} of pinned memory{_host_bound(answer)}"
     if peak is not None:
         yield "set by", f"{_peak_call(peak)}: {_largest(peak.tensors)}"
     speed = "" if answer.tokens_per_s is None else f", {answer.tokens_per_s:.0f} tokens/s"
@@ -112,6 +110,20 @@ def numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]
             "at best",
             f"{format_seconds(plan.step_lower_bound_s)}: this plan is {above:.1%} above",
         )
+
+
+def _host_bound(answer: "Forecast") -> str:
+    """Says how much host memory there is, and where that bound comes from."""
+    question = answer.question
+    bound = question.host_budget_bytes
+    if bound is None:
+        return " on each device's host, without a bound"
+    if bound == 0:
+        return ", none may be used (--host-budget)"
+    usual = question.hardware.host_memory_bytes
+    why = f": a device's share of a usual machine is {format_bytes(usual)}"
+    is_usual = bound == question.hardware.usable_host_bytes
+    return f", of {format_bytes(bound)} (--host-budget{why if is_usual else ''})"
 
 
 def _collectives(answer: "Forecast") -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memo_compile.costs.host import RESERVE_FRACTION
 from memo_compile.errors import InputError
 from memo_compile.text_files import read_json
 
@@ -50,6 +51,8 @@ class HardwareProfile:
     network_bytes_per_s: float
     """Bytes per second between machines, for each device."""
     devices_per_node: int
+    host_memory_bytes: int = 256 * 10**9
+    """Memory of the machine, for each of its devices."""
     comm_slowdown: float = 1.0
     """Computation takes so many times as long while a collective runs beside it."""
     source: str
@@ -70,6 +73,14 @@ class HardwareProfile:
             if name not in FIGURES:
                 raise InputError(f"figure_sources: no figure is called {name!r}")
 
+    @property
+    def usable_host_bytes(self) -> int:
+        """What a step may take of the host, by default: others need a tenth.
+
+        None of a CPU's: a copy to the host would take the very memory that it frees.
+        """
+        return 0 if self.name == "cpu" else int(self.host_memory_bytes * (1 - RESERVE_FRACTION))
+
     def source_of(self, figure: str) -> FigureSource:
         """Returns the document and date behind one of FIGURES."""
         assert figure in FIGURES, f"not a figure: {figure}"
@@ -83,14 +94,14 @@ FIGURES: Mapping[str, Any] = {
 }
 """The fields of a profile that are numbers, each with its type."""
 
-ADDED = frozenset({"comm_slowdown"})
+ADDED = frozenset({"comm_slowdown", "host_memory_bytes"})
 """Figures that a file of an earlier memo lacks."""
 
 
 class _Stated(NamedTuple):
-    """A rate in each direction, and who states it."""
+    """Bytes per second in each direction, or bytes, and who states them."""
 
-    bytes_per_s: float
+    value: float
     document: str
     date: str
 
@@ -106,6 +117,12 @@ _ASSUMED_200G = _Stated(25e9, "assumed: a 200 Gb/s adapter for each GPU, as besi
 _OVER_PCIE4 = _Stated(32e9, "no NVLink: devices meet over PCIe 4.0, 16 lanes", "2017-10")
 _A800_LINK = _Stated(200e9, "NVIDIA's statement on the A800: NVLink 400 GB/s both ways", "2022-11")
 _H800_LINK = _Stated(200e9, "press on the H800: NVLink 400 GB/s both ways", "2023-03")
+_TWO_TB = "2 TB of system memory for 8 GPUs"
+_A100_RAM = _Stated(256e9, f"NVIDIA DGX A100 640GB datasheet: {_TWO_TB}", "2020-11")
+_H100_RAM = _Stated(256e9, f"NVIDIA DGX H100 and H200 datasheets: {_TWO_TB}", "2022-03")
+_B200_RAM = _Stated(256e9, f"NVIDIA DGX B200 datasheet: {_TWO_TB}, or 4 TB", "2024")
+_L40S_RAM = _Stated(128e9, "assumed: 1 TB of memory in a server with 8 cards", "2026-11")
+_4090_RAM = _Stated(64e9, "assumed: 64 GB of memory for each card", "2026-11")
 
 
 def _gpu(
@@ -117,6 +134,7 @@ def _gpu(
     date: str,
     *,
     host: _Stated,
+    ram: _Stated,
     link: float | _Stated,
     network: float | _Stated,
     talking: tuple[int, int],
@@ -128,11 +146,14 @@ def _gpu(
     """
     held, of = talking
     channels = f"assumed: a collective's {held} channels hold {held} of {of} multiprocessors"
-    sources = {"comm_slowdown": FigureSource(document=channels, date="2026-11")}
+    sources = {
+        "comm_slowdown": FigureSource(document=channels, date="2026-11"),
+        "host_memory_bytes": FigureSource(document=ram.document, date=ram.date),
+    }
     rates = {}
     for way, rate in {"d2h": host, "h2d": host, "link": link, "network": network}.items():
         figure = f"{way}_bytes_per_s"
-        rates[figure] = rate.bytes_per_s if isinstance(rate, _Stated) else rate
+        rates[figure] = rate.value if isinstance(rate, _Stated) else rate
         if isinstance(rate, _Stated):
             sources[figure] = FigureSource(document=rate.document, date=rate.date)
     if network is _ASSUMED_200G:
@@ -144,6 +165,7 @@ def _gpu(
         hbm_bytes_per_s=hbm,
         memory_bytes=memory_bytes,
         devices_per_node=8,
+        host_memory_bytes=int(ram.value),
         comm_slowdown=of / (of - held),
         source=document,
         date=date,
@@ -159,21 +181,21 @@ _B200 = "NVIDIA DGX B200 datasheet, one eighth of the machine"
 # fmt: off
 _GPUS = (
     _gpu("a800", 312, 2.039e12, 80 * GIB, f"{_A100}; the A800 is the same chip", "2021-06",
-         host=_PCIE4, link=_A800_LINK, network=_DGX_A100, talking=(24, 108)),
+         host=_PCIE4, ram=_A100_RAM, link=_A800_LINK, network=_DGX_A100, talking=(24, 108)),
     _gpu("a100", 312, 2.039e12, 80 * GIB, _A100, "2021-06",
-         host=_PCIE4, link=300e9, network=_DGX_A100, talking=(24, 108)),
+         host=_PCIE4, ram=_A100_RAM, link=300e9, network=_DGX_A100, talking=(24, 108)),
     _gpu("h100", 989.4, 3.35e12, 80 * GIB, f"{_H100} and Hopper whitepaper", "2022",
-         host=_PCIE5, link=450e9, network=_DGX_H100, talking=(16, 132)),
+         host=_PCIE5, ram=_H100_RAM, link=450e9, network=_DGX_H100, talking=(16, 132)),
     _gpu("h800", 989.4, 3.35e12, 80 * GIB, f"{_H100}; the H800 is the same chip", "2022",
-         host=_PCIE5, link=_H800_LINK, network=_DGX_H100, talking=(16, 132)),
+         host=_PCIE5, ram=_H100_RAM, link=_H800_LINK, network=_DGX_H100, talking=(16, 132)),
     _gpu("h200", 989.4, 4.8e12, 141 * 10**9, "NVIDIA H200 SXM datasheet", "2024",
-         host=_PCIE5, link=450e9, network=_DGX_H200, talking=(16, 132)),
+         host=_PCIE5, ram=_H100_RAM, link=450e9, network=_DGX_H200, talking=(16, 132)),
     _gpu("b200", 2250, 8e12, 180 * 10**9, _B200, "2024",
-         host=_PCIE5, link=900e9, network=50e9, talking=(16, 148)),
+         host=_PCIE5, ram=_B200_RAM, link=900e9, network=50e9, talking=(16, 148)),
     _gpu("l40s", 362.05, 0.864e12, 48 * GIB, "NVIDIA L40S datasheet", "2023",
-         host=_PCIE4, link=_OVER_PCIE4, network=_ASSUMED_200G, talking=(4, 142)),
+         host=_PCIE4, ram=_L40S_RAM, link=_OVER_PCIE4, network=_ASSUMED_200G, talking=(4, 142)),
     _gpu("4090", 165.2, 1.008e12, 24 * GIB, "NVIDIA Ada architecture whitepaper 2.02", "2022",
-         host=_PCIE4, link=_OVER_PCIE4, network=_ASSUMED_200G, talking=(4, 128)),
+         host=_PCIE4, ram=_4090_RAM, link=_OVER_PCIE4, network=_ASSUMED_200G, talking=(4, 128)),
 )
 # fmt: on
 
@@ -187,6 +209,7 @@ _CPU = HardwareProfile(
     link_bytes_per_s=10e9,
     network_bytes_per_s=1e9,
     devices_per_node=1,
+    host_memory_bytes=16 * GIB,
     source="assumed: order of magnitude of two server cores in float32; measure your own",
     date="2026-11",
 )
@@ -271,6 +294,8 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
     for name, number in FIGURES.items():
         entry = figures.get(name)
         if entry is None and name in ADDED:
+            document = f"assumed: the file has no {name}"
+            sources[name] = FigureSource(document=document, date="undated")
             continue
         entry = entry if isinstance(entry, dict) else {}
         value = entry.get("value")

@@ -139,6 +139,7 @@ def measure_hardware(
     flops_per_s, memory_bytes_per_s = bench.flops_per_s(), bench.copy_bytes_per_s()
     d2h_bytes_per_s, h2d_bytes_per_s = bench.host_bytes_per_s()
     link_bytes_per_s = bench.link_bytes_per_s()
+    num_devices = max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
     figures: dict[str, Any] = {
         "peak_flops_per_s": flops_per_s,
         "hbm_bytes_per_s": memory_bytes_per_s,
@@ -148,7 +149,8 @@ def measure_hardware(
         "link_bytes_per_s": link_bytes_per_s or d2h_bytes_per_s,
         "network_bytes_per_s": ASSUMED_NETWORK_BYTES_PER_S[device.type],
         "comm_slowdown": 1.0,
-        "devices_per_node": max(1, torch.cuda.device_count()) if device.type == "cuda" else 1,
+        "devices_per_node": num_devices,
+        "host_memory_bytes": memory_bytes(torch.device("cpu")) // num_devices,
     }
     documents = _documents(device, linked=link_bytes_per_s is not None)
     sources = {f: FigureSource(document=text, date=today) for f, text in documents.items()}
@@ -182,6 +184,7 @@ def _documents(device: torch.device, *, linked: bool) -> dict[str, str]:
         "network_bytes_per_s": "assumed: a single machine cannot measure it",
         "comm_slowdown": "assumed: a device by itself talks to nobody",
         "devices_per_node": "as the system states it",
+        "host_memory_bytes": "as the system states it, over its devices",
     }
 
 

@@ -566,7 +566,8 @@ class StepPlanner:
             declared = declared if declared is not None else most
         if declared is not None:  # the optimizer's state comes first
             declared = max(0, declared - self.problem.fixed.on_host)
-        share = None if declared is None else declared // self.config.max_inflight
+        num_steps = self.config.max_inflight * self.config.num_frames
+        share = None if declared is None else declared // num_steps
         bounds = (share, self.request.granted_host_bytes)
         return min((bound for bound in bounds if bound is not None), default=None)
 

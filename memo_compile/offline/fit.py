@@ -5,6 +5,7 @@ made first, as ``forecast.longest`` does.
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,7 +41,13 @@ ROUNDER = TOKEN_TILES
 """Counts of granules that are multiples of this divide into tiles."""
 
 MAX_TRIES = 20
-"""Most sizes that are tried of one kind; mostly six to twelve are enough."""
+"""Most sizes that are tried, of all kinds together; mostly three to eight of a kind are enough."""
+
+PRECISION = 0.01
+"""The answer is searched to this share of it: next to the limit a size takes longest to decide."""
+
+SEARCH_S, SLOW_TRIES = 30.0, 20
+"""Processor seconds of all searches together; where one size takes seconds, the time of so many."""
 
 MAX_SIZE = 2**40
 """No size above this is tried: a step that takes it is not bounded by memory."""
@@ -248,16 +255,26 @@ class Fitting:
             budget_bytes=self.room.available_bytes,
             constant_bytes=self._constant_bytes(),
             rounder=ROUNDER,
+            precision=PRECISION if self._question.multiple_of is None else 0.0,
         )
+        effort = _Effort(share=1 / len(self._question.vary))
         untried = search.largest(
-            lambda count: need(count * granule), MAX_SIZE // granule, MAX_TRIES
+            lambda count: need(count * granule),
+            MAX_SIZE // granule,
+            lambda num_tried: effort.is_spent(num_tried, fits=search.low > 0),
         )
-        if untried is None:
-            return search.low * granule, ()
-        return search.low * granule, (
-            f"{MAX_TRIES} sizes were tried: one between {search.low * granule:,} and "
-            f"{untried * granule:,} may fit as well, --multiple-of asks for fewer",
-        )
+        size, too_large = search.low * granule, (search.least_too_large or 0) * granule
+        if untried is not None:
+            return size, (
+                f"{search.num_tried} sizes were tried: one between {size:,} and "
+                f"{untried * granule:,} may fit as well, --multiple-of asks for fewer",
+            )
+        if size and too_large - size > granule:
+            return size, (
+                f"found to {PRECISION:.0%}: one below {too_large:,} may fit as well, "
+                f"--multiple-of {granule} searches it",
+            )
+        return size, ()
 
     def _constant_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state; 0 where a function is compiled."""
@@ -320,6 +337,23 @@ class Fitting:
             config=self.room.configured(self._config),
             hardware=self._question.hardware,
         )
+
+
+class _Effort:
+    """What one search may cost: sizes that are tried, and processor time."""
+
+    def __init__(self, share: float) -> None:
+        """``share`` of what all searches of an answer may cost."""
+        self._share, self._began_s = share, time.process_time()
+        self._trial_s = 0.0
+
+    def is_spent(self, num_tried: int, *, fits: bool) -> bool:
+        """True after enough sizes, or seconds if some size ``fits``; called before each size."""
+        took_s = time.process_time() - self._began_s
+        if num_tried == 1:
+            self._trial_s = took_s
+        limit_s = self._share * max(SEARCH_S, SLOW_TRIES * self._trial_s)
+        return num_tried >= self._share * MAX_TRIES or (fits and took_s >= limit_s)
 
 
 def _smallest(traced: TracedModel, config: MemoConfig) -> OfflineStep:

@@ -22,7 +22,7 @@ from memo_compile.offline.shapes.kinds import is_function, is_shape, require_pla
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_level
-from memo_compile.units import format_bytes, parse_budget
+from memo_compile.units import format_bytes, parse_budget, parse_size
 
 CONTEXT_BYTES = 2**30
 """A GPU's memory that no step can have: CUDA's context and loaded kernels take 0.5 to 0.8 GiB."""
@@ -89,8 +89,8 @@ class Question:
         if self.seq is not None:
             require_at_least(1, {"seq": self.seq})
         # These raise ConfigError.
-        _ = self.budget_bytes
-        resolve({"policy": self.policy, "host_budget": self.host_budget}, None)
+        _ = self.budget_bytes, self.host_budget_bytes
+        resolve({"policy": self.policy}, None)
 
     @property
     def budget_bytes(self) -> int:
@@ -99,6 +99,14 @@ class Question:
         if self.budget is not None:
             return parse_budget(self.budget, total_bytes=total)
         return total if self.hardware.name == "cpu" else total - CONTEXT_BYTES
+
+    @property
+    def host_budget_bytes(self) -> int | None:
+        """Host memory that activations and the optimizer's state may take; None: no bound."""
+        if self.host_budget is None:
+            return None
+        total = self.hardware.host_memory_bytes
+        return parse_size(self.host_budget, total_bytes=total, what="host-budget")
 
     @property
     def can_be_cut(self) -> bool:
@@ -403,8 +411,8 @@ def _plan(
         "placement_time_limit_s": PLACEMENT_S,
         "optimizer_state_bytes_per_parameter": _state_bytes(question, model),
     }
-    if question.host_budget is not None:
-        options["host_budget"] = question.host_budget
+    if question.host_budget_bytes is not None:
+        options["host_budget"] = question.host_budget_bytes
     config = resolve(options, None)
     if plan_bytes is None:
         return model.plan(question.room.configured(config))

@@ -44,14 +44,23 @@ class LengthSearch:
     """
 
     def __init__(
-        self, *, start: int, budget_bytes: int, constant_bytes: int, rounder: int = 1
+        self,
+        *,
+        start: int,
+        budget_bytes: int,
+        constant_bytes: int,
+        rounder: int = 1,
+        precision: float = 0.0,
     ) -> None:
-        """``start`` is tried first; after it multiples of ``rounder`` come before other counts."""
+        """``start`` is tried first; after it multiples of ``rounder`` come before other counts.
+
+        The search ends where the answer is known to the share ``precision`` of it.
+        """
         self.low = 0
         self._low_bytes: float = constant_bytes
         self._high: int | None = None
         self._high_bytes = math.inf
-        self._start, self._rounder = max(1, start), rounder
+        self._start, self._rounder, self._precision = max(1, start), rounder, precision
         self._budget_bytes, self._constant_bytes = budget_bytes, constant_bytes
         self._longer = self._shorter = 1
         """Least distance of the next count from ``low`` and from ``_high``; doubled where the line
@@ -62,18 +71,27 @@ class LengthSearch:
         larger ones."""
 
     def largest(
-        self, need: Callable[[int], Need], most: int, max_tries: float = math.inf
+        self,
+        need: Callable[[int], Need],
+        most: int,
+        is_enough: Callable[[int], bool] = lambda num_tried: False,
     ) -> int | None:
         """Calls ``need`` until ``low`` is the largest count that fits, or ``most``.
 
-        Returns None then; after ``max_tries`` calls without an answer, the count to try next.
+        Returns None then. Where ``is_enough``, called with the number of counts that were tried,
+        ends the search before, returns the count to try next.
         """
         while self.low < most and (count := self.next_count()) is not None:
             count = min(count, most)
-            if self.num_tried >= max_tries:
+            if is_enough(self.num_tried):
                 return count
             self.add(count, need(count))
         return None
+
+    @property
+    def least_too_large(self) -> int | None:
+        """The smallest count that was seen not to fit; None: there is none."""
+        return self._high
 
     def add(self, count: int, need: Need) -> None:
         """Takes in what ``count`` granules need."""
@@ -110,7 +128,7 @@ class LengthSearch:
             return LONGEST * self.low
         if self._high is None:
             return min(max(self._guess(), self.low + self._longer), LONGEST * self.low)
-        if self._high - self.low <= 1:
+        if self._high - self.low <= max(1, int(self._precision * self.low)):
             return None
         if self.num_tried % HALVED_EACH == 0:
             return (self.low + self._high) // 2

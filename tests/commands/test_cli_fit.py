@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -314,11 +315,48 @@ def test_round_sizes_are_tried_before_uneven_ones(answered):
 
 
 def test_a_search_that_the_bytes_mislead_ends(answered):
-    answer, tried = answered(lambda self, varied, size: Need(math.inf, size <= 2**38 + 999_999))
+    def need(self, varied, size):
+        return Need(math.inf, size <= 2**38 + 999_999)
+
+    answer, tried = answered(need, multiple_of=64)
     (found,) = answer.largest
     assert len(tried) == fitting.MAX_TRIES
     assert any(f"{fitting.MAX_TRIES} sizes were tried" in note for note in found.notes)
     assert found.size <= 2**38 + 999_999
+
+
+def test_both_kinds_share_the_sizes_that_are_tried(answered):
+    misleading = needs(0, 2**38)
+    both = tuple(Vary)
+    _, tried = answered(misleading, vary=both, multiple_of=1)
+    assert len(tried) == fitting.MAX_TRIES
+    assert {what for what, *_ in tried} == set(both)
+
+
+def test_the_answer_is_searched_to_a_percent_unless_a_multiple_is_named(answered):
+    limit = 1_234_567
+    answer, tried = answered(needs(1, limit), memory=str(limit))
+    (found,) = answer.largest
+    assert limit * 0.98 < found.size <= limit
+    assert len(tried) <= 10
+    (note,) = found.notes
+    assert note.startswith("found to 1%: one below 1,2")
+    assert note.endswith("may fit as well, --multiple-of 64 searches it")
+
+
+def test_a_search_ends_when_its_processor_time_is_spent(answered, monkeypatch):
+    """Fewer sizes where each takes long, but never before one fits."""
+    clock = iter(range(0, 10**9, 20))
+    monkeypatch.setattr(fitting, "time", SimpleNamespace(process_time=lambda: next(clock)))
+    monkeypatch.setattr(fitting, "SLOW_TRIES", 3)
+    answer, tried = answered(lambda self, varied, size: Need(math.inf, size <= 2**30))
+    (found,) = answer.largest
+    assert found.size > 0
+    assert len(tried) == 5
+    assert found.notes[0].startswith("5 sizes were tried: one between ")
+    answer, tried = answered(needs(10**5, 7), multiple_of=1)
+    assert answer.largest[0].size == 7
+    assert tried[-1][1] < 64
 
 
 def test_where_the_model_refuses_longer_ones_that_is_said(answered):

@@ -86,6 +86,16 @@ def test_one_byte_less_than_the_least_fits_nowhere(pp):
         assert forecast(question).fits is needed(question).fits is fits
 
 
+def test_micro_batches_in_flight_share_the_host_memory():
+    offloading = dataclasses.replace(asked(pp=2), hardware=H100, policy="full-offload")
+    host_bytes = forecast(offloading).host_bytes
+    assert host_bytes > 0
+    enough = forecast(dataclasses.replace(offloading, host_budget=host_bytes))
+    assert enough.host_bytes == host_bytes
+    with pytest.raises(Infeasible, match="host_budget"):
+        forecast(dataclasses.replace(offloading, host_budget=host_bytes * 3 // 4))
+
+
 @pytest.mark.full
 def test_the_longest_sequence_takes_no_more_than_its_least_budget():
     least = forecast(asked(seq=8192, budget=1, pp=2)).peak_bytes

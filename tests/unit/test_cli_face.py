@@ -33,7 +33,7 @@ REFUSED_AT_ONCE = [
     (["plan", "llama3-8b", "--seq", "8", "--policy", "foo"], "policy: expected one of auto, "),
     (["plan", "llama3-8b", "--seq", "8", "--tp", "3"], "tp: 3 does not divide the attention heads"),
     (["plan", "llama3-8b", "--seq", "8", "--budget", "6 apples"], "budget: expected bytes"),
-    (["plan", "llama3-8b", "--seq", "8", "--host-budget", "x"], "host_budget: expected bytes"),
+    (["plan", "llama3-8b", "--seq", "8", "--host-budget", "x"], "host-budget: expected bytes"),
     (["plan", "llama3-8b", "--seq", "8", "--out", "no/p.json"], "no/p.json: is a folder, or its"),
     (["plan", "llama3-8b", "--seq", "8", "--sweep", "x"], "sweep: expected budget, got 'x'"),
     (["plan", "lama3-8b", "--seq", "8"], "model: unknown 'lama3-8b'; did you mean llama3-8b?"),

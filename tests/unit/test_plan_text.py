@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memo_compile.cli import plan_text
+from memo_compile.cli import plan_command, plan_text
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.offline.forecast import Forecast, PeakAt, Question, TensorAtPeak
 from memo_compile.offline.shapes.transformer import Degrees
@@ -140,6 +140,42 @@ def test_what_sets_the_peak_is_said_in_words():
     said = dict(plan_text.numbers(dataclasses.replace(answer(GIB, GIB), peak_at=peak), None))
     assert said["set by"] == ("the backward of layer 29: 2 x temporary 3.00 GiB, mlp.up 1.00 GiB")
     assert said["stalls"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("host_budget", "bound"),
+    [
+        (None, " on each device's host, without a bound"),
+        (0, ", none may be used (--host-budget)"),
+        ("600GiB", ", of 600.00 GiB (--host-budget)"),
+        ("50%", ", of 119.21 GiB (--host-budget)"),
+        (
+            find_hardware("h200").usable_host_bytes,
+            ", of 214.58 GiB (--host-budget: a device's share of a usual machine is 238.42 GiB)",
+        ),
+    ],
+)
+def test_the_first_line_says_what_host_memory_it_takes(host_budget, bound):
+    plan = answer(20 * GIB, 30 * GIB)
+    question = dataclasses.replace(plan.question, host_budget=host_budget)
+    assert plan_text.verdict(plan).endswith("on h200: fits, 10.00 GiB to spare")
+    plan = dataclasses.replace(plan, question=question, host_bytes=510 * GIB)
+    assert plan_text.verdict(plan).endswith(
+        "on h200: fits, with 510.00 GiB of host memory, 10.00 GiB to spare"
+    )
+    assert dict(plan_text.numbers(plan, None))["host"] == f"510.00 GiB of pinned memory{bound}"
+
+
+def test_host_memory_has_a_bound_by_default(monkeypatch):
+    monkeypatch.delenv("MEMO_HOST_BUDGET", raising=False)
+    h200 = find_hardware("h200")
+    assert plan_command._host_budget(None, h200) == h200.usable_host_bytes == 230_400_000_000
+    assert plan_command._host_budget(None, find_hardware("cpu")) == 0
+    assert plan_command._host_budget("none", h200) is None
+    assert plan_command._host_budget("1TB", h200) == "1TB"
+    monkeypatch.setenv("MEMO_HOST_BUDGET", "2TB")
+    assert plan_command._host_budget(None, h200) == "2TB"
+    assert plan_command._host_budget("1TB", h200) == "1TB"
 
 
 def test_what_to_change_is_said_with_numbers():
