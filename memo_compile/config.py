@@ -36,6 +36,7 @@ _CHOICES = {
     "costs": ("auto", "measured", "roofline"),
     "outputs": ("auto", "held", "dropped"),
     "gradients": ("auto", "fresh", "accumulated"),
+    "saved_dtype": ("same", "float8"),
     "placement_solver": ("auto", "greedy", "mip", "search", "cbc", "gurobi"),
 }
 DEBUG_FLAGS = (
@@ -65,6 +66,8 @@ class Try:
     """Regions whose transients are no larger run whole; ``driver/tile_order.py`` sets it."""
     drop_above_bytes: int = 0
     """What is no larger, with its gradient, may be saved where chains run in tiles."""
+    stores_float8: bool = False
+    """Saved activations are stored as float8."""
     max_over_compute: float = math.inf
     """Refuse a plan slower than this many times its computation alone: other tiles are to be
     tried."""
@@ -115,6 +118,9 @@ class MemoConfig:
     """Run wide chains (loss head, MLP) in this many tiles of tokens, or in up to 64 where a tile
     would take above 1 GiB; 1: never; by default where the budget asks for it, and for logits that
     are large and stand out (``driver/tile_order.py``)."""
+    saved_dtype: str = "same"
+    """``float8``: saved activations may be stored as float8 with a scale for each 128 numbers,
+    where that makes a step fit or faster: half of bf16's bytes. Lossy; the report names them."""
     exact: bool = False
     """Forbid recomputation of a slice of tokens, and tiles of tokens: their results may differ in
     the last bits."""
@@ -195,6 +201,8 @@ class MemoConfig:
             _one_of("debug", flag, DEBUG_FLAGS)
         if self.exact and (self.token_tiles or 1) > 1:
             raise ConfigError("token_tiles: exact=True forbids tiles, which round differently")
+        if self.exact and self.saved_dtype != "same":
+            raise ConfigError("saved_dtype: exact=True forbids float8, which rounds")
         state_bytes = self.optimizer_state_bytes_per_parameter
         enough = state_bytes is None or state_bytes >= 0
         self._require("optimizer_state_bytes_per_parameter", "at least 0", enough)

@@ -60,6 +60,12 @@ from memo_compile.passes.own_inputs import OwnInputs, inputs_of, with_history, w
 from memo_compile.passes.retarget import Retarget
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.slice_first import SliceFirst
+from memo_compile.passes.store_float8 import (
+    FLOAT8_NAME,
+    ReadFloat8,
+    StoreFloat8,
+    stored_values,
+)
 from memo_compile.reporting import state
 from memo_compile.torch_private import autograd, compile_caches, dynamo, fx_graphs, inductor_api
 from memo_compile.torch_private.compile_caches import Half
@@ -359,6 +365,8 @@ class StepCapture:
             graphs=lambda made: {"forward": made[0], "backward": made[1]},
         )
         self._units, self.num_results = units, num_fwd_outputs
+        if self.config.stores_float8:
+            forward, backward = self._stored_as_float8(forward, backward)
         forward, backward = self._leased(forward, backward)
         self.num_results -= num_tokens(forward)
         return forward, backward
@@ -407,6 +415,22 @@ class StepCapture:
         """Returns the positions of inputs that the program may write between the halves."""
         is_known = len(inputs_of(joint.graph)) == self._num_examples
         return self._written_between if is_known else ()
+
+    def _stored_as_float8(
+        self, forward: fx.GraphModule, backward: fx.GraphModule
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Returns the halves with float8 between them in place of wide saved activations."""
+        assert self._units is not None, "the units are tagged before the halves are made"
+        store = StoreFloat8(num_fwd_outputs=self.num_results)
+        forward = self.runner.run(forward, [store], stage="forward")
+        read = ReadFloat8(stored=stored_values(forward), units=self._units)
+        backward = self.runner.run(backward, [read], stage="backward")
+        if read.stored:
+            state.add_note(
+                f"saved_dtype='float8': {len(read.stored)} saved activations are rounded to "
+                f"float8; their names in the decisions end with {FLOAT8_NAME}"
+            )
+        return forward, backward
 
     def _leased(
         self, forward: fx.GraphModule, backward: fx.GraphModule

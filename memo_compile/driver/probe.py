@@ -51,6 +51,9 @@ TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 2e-3}
 COARSE = 5e-2
 """``TOLERANCE`` of shorter dtypes."""
 
+FLOAT8 = 0.15
+"""The same for float8, whose neighbours are up to an eighth apart."""
+
 NUDGES = 4
 """Runs of the whole with slightly different inputs, where its parts differ from it."""
 
@@ -297,7 +300,14 @@ def _range_like(whole: Any, part: Any, number: int) -> Any:
 def _is_mostly_finite(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or not value.numel():
         return True
+    value = _countable(value)
     return bool((~value.isfinite()).double().mean() <= MAX_NOT_FINITE)
+
+
+def _countable(value: torch.Tensor) -> torch.Tensor:
+    """float8 as float32: torch compares and subtracts no numbers of fewer than 16 bits."""
+    is_float8 = value.is_floating_point() and value.dtype.itemsize == 1
+    return value.float() if is_float8 else value
 
 
 def _require_all_close(
@@ -317,13 +327,15 @@ def _require_close(at: int, expected: Any, result: Any, rounding: torch.Tensor |
         if expected is not result and expected != result:
             raise _DiffersError(f"result {at}: {result} for {expected}")
         return
+    tolerance = TOLERANCE.get(expected.dtype, FLOAT8 if expected.dtype.itemsize == 1 else COARSE)
+    expected, result = _countable(expected), _countable(result)
     same = expected == result
     if expected.is_floating_point() or expected.is_complex():
         same |= expected.isnan() & result.isnan()
         finite = expected[expected.isfinite()]
         scale = float(finite.abs().max()) if finite.numel() else 0.0
         difference = (expected - result).abs()
-        same |= difference <= TOLERANCE.get(expected.dtype, COARSE) * scale
+        same |= difference <= tolerance * scale
         if rounding is not None:
             same |= difference <= ROUNDING * rounding
     wrong = int((~same).sum())

@@ -72,12 +72,16 @@ class Tiles(NamedTuple):
     max_over_compute: float = math.inf
     """A plan whose step takes more than this many times its computation is refused (TooSlow)."""
 
+    stores_float8: bool = False
+    """Saved activations are stored as float8."""
+
     def __str__(self) -> str:
         where = f", where more than {format_bytes(self.above_bytes)} are in use at once"
         saved = f", what takes up to {format_bytes(self.drop_above_bytes)} is saved"
         return (
             f"{self.number} tiles of tokens{where if self.above_bytes else ''}"
             f"{saved if self.drop_above_bytes else ''}"
+            f"{', saved as float8' if self.stores_float8 else ''}"
         )
 
     def options(
@@ -90,6 +94,7 @@ class Tiles(NamedTuple):
         return replace(config, token_tiles=self.number).trying(
             tile_above_bytes=self.above_bytes,
             drop_above_bytes=self.drop_above_bytes,
+            stores_float8=self.stores_float8,
             max_over_compute=self.max_over_compute,
             max_step_s=max_step_s,
             enough_s=enough_s,
@@ -166,7 +171,8 @@ class _Tries:
         """The tiles to try now; None when there are no more."""
         while self._untried:
             tiles = self._untried.pop(0)
-            if tiles.number > 1 or not (self._fastest or self._put_off):
+            is_whole = tiles.number == 1 and not tiles.stores_float8
+            if not is_whole or not (self._fastest or self._put_off):
                 only_bound = self._put_off and tiles.max_over_compute == math.inf
                 return tiles._replace(max_over_compute=ONLY_BOUND) if only_bound else tiles
         self._put_off.sort()
@@ -229,6 +235,23 @@ class Sizes(NamedTuple):
 
 
 def order_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tuple[Tiles, ...]:
+    """Returns the tries of a step: its tiles, and these again with float8 if that is allowed.
+
+    Where a step with exact saved activations is as fast as its computation, nothing is rounded.
+    Where nothing fits, the exact ones come last, for their floor.
+    """
+    if config.token_tiles is not None:
+        order: tuple[Tiles, ...] = (Tiles(config.token_tiles),)
+    else:
+        order = _tiles_of(sizes, config, budget_bytes)
+    if config.saved_dtype == "same" or budget_bytes is None:
+        return order
+    limit = FAST * (COMPILING if config.costs != "roofline" else 1.0)
+    exact = (each._replace(max_over_compute=min(each.max_over_compute, limit)) for each in order)
+    return (*exact, *(each._replace(stores_float8=True) for each in order), *order)
+
+
+def _tiles_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tuple[Tiles, ...]:
     """Returns the tiles to try, the most promising first, for a step under a budget.
 
     Without tiles the loss head's logits and their gradient exist at the same time, and may exceed

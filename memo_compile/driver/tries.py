@@ -69,8 +69,10 @@ def _first(
     attempt: Attempt[T],
     device_bytes: int | None,
 ) -> T:
-    if config.exact or config.token_tiles is not None:
-        return attempt(gm, replace(config, token_tiles=1) if config.exact else config)
+    if config.exact:
+        return attempt(gm, replace(config, token_tiles=1))
+    if config.token_tiles is not None and config.saved_dtype == "same":
+        return attempt(gm, config)
     order = tile_order(gm, facts, config, device_bytes or facts.device_bytes())
     return first_of(order, config, lambda options: attempt(gm, options), ends_planning)
 

@@ -234,13 +234,11 @@ def _wide(units: JointUnits) -> set[fx.Node]:
         ]
         limit = TILE_FACTOR * max(inputs, default=0)
         if limit:
-            wide |= {
-                node for node in nodes if bytes_of(node) >= limit and not _near_attention(node)
-            }
+            wide |= {node for node in nodes if bytes_of(node) >= limit and not near_attention(node)}
     return wide
 
 
-def _near_attention(node: fx.Node) -> bool:
+def near_attention(node: fx.Node) -> bool:
     """True for an input of attention, also through views and items, and for its direct result."""
     stack, visited = [node], set()
     while stack:

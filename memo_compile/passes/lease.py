@@ -8,10 +8,10 @@ import torch
 from memo_runtime import ops
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
-from torch.utils import _pytree as pytree
 
 from memo_compile.analysis.joint_units import is_tangent
 from memo_compile.analysis.views import is_tensor, results_of, storage_of
+from memo_compile.torch_private import fx_graphs
 
 HANDLE = "memo_handle"
 
@@ -53,7 +53,7 @@ class LeaseSaved:
         saved_by_autograd = [node for node in saved if node not in set(leased)]
         checked = [node for node in saved_by_autograd if _is_checked(node)]
         unchecked = [node for node in saved_by_autograd if not _is_checked(node)]
-        _set_outputs(output, [*user_results, *checked, handle, *unchecked])
+        fx_graphs.set_results(output, [*user_results, *checked, handle, *unchecked])
         return PassResult(gm, True)
 
 
@@ -111,16 +111,6 @@ def is_given(node: fx.Node) -> bool:
 def _is_checked(node: object) -> bool:
     """True for a saved tensor that autograd checks for writes; the handle is the last of those."""
     return is_tensor(node) and not node.meta.get("saved_tensor_with_no_vc_check", False)  # type: ignore[attr-defined]
-
-
-def _set_outputs(output: fx.Node, values: list[Any]) -> None:
-    before = list(pytree.arg_tree_leaves(*output.args))
-    for key in ("desc", "output_stack_traces"):
-        notes = output.meta.get(key)
-        if isinstance(notes, list) and len(notes) == len(before):
-            note_of = {id(node): item for node, item in zip(before, notes, strict=True)}
-            output.meta[key] = [note_of.get(id(node), notes[-1]) for node in values]
-    output.args = (tuple(values),)
 
 
 def _handle_behind_saved(graph: fx.Graph, placeholders: list[fx.Node]) -> fx.Node:

@@ -24,6 +24,7 @@ from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.shorten import ShortenTokens
 from memo_compile.passes.slice_first import SliceFirst
 from memo_compile.passes.spread_seeds import SpreadSeeds
+from memo_compile.passes.store_float8 import ReadFloat8, StoreFloat8
 
 PASSES: tuple[type[GraphPass], ...] = (
     InlineRegions,  # Dynamo's graph
@@ -41,6 +42,8 @@ PASSES: tuple[type[GraphPass], ...] = (
     EqualCut,  # joint graph
     SufficientCut,  # joint graph
     GatherOnce,  # joint graph, for a step in tiles
+    StoreFloat8,  # forward half
+    ReadFloat8,  # backward half
     LeaseSaved,  # forward half
     FetchLeased,  # backward half
     SeparateResults,  # both halves, as Inductor simplified them

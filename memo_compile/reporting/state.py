@@ -185,8 +185,8 @@ def add_note(note: str) -> bool:
     with _state.lock:
         for gathered in _state.noting:
             gathered.append(note)
-        if note in _state.refusal_notes:
-            _state.refusal_notes.remove(note)  # true of what is compiled now as well
+        # It is true of what is compiled now as well, however many compilations were refused.
+        _state.refusal_notes = [each for each in _state.refusal_notes if each != note]
         if note in _state.notes:
             return False
         _state.notes.append(note)

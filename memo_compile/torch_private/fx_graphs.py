@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import fx
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils import _pytree as pytree
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
@@ -92,3 +93,14 @@ def failing_fakes_unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def set_results(output: fx.Node, values: Sequence[Any]) -> None:
+    """Lets a graph return ``values``; torch's notes of the results stay with those that stay."""
+    before = list(pytree.arg_tree_leaves(*output.args))
+    for key in ("desc", "output_stack_traces"):
+        notes = output.meta.get(key)
+        if isinstance(notes, list) and len(notes) == len(before):
+            note_of = {id(node): item for node, item in zip(before, notes, strict=True)}
+            output.meta[key] = [note_of.get(id(node), notes[-1]) for node in values]
+    output.args = (tuple(values),)
