@@ -37,6 +37,11 @@ FLOAT8_NAME = "_float8"
 """Ending of the name of what is stored in place of an activation."""
 
 _LEAST_NUMBER = 1e-30
+"""Added to a block's largest number: a block of zeros has a scale, too."""
+
+_MARGIN = 1 + 2**-12
+"""Rounding of the logarithm makes no number larger than the largest of float8, which has no inf."""
+
 _BIAS = 127
 """What is added to an exponent, so that a byte holds it."""
 _TAKEN = (torch.bfloat16, torch.float16, torch.float32)
@@ -157,11 +162,11 @@ def _stored(node: fx.Node) -> fx.Node:
     shape, limit = list(node.meta["val"].shape), torch.finfo(FLOAT8).max
     blocks = call(_aten.view.default, call(_to_dtype, node, torch.float32), _blocks(shape))
     largest = call(_aten.amax.default, call(_aten.abs.default, blocks), [-1], True)
-    largest = call(_aten.clamp_min.default, largest, _LEAST_NUMBER)
-    exponents = call(_aten.log2.default, call(_aten.mul.Tensor, largest, 1 / limit))
+    largest = call(_aten.add.Tensor, largest, _LEAST_NUMBER)
+    exponents = call(_aten.log2.default, call(_aten.mul.Tensor, largest, _MARGIN / limit))
     exponents = call(_aten.ceil.default, exponents)
     shrunk = call(_aten.exp2.default, call(_aten.neg.default, exponents))
-    scaled = call(_aten.clamp.default, call(_aten.mul.Tensor, blocks, shrunk), -limit, limit)
+    scaled = call(_aten.mul.Tensor, blocks, shrunk)
     values = call(_aten.view.default, call(_to_dtype, scaled, FLOAT8), shape)
     biased = call(_to_dtype, call(_aten.add.Tensor, exponents, _BIAS), torch.uint8)
     scales = call(_aten.view.default, biased, [*shape[:-1], _blocks(shape)[-2]])
