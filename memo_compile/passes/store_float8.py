@@ -66,7 +66,7 @@ class StoreFloat8:
 
     num_fwd_outputs: int
     name: ClassVar[str] = "store-float8"
-    is_required: ClassVar[bool] = False
+    is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
@@ -97,7 +97,7 @@ class ReadFloat8:
     """By an activation's name what is stored of it, as a fake tensor."""
     units: JointUnits
     name: ClassVar[str] = "read-float8"
-    is_required: ClassVar[bool] = False
+    is_required: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
