@@ -321,6 +321,7 @@ class Options(TypedDict, total=False):
     host_store: str | None
     token_granule: int | None
     token_tiles: int | None
+    saved_dtype: str | None
     exact: bool | None
     costs: str | None
     copy_bytes_per_s: float | tuple[float, float] | None

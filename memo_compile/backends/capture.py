@@ -365,7 +365,7 @@ class StepCapture:
             graphs=lambda made: {"forward": made[0], "backward": made[1]},
         )
         self._units, self.num_results = units, num_fwd_outputs
-        if self.config.stores_float8:
+        if self.config.attempt.stores_float8:
             forward, backward = self._stored_as_float8(forward, backward)
         forward, backward = self._leased(forward, backward)
         self.num_results -= num_tokens(forward)

@@ -71,7 +71,6 @@ class Tiles(NamedTuple):
     """Tensors that are no larger may be saved."""
     max_over_compute: float = math.inf
     """A plan whose step takes more than this many times its computation is refused (TooSlow)."""
-
     stores_float8: bool = False
     """Saved activations are stored as float8."""
 

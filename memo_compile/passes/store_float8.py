@@ -5,6 +5,7 @@ the largest of float8. Numbers are stored with 4 significant bits: they come bac
 of themselves. Rows of bytes hold the numbers and behind them the exponents of their scales.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -206,7 +207,7 @@ class _Calls:
             for key in (UNIT, "partitioner_tag", "stack_trace", "nn_module_stack", "seq_nr")
             if key in like.meta
         }
-        self._mode = fx_graphs.detect_fake_mode([like.meta["val"]])
+        self._mode = fx_graphs.detect_fake_mode([like.meta["val"]]) or contextlib.nullcontext()
 
     def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         with self._place.graph.inserting_before(self._place):
