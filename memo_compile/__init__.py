@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from memo_compile.offline.plan_offline import plan
     from memo_compile.pipelines.pipeline_split import pipeline_split
     from memo_compile.training_state.offloaded_optimizer import offload
+    from memo_compile.training_state.parameters_on_host import parameters_on_host
 
 __all__ = [
     "MemoConfig",
@@ -35,6 +36,7 @@ __all__ = [
     "longest",
     "metrics",
     "offload",
+    "parameters_on_host",
     "pipeline",
     "pipeline_split",
     "plan",
@@ -47,6 +49,10 @@ _LAZY = {
     "longest": ("memo_compile.offline.longest", "longest"),
     "metrics": ("memo_compile.backends.metrics", "metrics"),
     "offload": ("memo_compile.training_state.offloaded_optimizer", "offload"),
+    "parameters_on_host": (
+        "memo_compile.training_state.parameters_on_host",
+        "parameters_on_host",
+    ),
     "pipeline": ("memo_compile.backends.declare_pipeline", "pipeline"),
     "pipeline_split": ("memo_compile.pipelines.pipeline_split", "pipeline_split"),
     "plan": ("memo_compile.offline.plan_offline", "plan"),

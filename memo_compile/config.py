@@ -37,6 +37,7 @@ _CHOICES = {
     "outputs": ("auto", "held", "dropped"),
     "gradients": ("auto", "fresh", "accumulated"),
     "saved_dtype": ("same", "float8"),
+    "weights": ("device", "host", "auto"),
     "placement_solver": ("auto", "greedy", "mip", "search", "cbc", "gurobi"),
 }
 DEBUG_FLAGS = (
@@ -105,6 +106,10 @@ class MemoConfig:
     early_gradients: bool = True
     """A gradient goes to autograd as soon as the step has no more use for it, instead of at the end
     of the backward, so that it is added, reduced among ranks or used up while the rest runs."""
+    weights: str = "device"
+    """Where the weights of repeating layers lie: on the ``host`` they are copied to the device
+    before each pass of their layer; ``auto``: there where the step does not fit otherwise. Weights
+    of ``memo_compile.parameters_on_host`` lie on the host in any case."""
     alpha: float | None = None
     """Policy ``memo``: the part of the tokens that is offloaded; by default MEMO's program's.
     Policy ``kwai``: the part of the saved bytes; by default all."""
@@ -316,6 +321,7 @@ class Options(TypedDict, total=False):
     outside_loss: bool | None
     gradients: str | None
     early_gradients: bool | None
+    weights: str | None
     alpha: float | None
     optimizer_state_bytes_per_parameter: float | None
     host_store: str | None

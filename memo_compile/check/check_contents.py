@@ -8,6 +8,8 @@ issue to its WAIT,
 - the bytes that an OFFLOAD reads are not written (reads are fine);
 - the bytes that a RELOAD writes are neither read nor written by a call.
 
+A weight on the host is read by RELOADs alone, and nothing in the step writes it.
+
 A collective may run at any moment from its ISSUE to the COMM_WAIT that names it. In between its
 input is not written and its output neither read nor written. If it writes its output in place of
 its input, only the values that it and its wait make may be read from then on.
@@ -18,7 +20,7 @@ storage: a RELOAD must bring byte i of a value to byte i.
 
 import bisect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from memo_compile.step.halves import HalfKey, half_keys
@@ -178,7 +180,7 @@ def misshapen_calls(problem: Problem) -> tuple[str, ...]:
             faults.append(f"{call.name} writes over an input that {call.region} has not got")
         expected = {
             CallKind.OFFLOAD: (1, 0, True, False),
-            CallKind.RELOAD: (0, 1, True, False),
+            CallKind.RELOAD: (ports[0], 1, True, False),
             CallKind.WAIT: (1, 0, False, True),
             CallKind.ISSUE: (1, 1, False, False),
             CallKind.COMM_WAIT: (2, 1, False, True),
@@ -209,7 +211,7 @@ class StepContents:
         self.storage_of: dict[str, _Bytes] = {}
         """Value -> the storage that it lies in."""
         self.source_of: dict[str, str] = {}
-        """RELOADed value -> the value that was offloaded."""
+        """RELOADed value -> the value that was offloaded, or the weight on the host."""
         self.flights: dict[str, Flight] = {}
         self.issued: dict[str, StepCall] = {}
         """Collectives in flight, by name."""
@@ -225,9 +227,11 @@ class StepContents:
         """Index of the half of the last call that ran a region."""
         self._in_backward = False
         outputs = {value for call in problem.calls for value in call.outputs}
+        self._on_host = frozenset(problem.host_weights)
         for value in problem.inputs:
             if value not in outputs:
-                self.storage_of[value] = self._fill(value, UNKNOWN_BYTES)
+                size_bytes = problem.layer_weights.get(value, UNKNOWN_BYTES)
+                self.storage_of[value] = self._fill(value, size_bytes)
 
     def replay(self, call: StepCall) -> None:
         """Checks all that ``call`` reads, writes, issues or waits for, and follows its effects."""
@@ -304,7 +308,9 @@ class StepContents:
             self.complain(f"{call.name} waits for {name}, but it {why}")
             return
         self._waited.add(name)
-        del flight.storage.busy[name]
+        for storage in (flight.storage, *map(self.storage_of.get, flight.call.inputs)):
+            if storage is not None:
+                storage.busy.pop(name, None)
         if call.inputs != (flight.value,):
             self.complain(
                 f"{call.name} waits for the copy of {flight.value} but holds {call.inputs}"
@@ -363,6 +369,8 @@ class StepContents:
             return
         if call.kind is CallKind.WAIT:
             return
+        if (storage.name in self._on_host) is not (call.kind is CallKind.RELOAD):
+            self.complain(f"{call.name} reads {value} from the wrong side of the link")
         for flight in storage.busy.values():
             if flight.is_written:
                 self.complain(f"{call.name} reads {value} before a wait for {flight.call.name}")
@@ -389,6 +397,8 @@ class StepContents:
         if storage is None:
             self.complain(f"{call.name} writes into {into.value} before it is made")
             return
+        if storage.name in self._on_host:
+            self.complain(f"{call.name} writes into {into.value}, a weight on the host")
         start = into.offset_bytes
         end = start + region.buffers[into.buffer].size_bytes
         size = storage.size_bytes
@@ -497,10 +507,12 @@ class StepContents:
                 f"{call.name} copies bytes [{flight.start}, {flight.end}) of {value}, which has "
                 f"{storage.size_bytes} B"
             )
-        if flight.host_end > self.problem.host_bytes:
+        weight = call.inputs[0] if is_written and call.inputs else ""
+        host_bytes = self.problem.layer_weights.get(weight, self.problem.host_bytes)
+        if flight.host_end > host_bytes:
             self.complain(
                 f"{call.name} uses host bytes [{flight.host_start}, {flight.host_end}) of "
-                f"{self.problem.host_bytes} B"
+                f"{host_bytes} B"
             )
         self.flights[call.name] = flight
         storage.busy[call.name] = flight
@@ -513,6 +525,9 @@ class StepContents:
             return
         storage = flight.storage
         storage.is_partial = True
+        if call.inputs:
+            self._bring(call, flight)
+            return
         for start, end in self._host.gaps(flight.host_start, flight.host_end):
             self.complain(
                 f"{call.name} reads host bytes [{start}, {end}), which nothing has written"
@@ -526,6 +541,20 @@ class StepContents:
                 if low < high:
                     storage.held.paint(low, high, tag)
         storage.written = [(flight.start, flight.end, call.name)]
+
+    def _bring(self, call: StepCall, flight: Flight) -> None:
+        """Begins to copy a weight on the host, byte i to byte i; nothing writes it meanwhile."""
+        (weight,) = call.inputs
+        source = self.storage_of.get(weight)
+        if source is None or weight not in self._on_host:
+            return  # which reading it has complained of
+        if flight.host_start != flight.start:
+            self.complain(f"{call.name} brings byte {flight.host_start} to byte {flight.start}")
+        source.busy[call.name] = replace(flight, value=weight, storage=source, is_written=False)
+        for first, last, tag in source.held.pieces(flight.start, flight.end):
+            flight.storage.held.paint(first, last, tag)
+        flight.storage.written = [(flight.start, flight.end, call.name)]
+        self.source_of[flight.value] = weight
 
     def _check_stored(self, call: StepCall, flight: Flight, stored: Stored) -> None:
         """Checks that a RELOAD brings unchanged bytes to their old place."""

@@ -9,7 +9,7 @@ storage; a copy takes these names along, and a RECOMPUTE call writes the names t
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memo_compile.check.check_contents import MAX_PROBLEMS, Pieces, StepContents, misshapen_calls
 from memo_compile.check.floating import FloatingCalls
@@ -110,7 +110,9 @@ class _Comparison:
         self.problems: list[str] = []
         self._complain = self.problems.append
         self.recomputations = recomputations
-        self.original = StepContents(original, lambda text: self._complain(f"unmoved: {text}"))
+        self.unmoved = original
+        in_place = replace(original, host_weights=())  # it reads weights wherever they are
+        self.original = StepContents(in_place, lambda text: self._complain(f"unmoved: {text}"))
         self.moved = StepContents(moved, self._complain, self._recomputed)
         self.stands_for: dict[str, str] = {}
         """Value of the moved step -> the value of the original that it must equal."""
@@ -128,7 +130,7 @@ class _Comparison:
         """Calls of the original that were replayed before their turn (``_require_gathered``)."""
 
     def run(self) -> CheckVerdict:
-        self._compare_frames()
+        self._compare_frames(self.unmoved)
         for call in self.moved.problem.calls:
             if call.kind is CallKind.COMM_WAIT:
                 self._wait_for_ranks(call)
@@ -198,9 +200,9 @@ class _Comparison:
             self._complain(f"{call.name} is no wait of the step without moves")
         self.moved.replay(call)
 
-    def _compare_frames(self) -> None:
-        original, moved = self.original.problem, self.moved.problem
-        for name in ("inputs", "halves", "fixed"):
+    def _compare_frames(self, original: Problem) -> None:
+        moved = self.moved.problem
+        for name in ("inputs", "halves", "fixed", "layer_weights", "host_weights"):
             if getattr(original, name) != getattr(moved, name):
                 self._complain(f"the moved step has other {name}")
         for name, region in original.regions.items():

@@ -53,6 +53,11 @@ class _Reads:
             return
         if call.kind is CallKind.OFFLOAD:
             source = self.copied[call.copy.host_offset] = call.inputs[0]
+        elif call.inputs:  # of a weight on the host
+            source = call.inputs[0]
+            self.held[call.outputs[0]] = self.given.get((call.phase, call.member), {}).get(
+                source, self.held.get(source)
+            )
         else:
             source = self.copied.get(call.copy.host_offset, "")
             self.reloaded_from[call.outputs[0]] = call.copy.start_bytes

@@ -73,7 +73,8 @@ def plan_command(
     dp: Annotated[int, typer.Option(help="Data parallel replicas; ZeRO-1 over dp x cp.")] = 1,
     optimizer: Annotated[str, typer.Option(help=OPTIMIZER_HELP)] = "adamw",
     offload: Annotated[
-        str, typer.Option(help="What memo_compile.offload keeps on the host: none, state.")
+        str,
+        typer.Option(help="On the host: none, state of the optimizer, weights too; auto: as fits."),
     ] = "none",
     policy: Annotated[str, typer.Option(help="auto, or a named one for ablation.")] = "auto",
     max_seq: Annotated[bool, typer.Option(help="Search the longest sequence that fits.")] = False,

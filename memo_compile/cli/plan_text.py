@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from memo_compile.reporting.decision_lines import decision_lines
+from memo_compile.step.problem import FixedBytes
 from memo_compile.units import format_bytes, format_enough, format_seconds
 
 if TYPE_CHECKING:
@@ -89,11 +90,10 @@ def numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]
     yield (
         "model",
         f"{format_bytes(fixed.parameters)} parameters, {format_bytes(fixed.gradients)} gradients, "
-        f"{format_bytes(fixed.optimizer_state)} optimizer state ({answer.question.optimizer})"
-        + (
-            f", {format_bytes(fixed.state_on_host)} more on the host" if fixed.state_on_host else ""
-        ),
+        f"{format_bytes(fixed.optimizer_state)} optimizer state ({answer.question.optimizer})",
     )
+    if fixed.on_host:
+        yield "on the host", _on_host(fixed)
     yield "outside", f"{format_bytes(answer.outside_bytes)} of libraries"
     yield "host", f"{format_bytes(answer.host_bytes)} of pinned memory{_host_bound(answer)}"
     if peak is not None:
@@ -124,6 +124,16 @@ def _host_bound(answer: "Forecast") -> str:
     why = f": a device's share of a usual machine is {format_bytes(usual)}"
     is_usual = bound == question.hardware.usable_host_bytes
     return f", of {format_bytes(bound)} (--host-budget{why if is_usual else ''})"
+
+
+def _on_host(fixed: FixedBytes) -> str:
+    """The training state that lies on the host, by kind."""
+    sizes = {
+        "parameters": fixed.parameters_on_host,
+        "gradients": fixed.gradients_on_host,
+        "optimizer state": fixed.state_on_host,
+    }
+    return ", ".join(f"{format_bytes(size)} {kind}" for kind, size in sizes.items() if size)
 
 
 def _collectives(answer: "Forecast") -> str:

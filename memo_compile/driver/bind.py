@@ -212,7 +212,7 @@ class Binder:
         provided = {*half.constants, *half.arguments, *self.reloaded_in}
         read: list[str] = []
         for _, call in self.calls_of(number):
-            if call.kind not in (CallKind.RELOAD, CallKind.WAIT):
+            if call.kind is not CallKind.WAIT:
                 read += [*call.inputs, *(target.value for target in call.into)]
             provided.update(call.outputs)
         read += [value for value in half.results if value is not None]
@@ -327,9 +327,14 @@ class _Half:
         return ShowReloaded(
             table=index,
             output=self.registers[value],
-            of=self.binder.numbers[self.binder.offload_of[self.problem.calls[index].name]],
+            of=self._offload_of(self.problem.calls[index]),
             frame_offset_bytes=self.binder.places[value][0],
         )
+
+    def _offload_of(self, reload: StepCall) -> int | None:
+        """Returns the number of the offload that wrote its bytes; None for a weight's."""
+        offload = self.binder.offload_of.get(reload.name)
+        return None if offload is None else self.binder.numbers[offload]
 
     def _at(self, values: Iterable[str]) -> tuple[int, ...]:
         return tuple(self.registers[value] for value in values)
@@ -374,7 +379,8 @@ class _Half:
                 copy=self._range(call, value),
                 table=index,
                 output=self.registers[value] if is_for_member else None,
-                of=numbers[self.binder.offload_of[call.name]],
+                of=self._offload_of(call),
+                weight=self.registers[call.inputs[0]] if call.inputs else None,
             )
         if call.kind is CallKind.WAIT:
             assert call.waits_for is not None, f"{call.name} waits for nothing"
@@ -496,12 +502,12 @@ def _output_bytes(views: tuple[ViewSpec, ...], call: StepCall, problem: Problem)
 
 
 def _offloads_of(problem: Problem) -> Iterator[tuple[str, str]]:
-    """Yields, for every reload, its name and that of the offload that wrote its bytes."""
+    """Yields, for every reload but those of weights, its name and that of its offload."""
     offload_at: dict[int, str] = {}
     for call in problem.calls:
         if call.copy is not None and call.kind is CallKind.OFFLOAD:
             offload_at[call.copy.host_offset] = call.name
-        if call.copy is not None and call.kind is CallKind.RELOAD:
+        if call.copy is not None and call.kind is CallKind.RELOAD and not call.inputs:
             yield call.name, offload_at[call.copy.host_offset]
 
 
@@ -509,12 +515,17 @@ def _places(planned: PlannedStep, sources: Mapping[str, str]) -> dict[str, tuple
     """Returns offset and layout of every value that lies in the arena, aliases included.
 
     A reloaded value is viewed as its buffer's bytes; the runtime takes the layout from the value
-    that was offloaded.
+    that was offloaded. A weight has the layout in which the step is given it.
     """
+    given = dict(_given(planned.problem))
     places: dict[str, tuple[int, ViewSpec]] = {}
     for value in arena_values(planned.problem):
         call = planned.problem.calls[value.call]
-        if call.kind is CallKind.RELOAD:
+        layout = given.get(call.inputs[0]) if call.inputs else None
+        if call.kind is CallKind.RELOAD and layout is not None:
+            dtype = getattr(torch, layout.dtype)
+            spec = ViewSpec(dtype=dtype, size=layout.size, stride=layout.stride)
+        elif call.kind is CallKind.RELOAD:
             spec = ViewSpec(dtype=torch.uint8, size=(value.size_bytes,), stride=(1,))
         else:
             spec = planned.lowered[call.region].views[value.buffer]
@@ -523,12 +534,18 @@ def _places(planned: PlannedStep, sources: Mapping[str, str]) -> dict[str, tuple
     return places | aliases_of
 
 
+def _given(problem: Problem) -> Iterator[tuple[str, Layout | None]]:
+    """Yields what the halves are given, with its layout."""
+    for half in problem.halves:
+        yield from half.given().items()
+
+
 def _views(
     problem: Problem, offload_of: Mapping[str, str]
 ) -> Iterator[tuple[int, tuple[InputView, ...]]]:
     """Yields (call, its inputs that are read in another layout than that in which they exist)."""
     halves = {(half.phase, half.member): half for half in problem.halves}
-    calls = {call.name: call for call in problem.calls}
+    calls, given = {call.name: call for call in problem.calls}, dict(_given(problem))
     layouts: dict[str, Layout | None] = {}
     entered = None
     for index, call in enumerate(problem.calls):
@@ -536,8 +553,10 @@ def _views(
         if call.kind in RUNS and key != entered:
             entered = key
             layouts.update(halves[key].given())
-        if call.kind is CallKind.RELOAD:  # in the layout of what was offloaded
-            layouts[call.outputs[0]] = layouts.get(calls[offload_of[call.name]].inputs[0])
+        if call.kind is CallKind.RELOAD:  # in the layout of what was offloaded, or of the weight
+            of_weight = given.get(call.inputs[0]) if call.inputs else None
+            source = call.inputs[0] if call.inputs else calls[offload_of[call.name]].inputs[0]
+            layouts[call.outputs[0]] = of_weight or layouts.get(source)
             continue
         views = tuple(
             (at, read.size, read.stride, read.offset)

@@ -90,7 +90,11 @@ class GraphFacts:
     _parameters: list[weakref.ref[torch.Tensor]] = field(init=False)
     """One for each storage: tied weights count once."""
     _state: OptimizerState = field(init=False)
+    _names: tuple[str, ...] = ()
+    """Of the inputs, in the forward; empty where it has others."""
     _parameter_bytes: int = field(init=False)
+    _bytes_on_host: int = field(init=False)
+    """Of parameters."""
     _trained_bytes: int = field(init=False)
     """Of parameters whose gradients stay on the device."""
     _untraced_bytes: int = field(init=False)
@@ -108,6 +112,7 @@ class GraphFacts:
             if isinstance(tensor, torch.nn.Parameter)
         }.values()
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        on_host = [parameter for parameter in parameters if place_of(parameter) is not None]
         self._inputs = [
             weakref.ref(value) if isinstance(value, torch.Tensor) else None
             for value in example_inputs
@@ -115,6 +120,7 @@ class GraphFacts:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._state = OptimizerState.of(trained, self._allocated_bytes)
         self._parameter_bytes = sum(map(self._allocated_bytes, parameters))
+        self._bytes_on_host = sum(parameter.nbytes for parameter in on_host)
         self._trained_bytes = sum(map(self._allocated_bytes, staying(trained)))
         self._untraced_bytes = sum(map(self._allocated_bytes, untraced))
 
@@ -153,6 +159,8 @@ class GraphFacts:
     ) -> None:
         """Reads the bytes of the AOT forward's inputs; ``static`` are parameters and buffers."""
         self.static_names, self.ties_inputs = static, ties_inputs
+        names = tuple(node.name for node in placeholders)
+        self._names = names if len(names) == len(self._inputs) else ()
         tensors = filter(is_tensor, placeholders)
         sizes = {node.name: allocated_bytes(node.meta["val"]) for node in tensors}
         static_bytes = sum(size for name, size in sizes.items() if name in static)
@@ -166,6 +174,16 @@ class GraphFacts:
     def inputs(self) -> list[torch.Tensor | None]:
         """Returns the graph's inputs by position; None where it is no tensor, or is freed."""
         return [None if ref is None else ref() for ref in self._inputs]
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Returns the inputs that are parameters, by their names in the forward."""
+        named = zip(self._names, self.inputs(), strict=False)
+        return {name: value for name, value in named if isinstance(value, torch.nn.Parameter)}
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Parameters on the device."""
+        return max(0, self._parameter_bytes - self._bytes_on_host)
 
     def constant_bytes(self, state_bytes_per_parameter: float | None = None) -> int:
         """Parameters, a gradient for each that is trained, and optimizer state."""
@@ -190,7 +208,8 @@ class GraphFacts:
         if gradients not in existing:
             existing[gradients] = self.existing_gradient_bytes()
         return FixedBytes(
-            parameters=self._parameter_bytes,
+            parameters=self.parameter_bytes,
+            parameters_on_host=self._bytes_on_host,
             buffers=max(0, self._static_bytes - self._parameter_bytes),
             gradients=self._trained_bytes + existing[gradients],
             optimizer_state=self._state.device_bytes(state_bytes_per_parameter),

@@ -31,6 +31,7 @@ from memo_compile.driver.declared import stages_around
 from memo_compile.driver.donation import with_donations, wrongly_taken
 from memo_compile.driver.gradient_watch import GradientWatch
 from memo_compile.driver.knowledge import StepKnowledge
+from memo_compile.driver.layer_weights import move_to_host
 from memo_compile.driver.left_whole import say_dropped
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep, PlannedStep, PlanRequest
@@ -74,13 +75,15 @@ def assemble(
 
 def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequest) -> Assembly:
     """The last two stages of ``assemble``; raises what that raises."""
+    is_part = stages_around(lowered.cut.facts.inputs()).num_stages > 0
+    if is_part or request.joint is not None:
+        lowered, config = _weights_where_they_are(lowered, config)
     known = StepKnowledge(lowered=lowered, config=config)
     gradients = GradientWatch(known.trained())
     alone, own = replace(request, joint=None, may_be_part=False), config
     if request.joint is not None:  # the group obeys the budget; by itself runs what is beyond it
         own = replace(config.at_any_speed(), memory_budget=None)
         known = known.gathering_again() or known
-    is_part = stages_around(lowered.cut.facts.inputs()).num_stages > 0
     first = _part_at_first if is_part else _planned_at_first
     try:
         known, (planned, alone) = fastest(
@@ -99,6 +102,8 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     joint = None if request.joint is None else plan_step(lowered, config, request, known)
     if joint is None and not is_part:
         require_fast(planned.plan, config, known)
+    if planned.problem.host_weights:
+        move_to_host(lowered.cut, planned.problem.host_weights, config)
     assembly = Assembly(
         lowered=lowered,
         config=config.at_any_speed(),
@@ -111,6 +116,19 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     )
     assembly.reserve()
     return assembly
+
+
+def _weights_where_they_are(
+    lowered: LoweredStep, config: MemoConfig
+) -> tuple[LoweredStep, MemoConfig]:
+    """A step that is planned with others reads its weights where they lie, and moves none."""
+    if config.weights != "device":
+        state.add_note(
+            "weights stay on the device: a graph that is planned together with others of its step "
+            "does not move any"
+        )
+    problem = replace(lowered.problem, layer_weights={}, host_weights=())
+    return replace(lowered, problem=problem), replace(config, weights="device")
 
 
 def fastest(

@@ -30,6 +30,7 @@ from memo_compile.driver.report_rows import moved_rows, saved_rows, step_notes
 from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.errors import ConfigError, Infeasible, InvalidPlan, MemoError, TooSlow
 from memo_compile.planners.begin_order import gathered_bytes, in_begin_order
+from memo_compile.planners.host_weights import all_on_host
 from memo_compile.planners.moves import apply_moves
 from memo_compile.planners.place_step import beneath_ordinary, placed_step, require_budget
 from memo_compile.planners.placement import Placement, PlacementProblem
@@ -199,6 +200,7 @@ class StepPlanner:
     def of(cls, known: KnownStep, config: MemoConfig, request: PlanRequest) -> "StepPlanner":
         """What plans ``known`` for ``request``."""
         config, problem = request.applied_to(config), known.requested(request)
+        problem = all_on_host(problem) if config.weights == "host" else problem
         return cls(known=known, config=config, request=request, problem=problem)
 
     @functools.cached_property
@@ -219,7 +221,8 @@ class StepPlanner:
     def decide(self) -> PlannedStep:
         """The step that keeps everything if that fits and is allowed, else the fastest one."""
         budget_bytes = self._budget_bytes()
-        if self.config.policy in ("auto", "save") and not self.request.shares:
+        keeps = self.config.policy in ("auto", "save") and not self.request.shares
+        if keeps and not self.problem.host_weights:
             may_fit = budget_bytes is None or peak_live_bytes(self.kept) <= budget_bytes
             if may_fit or self._can_only_save():
                 saved = self._place_within(self.kept, budget_bytes)
@@ -241,6 +244,8 @@ class StepPlanner:
                 raise
             # Moving is only a possibility: the step may fit while it keeps everything.
             say_dropped(f"{self.known.name}: everything is kept, nothing is moved", error)
+            if self.problem.host_weights:
+                raise
             return self._all_saved(self._place(self.kept), budget_bytes)
 
     def _moved(self, budget_bytes: int | None) -> PlannedStep:
@@ -564,7 +569,7 @@ class StepPlanner:
                     "host_store='file:DIR' disk space)"
                 )
             declared = declared if declared is not None else most
-        if declared is not None:  # the optimizer's state comes first
+        if declared is not None:  # training state comes first
             declared = max(0, declared - self.problem.fixed.on_host)
         num_steps = self.config.max_inflight * self.config.num_frames
         share = None if declared is None else declared // num_steps

@@ -1,6 +1,7 @@
 """From two cuts and their lowered regions to the Problem of the whole step (policy SAVE)."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from torch import fx
 
@@ -9,6 +10,7 @@ from memo_compile.analysis.module_paths import role_of
 from memo_compile.analysis.regions import LoweredRegion, layout_of
 from memo_compile.config import MemoConfig
 from memo_compile.driver.facts import tangents
+from memo_compile.driver.layer_weights import on_host_already, weights_of_layers
 from memo_compile.driver.stages import CutStep
 from memo_compile.driver.user_outputs import assume_held
 from memo_compile.errors import UnsupportedGraph
@@ -58,7 +60,20 @@ def step_problem(
         tensors={value: _tensor_info(forward.nodes[value]) for value in forward.leased},
         live_steps=config.max_inflight,
     )
+    problem = _with_weights(problem, step, config)
     return assume_held(problem, forward.results, backward.half_graph.graph, config)
+
+
+def _with_weights(problem: Problem, step: CutStep, config: MemoConfig) -> Problem:
+    """``problem`` with the weights that lie on the host, or may where ``config`` asks for that."""
+    there = on_host_already(step)
+    if config.weights == "device" and not there:
+        return problem
+    weights = weights_of_layers(step, problem)
+    if config.weights == "device":
+        weights = {value: size for value, size in weights.items() if value in there}
+    host_weights = tuple(value for value in weights if value in there)
+    return replace(problem, layer_weights=weights, host_weights=host_weights)
 
 
 def whole_step(step: CutStep) -> WholeStep:

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from memo_compile.config import MemoConfig
 from memo_compile.driver.left_whole import UNEXPECTED, is_bug, refused, say_dropped
 from memo_compile.errors import Infeasible, MemoError, TooSlow, UnsupportedGraph
+from memo_compile.reporting import state
 from memo_compile.units import format_bytes
 
 log = logging.getLogger("memo")
@@ -102,6 +103,22 @@ class Tiles(NamedTuple):
 
 Attempt = Callable[[MemoConfig], T]
 """Plans a step under options that name a number of tiles."""
+
+
+def where_weights_fit(config: MemoConfig, attempt: Attempt[T]) -> T:
+    """Returns what ``attempt`` makes of ``config``; by ``weights="auto"`` on the device if it fits.
+
+    Else with weights on the host. Raises as ``attempt``.
+    """
+    if config.weights != "auto":
+        return attempt(config)
+    try:
+        return attempt(replace(config, weights="device"))
+    except Infeasible as error:
+        log.info("memo: with weights on the device: %s", error)
+    planned = attempt(replace(config, weights="host"))
+    state.add_note("weights='auto': on the host, since nothing fits with them on the device")
+    return planned
 
 
 def first_of(

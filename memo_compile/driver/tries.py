@@ -16,7 +16,13 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.assumed import BlockInfeasible
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import refused
-from memo_compile.driver.tile_order import Sizes, Tiles, first_of, order_of
+from memo_compile.driver.tile_order import (
+    Sizes,
+    Tiles,
+    first_of,
+    order_of,
+    where_weights_fit,
+)
 from memo_compile.errors import ConfigError
 from memo_compile.torch_private import dynamo
 
@@ -57,7 +63,9 @@ def first_that_fits(
     ``device_bytes`` is the memory of another device than the one that the tensors lie on.
     """
     try:
-        return _first(gm, facts, config, attempt, device_bytes)
+        return where_weights_fit(
+            config, lambda options: _first(gm, facts, options, attempt, device_bytes)
+        )
     except BlockInfeasible as error:
         raise error.of_all() from None
 
@@ -99,6 +107,8 @@ def sizes_of(products: Iterable[int], facts: GraphFacts, config: MemoConfig) -> 
     """What the order of tiles is made of; ``products`` are a graph's ``products_bytes``."""
     widest, second, *_ = sorted({0, -1, *products}, reverse=True)
     constant_bytes = facts.constant_bytes(config.optimizer_state_bytes_per_parameter)
+    if config.weights == "host":  # but for embeddings and heads
+        constant_bytes -= facts.parameter_bytes
     return Sizes((widest, second), constant_bytes)
 
 

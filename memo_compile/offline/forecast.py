@@ -30,8 +30,8 @@ CONTEXT_BYTES = 2**30
 OPTIMIZERS = {"adamw": 2.0, "adamw-fp32": None, "sgd": 0.0, "sgd-momentum": 1.0, "none": 0.0}
 """Optimizer -> its state, in tensors of a parameter's dtype; None: ``ADAMW_FP32_BYTES``."""
 
-OFFLOADS = ("none", "state")
-"""What may be kept on the host beside activations."""
+OFFLOADS = ("none", "state", "weights")
+"""What may be kept on the host beside activations, each with those before it."""
 
 ADAMW_FP32_BYTES = 12.0
 """Bytes per parameter of master weight and two moments in float32, as Megatron keeps them."""
@@ -73,7 +73,8 @@ class Question:
     host_budget: str | int | None = None
     optimizer: str = "adamw"
     offload: str = "none"
-    """What ``memo_compile.offload`` keeps on the host: ``none``, or optimizer ``state``."""
+    """What lies on the host: ``none``, optimizer ``state``, ``weights`` of layers too; ``auto``:
+    the first of these with which the step fits."""
     policy: str = "auto"
     remembers: bool = True
     """True where lowered steps are kept in the user's cache and read from there."""
@@ -83,8 +84,10 @@ class Question:
             raise InputError(
                 f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}"
             )
-        if self.offload not in OFFLOADS:
-            raise InputError(f"offload: expected {' or '.join(OFFLOADS)}, got {self.offload!r}")
+        if self.offload not in (*OFFLOADS, "auto"):
+            raise InputError(
+                f"offload: expected one of {', '.join(OFFLOADS)}, auto, got {self.offload!r}"
+            )
         require_at_least(1, {"batch": self.batch})
         if self.seq is not None:
             require_at_least(1, {"seq": self.seq})
@@ -99,6 +102,10 @@ class Question:
         if self.budget is not None:
             return parse_budget(self.budget, total_bytes=total)
         return total if self.hardware.name == "cpu" else total - CONTEXT_BYTES
+
+    def on_host(self, kind: str) -> bool:
+        """True where ``kind`` of training state lies on the host; ``auto``: where it may."""
+        return self.offload == "auto" or OFFLOADS.index(self.offload) >= OFFLOADS.index(kind)
 
     @property
     def host_budget_bytes(self) -> int | None:
@@ -231,8 +238,25 @@ def forecast(question: Question, say: Say = say_nothing) -> Forecast:
         InputError: the model or a degree cannot be used.
         MemoError: the model cannot be planned.
     """
+    if question.offload == "auto":
+        return _with_least_on_host(question, say)
     with _recorded_model(question, say) as model:
         return _forecast(question, model)
+
+
+def _with_least_on_host(question: Question, say: Say) -> Forecast:
+    """The answer with as little on the host as fits, of everything there where nothing does."""
+    for offload in OFFLOADS:
+        say(f"planning with --offload {offload}")
+        try:
+            answer = forecast(replace(question, offload=offload), say)
+        except Infeasible:
+            if offload == OFFLOADS[-1]:
+                raise
+        else:
+            if answer.fits or offload == OFFLOADS[-1]:
+                return answer
+    raise AssertionError("the last one has returned, or raised")
 
 
 def _forecast(question: Question, model: RecordedModel) -> Forecast:
@@ -251,6 +275,8 @@ def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
     Yields each as it is made. The first and the last have their own peak as the budget. Raises as
     ``forecast``, and InputError for fewer than two budgets.
     """
+    if question.offload == "auto":
+        raise InputError(f"sweep: give --offload one of {', '.join(OFFLOADS)} with it")
     if num_budgets < 2:
         raise InputError(f"budgets: expected at least 2, got {num_budgets}")
     with _recorded_model(question) as model:
@@ -303,7 +329,7 @@ def _least_bytes(question: Question, model: RecordedModel) -> float:
     if floor <= room.available_bytes < room.counted_bytes(floor, 0):
         smallest = _plan(question, model, plan_bytes=floor, token_tiles=TOKEN_TILES)
         return room.taken_bytes(smallest.plan)
-    return room.counted_bytes(floor, model.constant_bytes(_state_bytes(question, model)))
+    return room.counted_bytes(floor, _held_bytes(question, model))
 
 
 def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
@@ -344,7 +370,13 @@ def _constant_bytes(question: Question) -> int:
     with _recorded_model(question) as model:
         if model.facts.num_tokens is None:
             raise InputError(f"max-seq: {question.model} takes no seq; leave out --max-seq")
-        return model.constant_bytes(_state_bytes(question, model))
+        return _held_bytes(question, model)
+
+
+def _held_bytes(question: Question, model: RecordedModel) -> int:
+    """Bytes of parameters, gradients and optimizer state on the device."""
+    weights = not question.on_host("weights")
+    return model.constant_bytes(_state_bytes(question, model), weights=weights)
 
 
 def _state_bytes(question: Question, model: RecordedModel) -> float:
@@ -363,7 +395,7 @@ def _recorded_model(question: Question, say: Say = say_nothing) -> RecordedModel
         dtype=question.dtype,
         degrees=question.degrees,
         hardware=question.hardware,
-        state_on_host=question.offload == "state",
+        state_on_host=question.on_host("state"),
         store=user_store() if question.remembers else None,
         say=say,
     )
@@ -408,6 +440,7 @@ def _plan(
     options: dict[str, Any] = {
         **extra,
         "policy": question.policy,
+        "weights": "host" if question.on_host("weights") else "device",
         "placement_time_limit_s": PLACEMENT_S,
         "optimizer_state_bytes_per_parameter": _state_bytes(question, model),
     }

@@ -7,7 +7,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.report_rows import recomputes_slices
 from memo_compile.driver.stages import PlannedStep, PlanRequest
-from memo_compile.driver.step_planner import KnownStep, plan_known
+from memo_compile.driver.step_planner import KnownStep, StepPlanner, plan_known
 from memo_compile.step.movable import StepCosts
 from memo_compile.step.plans import Observed, Plan, ReportedPlan
 from memo_compile.step.problem import CallKind, Problem
@@ -97,7 +97,7 @@ def _for_one_arena(step: KnownStep, config: MemoConfig, request: PlanRequest) ->
     budget_bytes = config.budget_bytes(step.device_bytes())
     if budget_bytes is None or config.attempt.arena_percent == 100:
         return config
-    beside_bytes = beside_arena_bytes(step.requested(request))
+    beside_bytes = beside_arena_bytes(StepPlanner.of(step, config, request).problem)
     return replace(config, memory_budget=config.plan_bytes(budget_bytes, beside_bytes))
 
 

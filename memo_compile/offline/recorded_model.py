@@ -25,7 +25,7 @@ from memo_compile.costs.models import find_model
 from memo_compile.driver.recompute_library import RegionMaker
 from memo_compile.driver.stages import PlannedStep
 from memo_compile.driver.step_planner import require_fast
-from memo_compile.driver.tile_order import Sizes, first_of, order_of
+from memo_compile.driver.tile_order import Sizes, first_of, order_of, where_weights_fit
 from memo_compile.errors import ConfigError, InputError
 from memo_compile.file_store import FileStore, code_digest, digest_of
 from memo_compile.gpus import target_of, version_of
@@ -93,6 +93,8 @@ class ModelRecord:
     """Bytes of the two widest different results of matrix products."""
     held_bytes: int
     """Bytes of the parameters, and of a gradient for each that is trained."""
+    weight_bytes: int
+    """Those of the parameters alone."""
     num_trained: int
     """How many numbers are trained with optimizer state on the device."""
     is_shortened: bool
@@ -102,7 +104,8 @@ class ModelRecord:
         """The sizes that decide in which order numbers of tiles are tried."""
         state_bytes = config.optimizer_state_bytes_per_parameter
         assert state_bytes is not None, "a forecast says which optimizer trains"
-        return Sizes(self.products_bytes, self.held_bytes + int(self.num_trained * state_bytes))
+        held_bytes = self.held_bytes - (self.weight_bytes if config.weights == "host" else 0)
+        return Sizes(self.products_bytes, held_bytes + int(self.num_trained * state_bytes))
 
 
 @dataclass(kw_only=True)
@@ -167,8 +170,11 @@ class RecordedModel:
             notes=tuple(self.loaded.notes),
         )
 
-    def constant_bytes(self, state_bytes_per_parameter: float) -> int:
-        """Bytes of parameters, gradients and optimizer state; 0 where the model is a function."""
+    def constant_bytes(self, state_bytes_per_parameter: float, *, weights: bool = True) -> int:
+        """Bytes of parameters, gradients and optimizer state; 0 where the model is a function.
+
+        Without ``weights`` parameters do not count, because they lie on the host.
+        """
         import torch
 
         from memo_compile.driver.facts import GraphFacts
@@ -177,7 +183,9 @@ class RecordedModel:
         if not isinstance(model, torch.nn.Module):
             return 0
         self._place_state(state_bytes_per_parameter)
-        return GraphFacts(list(model.parameters())).constant_bytes(state_bytes_per_parameter)
+        facts = GraphFacts(list(model.parameters()))
+        held_bytes = facts.constant_bytes(state_bytes_per_parameter)
+        return held_bytes if weights else held_bytes - facts.parameter_bytes
 
     def plan(self, config: MemoConfig) -> OfflineStep:
         """The plan under ``config``, in the tiles that suit its budget.
@@ -191,7 +199,7 @@ class RecordedModel:
             self.store = None
         self._place_state(config.optimizer_state_bytes_per_parameter or 0.0)
         try:
-            return self._planned(offline_config(config, self.hardware))
+            return where_weights_fit(offline_config(config, self.hardware), self._planned)
         except NotUniform as error:
             log.info("memo: all layers of %s are traced: %s", self.facts.name, error)
             self._trace_all_layers()
@@ -316,6 +324,7 @@ class RecordedModel:
                     facts=self.facts,
                     products_bytes=traced.sizes(config).products_bytes,
                     held_bytes=facts.constant_bytes(0.0),
+                    weight_bytes=facts.parameter_bytes,
                     num_trained=facts.num_with_state,
                     is_shortened=self._is_shortened,
                 )

@@ -37,13 +37,15 @@ GRAPH_NAME = "graph0"
 """What plans call the step: a model that is forecast is one graph."""
 
 Tiling = tuple[int | None, ...]
-"""How a graph is cut: number of tiles, the bytes above which a region is cut into them, and the
-bytes above which a tensor may not be saved."""
+"""How a graph is lowered: number of tiles, the bytes above which a region is cut into them, the
+bytes above which a tensor may not be saved, and whether weights may lie on the host (1)."""
 
 
 def tiling_of(options: MemoConfig) -> Tiling:
-    """The options that decide how a graph is cut."""
-    return options.token_tiles, options.attempt.tile_above_bytes, options.drops_above()
+    """The options that decide how a graph is cut, and what may lie where."""
+    weights = int(options.weights != "device")
+    above_bytes = options.attempt.tile_above_bytes
+    return options.token_tiles, above_bytes, options.drops_above(), weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memo_compile.errors import InvalidPlan
+from memo_compile.planners.host_weights import WeightCopies
 from memo_compile.step.communication import has_collectives, value_sizes
 from memo_compile.step.lives import CallTables
 from memo_compile.step.movable import (
@@ -77,6 +78,8 @@ class StepFacts:
     """Copies by kind, layer, value, and where their bytes are in the value and on the host."""
     waits: dict[tuple[str, int, str], StepCall] = field(default_factory=dict)
     """What waits for them, by kind, layer and value."""
+    weight_copies: WeightCopies = field(default_factory=WeightCopies)
+    """Of weights on the host, for all decisions as well."""
     movable: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Call -> those of the ``layered`` values that it reads or writes into; of some calls."""
 

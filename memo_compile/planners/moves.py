@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memo_compile.errors import InvalidPlan
+from memo_compile.planners.host_weights import weight_of
 from memo_compile.planners.move_rules import (
     RecomputeOf,
     facts_of,
@@ -136,6 +137,7 @@ class _Builder:
         moved = replace(
             self.problem, regions=regions, calls=tuple(self._calls()), host_bytes=host_bytes
         )
+        moved = self.facts.weight_copies.copied_in(moved)
         if not self.facts.talks:
             return moved
         return late(moved) if self.step.waits_late else at_once(moved)
@@ -435,5 +437,5 @@ def _renamed(call: StepCall, names: Mapping[str, str]) -> StepCall:
 
 
 def original_name(value: str) -> str:
-    """The forward's value that ``value`` is a recomputation or a reload of; else itself."""
-    return value.removeprefix(_RECOMPUTED).removeprefix(_RELOADED)
+    """The value that ``value`` is a recomputation or a reload of; else itself."""
+    return weight_of(value.removeprefix(_RECOMPUTED).removeprefix(_RELOADED))

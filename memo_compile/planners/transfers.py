@@ -16,7 +16,8 @@ and earlier where memory is short, since a transfer keeps what it reads.
     L3b; L2b; reload w; wait w     ->    L3b; reload w; L2b; wait w
 
 A copy back, or a collective that gathers what the step is given, begins as late as it still ends in
-time, and later where memory is short: from then on it holds what it makes.
+time, and later where memory is short: from then on it holds what it makes. A copy back of what the
+forward has saved begins with the backward at the earliest, that of a weight with its half.
 
 The order of calls that compute, and that of collectives, stay as they are, so that all ranks begin
 the same collectives in the same order. Copies of a pipeline's stage, whose forwards and backwards
@@ -105,7 +106,7 @@ def with_time(
     """
     problem = program.problem
     kinds = frozenset[CallKind]()
-    if copies and problem.host_bytes and problem.has_one_turn:
+    if copies and (problem.host_bytes or problem.host_weights) and problem.has_one_turn:
         kinds = _COPIES
     if not collectives or not has_collectives(problem):
         return _placed(program, limit_bytes, spare_bytes, kinds)
@@ -133,7 +134,7 @@ def _placed(
     room = limit_bytes - program.alive
     starts = _EarlierStarts(program.problem, program.costs, room, kinds, may_pass)
     begun = program.in_order(starts.run())
-    if CallKind.ISSUE in kinds:  # otherwise nothing has moved in the forward, where copies leave
+    if starts.moves_in_forward:  # where copies leave
         room = limit_bytes - begun.alive
     walk = _LaterWaits(begun.problem, begun.costs, room - spare_bytes, kinds, may_pass)
     calls = walk.run()
@@ -421,7 +422,8 @@ class _EarlierStarts:
         self.lacking_bytes = math.inf
         self._problem, self._costs, self._kinds = problem, costs, kinds
         self._gathers = gathers_of(problem) if CallKind.ISSUE in kinds else {}
-        self._first = 0 if self._gathers else problem.first_backward
+        self.moves_in_forward = bool(self._gathers or problem.host_weights)
+        self._first = 0 if self.moves_in_forward else problem.first_backward
         """The first call that something may move across."""
         moving = {call.name for gather in self._gathers.values() for call in gather.calls}
         calls = problem.calls[self._first :]
@@ -500,10 +502,7 @@ class _EarlierStarts:
         return large
 
     def _lanes(self) -> Iterator[list[_Start]]:
-        """The starts of copies back, which may begin with the backward, and those of collectives.
-
-        Each in the order of its lane. A gather may begin with its half.
-        """
+        """The starts of copies back, and those of collectives, each in the order of its lane."""
         problem, gathers, calls = self._problem, self._gathers, self._problem.calls[self._first :]
         needed = {call.waits_for: at for at, call in enumerate(self._rest) if call.waits_for}
         sizes = value_sizes(problem) if gathers else {}

@@ -60,6 +60,10 @@ def _title(plan: ReportedPlan) -> str:
     return f"group of {len(plan.graphs)} graphs, {plan.num_instances} calls in a step"
 
 
+def _on_host(size_bytes: int) -> str:
+    return f" and {format_bytes(size_bytes)} on the host" if size_bytes else ""
+
+
 def _lines(plan: ReportedPlan) -> Iterator[str]:
     """What a person wants to know of a plan, a line each."""
     fixed = plan.fixed
@@ -73,9 +77,10 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
         f"{format_bytes(plan.outside_bytes)}, on the host {format_bytes(plan.host_bytes)}"
     )
     yield (
-        f"  parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)},"
-        f" optimizer state {format_bytes(fixed.optimizer_state)}"
-        + (f" and {format_bytes(fixed.state_on_host)} on the host" if fixed.state_on_host else "")
+        f"  parameters {format_bytes(fixed.parameters)}"
+        + _on_host(fixed.parameters_on_host)
+        + f", gradients {format_bytes(fixed.gradients)},"
+        f" optimizer state {format_bytes(fixed.optimizer_state)}" + _on_host(fixed.state_on_host)
     )
     if fixed.gradients_on_host:
         home = format_bytes(fixed.gradients_on_host)

@@ -9,11 +9,18 @@ from memo_compile.step.problem import Phase, Problem, Storage
 
 
 def last_uses(problem: Problem) -> dict[str, int]:
-    """Returns the last call that makes, reads or writes in a storage, by ``storage_roots``."""
+    """Returns the last call that makes, reads or writes in a storage, by ``storage_roots``.
+
+    A copy reads its input until the step has waited for it.
+    """
     roots = storage_roots(problem)
     last_use: dict[str, int] = {}
+    copied: dict[str, tuple[str, ...]] = {}
     for index, call in enumerate(problem.calls):
-        for value in (*call.inputs, *call.outputs, *(into.value for into in call.into)):
+        if call.copy is not None:
+            copied[call.name] = call.inputs
+        used = (*call.inputs, *copied.get(call.waits_for or "", ()))
+        for value in (*used, *call.outputs, *(into.value for into in call.into)):
             last_use[roots.get(value, value)] = index
     return last_use
 

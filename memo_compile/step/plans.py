@@ -140,7 +140,7 @@ class TrainingState:
         home, staying = fixed.gradients_on_host, fixed.new_gradients
         both = {"device": staying, "host": home}
         return cls(
-            parameters=Where(device_bytes=fixed.parameters),
+            parameters=Where(device_bytes=fixed.parameters, host_bytes=fixed.parameters_on_host),
             gradients=Where(device_bytes=fixed.gradients, host_bytes=home),
             update=both if home and staying else "host" if home else "device",
             optimizer_state=Where(
@@ -189,8 +189,7 @@ class Plan:
     policy: str = "save"
     """The policy that the options name; ``save`` where everything is kept because it fits."""
     host_bytes: int = 0
-    """Host memory: the frame that offloaded activations are copied to, optimizer state and
-    gradients."""
+    """Host memory: the frame that offloaded activations are copied to, and training state."""
     timeline: Timeline | None = None
     """The simulated step, where costs are known."""
     step_lower_bound_s: float | None = None

@@ -43,7 +43,8 @@ class CallKind(enum.Enum):
     OFFLOAD = "offload"
     """A copy from the device to the host begins. It reads its one input until a WAIT names it."""
     RELOAD = "reload"
-    """A copy from the host begins; its output's buffer is born here."""
+    """A copy from the host begins; its output's buffer is born here. It brings what an OFFLOAD has
+    copied there, or the weight that is its input: one of ``Problem.host_weights``."""
     WAIT = "wait"
     """The compute lane goes on when the copy that ``waits_for`` names has ended. It reads its one
     input, the value that is copied, so that its bytes stay untouched until here."""
@@ -214,7 +215,8 @@ class Copy:
     """Which bytes of a value's storage an OFFLOAD or RELOAD moves, and where the host holds them.
 
     OFFLOAD: the value is the call's input; RELOAD: the call's output. Byte ``start_bytes`` of the
-    storage is byte ``host_offset`` of the step's host frame.
+    storage is byte ``host_offset`` of the step's host frame; of a weight on the host, byte
+    ``host_offset`` of the weight.
     """
 
     start_bytes: int
@@ -286,13 +288,22 @@ class StepCall:
 COPY_REGION = "memo.copy"
 """The region of every OFFLOAD and WAIT: one line that reads one input."""
 
+_COPY_PROFILE = RegionProfile(
+    name=COPY_REGION, num_lines=1, buffers=(), input_ends=(1,), outputs=()
+)
 
-def copy_regions(reload_sizes: Iterable[int]) -> dict[str, RegionProfile]:
-    """Returns the regions of copies and waits by name; RELOADs have one for each size in bytes."""
-    copy = RegionProfile(name=COPY_REGION, num_lines=1, buffers=(), input_ends=(1,), outputs=())
+
+def copy_regions(
+    reload_sizes: Iterable[int], weight_sizes: Iterable[int] = ()
+) -> dict[str, RegionProfile]:
+    """Returns the regions of copies and waits by name.
+
+    RELOADs have one for each size in bytes, and another one where they bring weights.
+    """
     return {
-        COPY_REGION: copy,
+        COPY_REGION: _COPY_PROFILE,
         **{reload_region(size): _reload_profile(size) for size in reload_sizes},
+        **{weight_region(size): _weight_profile(size) for size in weight_sizes},
     }
 
 
@@ -308,9 +319,19 @@ def _reload_profile(size_bytes: int) -> RegionProfile:
     )
 
 
+@functools.cache
+def _weight_profile(size_bytes: int) -> RegionProfile:
+    return replace(_reload_profile(size_bytes), name=weight_region(size_bytes), input_ends=(1,))
+
+
 def reload_region(size_bytes: int) -> str:
     """Returns the name of the region of RELOADs of ``size_bytes``."""
     return f"memo.reload.{size_bytes}"
+
+
+def weight_region(size_bytes: int) -> str:
+    """Returns the name of the region of RELOADs that bring weights of ``size_bytes``."""
+    return f"memo.weight.{size_bytes}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,7 +407,7 @@ class FixedBytes:
     """Device memory of the step that lies outside the arena, in bytes."""
 
     parameters: int = 0
-    """Those that the step reads, each storage once."""
+    """Those that the step reads, each storage once, but for those on the host."""
     buffers: int = 0
     """The model's, not the arena's."""
     gradients: int = 0
@@ -407,14 +428,16 @@ class FixedBytes:
     """Optimizer state on the host: no device memory."""
     gradients_on_host: int = field(default=0, metadata=LEFT_OUT)
     """Gradients that go to the host as they are made: no device memory."""
+    parameters_on_host: int = field(default=0, metadata=LEFT_OUT)
+    """Parameters on the host: no device memory either."""
     update: int = 0
     """What the optimizer borrows at least when the backward has ended, where its state is on the
     host: state on its way, and temporary results."""
 
     @property
     def on_host(self) -> int:
-        """Training state on the host: the one number here that is no device memory."""
-        return self.state_on_host + self.gradients_on_host
+        """Training state on the host, which is no device memory."""
+        return self.state_on_host + self.gradients_on_host + self.parameters_on_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,6 +481,11 @@ class Problem:
     releases_pages: bool = False
     """True where the device takes single pages of the arena back, so that the arena shrinks as
     ordinary memory grows. Else the whole arena stays."""
+    layer_weights: Mapping[str, int] = field(default_factory=dict, metadata=LEFT_OUT)
+    """Bytes of weights that only layers read, by value: they may lie on the host. Empty where that
+    was not asked for."""
+    host_weights: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
+    """Those that do. A call reads one where a RELOAD has brought it, never from there."""
 
     @functools.cached_property
     def first_backward(self) -> int:

@@ -52,7 +52,7 @@ def _lines(problem: Problem) -> Iterator[str]:
             line = f"{line:<{TEXT_WIDTH}} | {_in_flight(in_flight)}"
         yield line.rstrip()
         if call.copy is not None or call.kind is CallKind.ISSUE:
-            in_flight[call.name] = (call.kind, (*call.inputs, *call.outputs)[0])
+            in_flight[call.name] = (call.kind, (*call.outputs, *call.inputs)[-1])
 
 
 def _text(call: StepCall, region: RegionProfile) -> str:
@@ -66,6 +66,8 @@ def _text(call: StepCall, region: RegionProfile) -> str:
         arrow = "->" if call.kind is CallKind.OFFLOAD else "<-"
         part = f"[{copy.start_bytes}:{copy.end_bytes}]" if copy.start_bytes else ""
         host = f"host[{copy.host_offset}:{copy.host_offset + copy.num_bytes}]"
+        if call.kind is CallKind.RELOAD and call.inputs:
+            host = f"weight {call.inputs[0]}"
         return f"{value}{part}  {format_bytes(copy.num_bytes)} {arrow} {host}"
     text = f"{_listed(call.inputs)} -> {_listed(call.outputs)}"
     if call.kind is CallKind.ISSUE:

@@ -87,7 +87,7 @@ def _converter(kind: Any) -> Callable[[Any], Any]:
     if dataclasses.is_dataclass(kind):
         fields = dataclasses.fields(kind)
         names = [field.name for field in fields]
-        may_lack = [(field.name, field.default) for field in fields if field.metadata]
+        may_lack = [(field.name, _default_of(field)) for field in fields if field.metadata]
 
         def of_dataclass(value: Any) -> dict[str, Any]:
             lacking = [name for name, default in may_lack if getattr(value, name) == default]
@@ -108,6 +108,11 @@ def _converter(kind: Any) -> Callable[[Any], Any]:
             item if type(item) in _JSON_SCALARS else plain(item) for item in value
         ]
     return lambda value: value
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
 
 
 _SCALARS: dict[Any, tuple[frozenset[type], str]] = {

@@ -43,19 +43,19 @@ class _Stores:
     def at(self, address: int) -> tuple[HostStore, int] | None:
         """The store that holds ``address``, and the offset in it."""
         with self._lock:
-            index = bisect.bisect_right(self._addresses, address) - 1
-            if index < 0:
-                return None
-            start = self._addresses[index]
-            store = self._by_address[start]()
-            if store is None:
-                del self._by_address[start], self._addresses[index]
-                return None
-        offset_bytes = address - start
-        return (store, offset_bytes) if offset_bytes < store.size_bytes else None
+            while (index := bisect.bisect_right(self._addresses, address) - 1) >= 0:
+                start = self._addresses[index]
+                store = self._by_address[start]()
+                if store is not None:
+                    offset_bytes = address - start
+                    return (store, offset_bytes) if offset_bytes < store.size_bytes else None
+                del self._by_address[start], self._addresses[index]  # another may lie around it
+        return None
 
 
 _stores = _Stores()
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def host_tensor(
@@ -63,6 +63,7 @@ def host_tensor(
     offset_bytes: int,
     like: torch.Tensor,
     dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """A tensor of the device, shape and layout of ``like`` in the bytes of ``store``.
 
@@ -71,20 +72,21 @@ def host_tensor(
     Raises HostStoreError: ``like`` is on a device that cannot read this kind of host memory.
     """
     layout = torch.empty_like(like, device="meta", dtype=dtype)
-    if like.device.type == "cuda" and store.kind != "pinned":
+    device = like.device if device is None else device
+    if device.type == "cuda" and store.kind != "pinned":
         raise HostStoreError(
-            f"memo: expected pinned host memory, which {like.device} can read, got {store.kind}; "
+            f"memo: expected pinned host memory, which {device} can read, got {store.kind}; "
             "set host_store='pinned'"
         )
     memory = _Memory(store, offset_bytes, layout.untyped_storage().nbytes())
     _stores.add(store)
-    seen = memory.on_cuda(like.device) if like.device.type == "cuda" else memory.on_cpu()
+    seen = memory.on_cuda(device) if device.type == "cuda" else memory.on_cpu()
     return seen.view(layout.dtype).as_strided(layout.shape, layout.stride())
 
 
 def place_of(tensor: torch.Tensor) -> HostPlace | None:
     """Where a tensor of ``host_tensor``, or a view of one, lies; None for all other tensors."""
-    if not _stores._addresses:
+    if not _stores._addresses or type(tensor) not in _PLAIN:  # others have no address
         return None
     at = _stores.at(tensor.data_ptr())
     return None if at is None else HostPlace(store=at[0], offset_bytes=at[1])
@@ -101,6 +103,20 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     memory = place.store.bytes((last + 1) * tensor.element_size(), place.offset_bytes)
     values = memory.view(tensor.dtype)
     return values.as_strided(tensor.shape, tensor.stride(), values.storage_offset())
+
+
+def bytes_at_home(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor as uint8, for a copy to the device: host memory if it is there.
+
+    A program may have moved a weight to other memory in the meantime, which is copied then.
+    """
+    place = place_of(tensor)
+    if place is not None:
+        return place.store.bytes(tensor.nbytes, place.offset_bytes)
+    storage = tensor.detach().untyped_storage()
+    start = tensor.storage_offset() * tensor.element_size()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    return whole[start : start + tensor.nbytes]
 
 
 class _Memory:

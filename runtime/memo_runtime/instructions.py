@@ -15,6 +15,7 @@ from memo_runtime.collectives import Collective
 from memo_runtime.copies import Lane
 from memo_runtime.current import current, poison
 from memo_runtime.heap import HeapWatch
+from memo_runtime.host_tensors import bytes_at_home
 from memo_runtime.leases import Lease, StepCounters
 from memo_runtime.operator_modes import shown_to_modes
 from memo_runtime.pages import own_mapping, trim_heap
@@ -68,9 +69,11 @@ class Running:
             else:
                 slab.drop(start, end)
 
-    def reloaded(self, table: int, offload: int, frame_offset_bytes: int) -> torch.Tensor:
-        """Returns the buffer of a reload, viewed as the value that was offloaded."""
+    def reloaded(self, table: int, offload: int | None, frame_offset_bytes: int) -> torch.Tensor:
+        """Returns the buffer of a reload, viewed as the value that was offloaded, or as it is."""
         (buffer,) = self.tables[table]
+        if offload is None:
+            return buffer
         like, start_bytes = self.lease.shown[offload]
         return view_inside(buffer, like, frame_offset_bytes + start_bytes)
 
@@ -163,14 +166,16 @@ class CopyRange:
         """How many bytes move."""
         return self.end_bytes - self.start_bytes
 
-    def issue(self, lane: Lane, lease: Lease) -> None:
-        """Begins the copy."""
-        if lease.host is None:
-            raise AssertionError("the plan moves bytes but has no host frame")
+    def issue(self, lane: Lane, lease: Lease, weight: torch.Tensor | None = None) -> None:
+        """Begins the copy: to or from the host frame, or from the memory of ``weight``."""
         frame = lease.slab.bytes(self.num_bytes, self.frame_offset_bytes + self.start_bytes)
-        lease.issue(
-            self.number, lane, frame, lease.host.bytes(self.num_bytes, self.host_offset_bytes)
-        )
+        if weight is not None:
+            host = bytes_at_home(weight)[self.host_offset_bytes :][: self.num_bytes]
+        elif lease.host is not None:
+            host = lease.host.bytes(self.num_bytes, self.host_offset_bytes)
+        else:
+            raise AssertionError("the plan moves bytes but has no host frame")
+        lease.issue(self.number, lane, frame, host)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,8 +202,9 @@ class ShowReloaded:
     table: int
     """Index of the reload in the frame's tables; the table's one view is the value's buffer."""
     output: int
-    of: int
-    """The offload of this value, which may be a slice of its buffer, or transposed in it."""
+    of: int | None
+    """The offload of this value, which may be a slice of its buffer, or transposed in it; None: it
+    is a weight."""
     frame_offset_bytes: int
     """Where the value's buffer starts."""
 
@@ -216,8 +222,10 @@ class StartReload:
     """Index of the call in the frame's tables."""
     output: int | None
     """None where a later half reads the value: ``ShowReloaded`` puts it there."""
-    of: int
-    """The offload of this value."""
+    of: int | None = None
+    """The offload of this value; None: it is a weight."""
+    weight: int | None = None
+    """The register of the weight on the host that is brought."""
 
     def execute(self, running: Running) -> None:
         """Puts the value into the environment; its bytes are valid after the copy's wait."""
@@ -226,7 +234,8 @@ class StartReload:
         if self.output is not None:
             start = self.copy.frame_offset_bytes
             running.env[self.output] = running.reloaded(self.table, self.of, start)
-        self.copy.issue(Lane.H2D, running.lease)
+        weight = None if self.weight is None else running.env[self.weight]
+        self.copy.issue(Lane.H2D, running.lease, weight)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,7 +20,6 @@ from memo_compile.check.check_plan import check
 from memo_compile.check.prove import prove
 from memo_compile.driver import assemble
 from memo_compile.driver.bind import Binder
-from memo_compile.driver.knowledge import requested_problem
 from memo_compile.driver.stages import LoweredStep, PlannedStep
 from memo_compile.driver.step_planner import StepPlanner
 from memo_compile.reporting import state
@@ -123,6 +122,7 @@ SETUPS: Mapping[str, Setup] = {
     "memo with two in flight": Setup(
         is_llama=False, options={"policy": "memo", "alpha": 0.25, "max_inflight": 2}
     ),
+    "weights on the host": Setup(options={"policy": "full-recompute", "weights": "host"}),
     "tiles": Setup(options={"policy": "save", "token_tiles": 4}),
     "tiled loss head": Setup(
         is_llama=False, words=8 * WORDS, options={"policy": "save", "token_tiles": 2}
@@ -204,7 +204,7 @@ class Ready:
         Of such a step only its own tilings are looked at.
         """
         moves = any(call.kind is not CallKind.RUN for call in self.planned.problem.calls)
-        return requested_problem(self.lowered, self.assembly.request) if moves else problem
+        return self.planner.problem if moves else problem
 
     @functools.cached_property
     def planner(self) -> StepPlanner:

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 from memo_runtime.host_store import HostStore
-from memo_runtime.host_tensors import host_tensor, place_of
+from memo_runtime.host_tensors import _Stores, host_tensor, place_of
 
 
 def test_a_parameter_lies_in_host_memory_and_keeps_its_layout():
@@ -50,3 +50,14 @@ def test_a_saved_tensor_is_as_large_as_itself():
     file = io.BytesIO()
     torch.save(held, file)
     assert len(file.getvalue()) < 2**16
+
+
+def test_a_store_that_has_gone_hides_none_that_lies_around_it():
+    stores, live, gone = _Stores(), HostStore("shm", 2**16), HostStore("shm", 4096)
+    start = live.bytes(1).data_ptr()
+    stores.add(live)
+    stores._by_address[start + 4096] = weakref.ref(gone)
+    stores._addresses = sorted(stores._by_address)
+    del gone
+    gc.collect()
+    assert stores.at(start + 8192) == (live, 8192)

@@ -91,7 +91,7 @@ class Program:
 
         Likewise recomputations move into the windows of collectives.
         """
-        times = schedule.widen
+        times = schedule.widen or float(bool(self.problem.host_weights))  # weights are no policy's
         program = TimedProgram(self.problem, self.costs, self.tables, self.alive)
         if not times:
             return program, math.inf

@@ -360,6 +360,16 @@ class CandidateSource:
         """The plan of a named policy, for each of ``alphas``. Raises InvalidPlan: it is none."""
         return [self._evaluated(self.named_plan(policy, alpha).moves) for alpha in alphas]
 
+    def saved(self) -> list[Candidate]:
+        """The plans that keep everything, cheapest first.
+
+        Where weights are on the host their copies hide the better the more bytes are in flight.
+        """
+        if not self.step.problem.host_weights:
+            return self.named("save")
+        kept = replace(self.step.save_all(), schedule=ONCE)
+        return sorted(self.valid([kept]), key=lambda plan: (plan.cost_s, plan.live_bytes))
+
     def named_plan(self, policy: str, alpha: float | None = None) -> NamedPlan:
         """The decisions of a named policy, and what it could not do."""
         return named_moves(

@@ -126,7 +126,7 @@ def choose(
             considered = list(dict.fromkeys([*considered, *source.plans(*source.quick)]))
     elif policy in NAMED:
         notes = source.named_plan(policy, alpha).notes
-        considered = source.named(policy, (alpha,))
+        considered = source.saved() if policy == "save" else source.named(policy, (alpha,))
         if policy == "memo" and alpha is None and budget_bytes is not None:
             considered += sorted(source.named(policy, QUANTA), key=preference)
         found = chooser.pick(considered)
@@ -189,7 +189,7 @@ def _searched(
     source: CandidateSource, chooser: Chooser, policy: str, fast_s: float
 ) -> tuple[list[Candidate], _Found]:
     """The plans that were simulated, and the chosen one: of all, or without the solver's."""
-    saved = source.named("save")
+    saved = source.saved()
     found = chooser.pick(saved)
     if found is not None:
         return saved, found

@@ -1,0 +1,187 @@
+"""Weights that lie on the host and are copied in before each pass of their layer."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from memo_runtime.host_tensors import place_of
+from torch import nn
+
+import memo_compile
+from memo_compile.errors import ConfigError, Infeasible
+from tests.numerics.small import Stack
+from tests.numerics.training import memo_compiled
+
+TOKENS = 24
+
+
+def model_of(num_layers: int = 4, hidden: int = 33) -> Stack:
+    torch.manual_seed(0)
+    return Stack(hidden, num_layers)
+
+
+def trained(model: nn.Module, steps: int = 3, accumulate: int = 1, **options: object):
+    """Losses of some steps; the model is changed."""
+    hidden = model.entry.in_features
+    run, optimizer = memo_compiled(model, **options), torch.optim.AdamW(model.parameters(), 1e-2)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        for _ in range(accumulate):
+            x = torch.randn(TOKENS, hidden, generator=generator, dtype=model.entry.weight.dtype)
+            loss = run(x)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_same(ours: nn.Module, other: nn.Module) -> None:
+    for (name, first), second in zip(ours.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(first, second), name
+
+
+def weights_there(model: nn.Module) -> set[str]:
+    return {name for name, each in model.named_parameters() if place_of(each) is not None}
+
+
+@pytest.mark.parametrize("schedule", ["copies-early", "copies-late"])
+def test_numbers_are_those_of_weights_on_the_device(schedule):
+    plain, ours = model_of(), model_of()
+    debug = ("poison", schedule)
+    expected = trained(plain, accumulate=2, debug=debug)
+    assert trained(ours, accumulate=2, weights="host", debug=debug) == expected
+    assert_same(ours, plain)
+    large = {f"layers.{layer}.{name}.weight" for layer in range(4) for name in ("up", "down")}
+    assert weights_there(ours) == large
+    plan = memo_compile.report().plans[-1]
+    sizes = sum(dict(ours.named_parameters())[name].nbytes for name in large)
+    assert plan.training_state.parameters.host_bytes == sizes == plan.host_bytes
+    rest = sum(each.nbytes for each in ours.parameters()) - sizes
+    assert plan.training_state.parameters.device_bytes == rest
+
+
+def test_a_budget_below_the_parameters_is_kept_and_weights_come_before_recomputation():
+    plain, ours = model_of(8), model_of(8)
+    expected = trained(plain, exact=True, gradients="accumulated")
+    device = memo_compile.report().plans[-1].peak_bytes
+    options = {"weights": "host", "exact": True, "policy": "full-recompute"}
+    assert trained(ours, debug=("poison", "copies-late"), **options) == expected
+    assert_same(ours, plain)
+    plan = memo_compile.report().plans[-1]
+    assert plan.recomputed_bytes
+    assert plan.peak_bytes < device - plan.host_bytes // 2
+
+
+def test_auto_moves_weights_only_where_nothing_fits_otherwise():
+    roomy, tight = model_of(), model_of()
+    expected = trained(roomy, memory_budget="1GiB", weights="auto")
+    assert not weights_there(roomy)
+    with pytest.raises(Infeasible) as refused:
+        trained(model_of(), memory_budget=1, exact=True)
+    budget = refused.value.floor_bytes - 4096
+    assert trained(tight, memory_budget=budget, weights="auto", exact=True) == expected
+    assert weights_there(tight)
+    assert any("weights='auto'" in note for note in memo_compile.report().notes)
+
+
+def test_a_model_on_the_host_is_planned_so_without_an_option():
+    plain, ours = model_of(), model_of()
+    expected = trained(plain)
+    assert memo_compile.parameters_on_host(ours) is ours
+    there = weights_there(ours)
+    torch._dynamo.reset()  # else the code that was compiled for the other model runs this one
+    assert trained(ours) == expected
+    assert weights_there(ours) == there != set()
+    assert_same(ours, plain)
+    assert memo_compile.report().plans[-1].training_state.parameters.host_bytes
+    fresh = model_of()
+    fresh.load_state_dict(ours.state_dict())
+    assert_same(fresh, ours)
+
+
+def test_frozen_weights_with_adapters_in_bfloat16():
+    def adapted() -> Stack:
+        model = model_of(3, 64).bfloat16().requires_grad_(False)
+        for layer in model.layers:
+            layer.norm.requires_grad_(True)
+        return model
+
+    plain, ours = adapted(), adapted()
+    expected = trained(plain)
+    assert trained(ours, weights="host", debug=("poison", "copies-late")) == expected
+    assert weights_there(ours)
+    assert_same(ours, plain)
+
+
+def test_a_weight_written_between_forward_and_backward_is_refused():
+    model = model_of()
+    run = memo_compiled(model, weights="host")
+    x = torch.randn(TOKENS, 33)
+    run(x).backward()
+    loss = run(x)
+    with torch.no_grad():
+        model.layers[1].up.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|written in place"):
+        loss.backward()
+
+
+def test_a_hook_may_update_a_weight_once_its_gradient_has_left():
+    def stepping(model: Stack) -> Stack:
+        def update(parameter: nn.Parameter) -> None:
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        return model
+
+    plain, ours = stepping(model_of()), stepping(model_of())
+    for model, weights in ((plain, "device"), (ours, "host")):
+        run = memo_compiled(model, weights=weights, debug=("poison", "copies-late"))
+        for seed in range(3):
+            torch.manual_seed(seed)
+            run(torch.randn(TOKENS, 33)).backward()
+    assert_same(ours, plain)
+
+
+def test_a_graph_runs_backward_twice_and_without_gradients():
+    plain, ours = model_of(), model_of()
+    x = torch.randn(TOKENS, 33)
+    for model, weights in ((plain, "device"), (ours, "host")):
+        run = memo_compiled(model, weights=weights)
+        loss = run(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with torch.no_grad():
+            run(x)
+    pairs = itertools.zip_longest(ours.parameters(), plain.parameters())
+    assert all(torch.equal(first.grad, second.grad) for first, second in pairs)
+
+
+def test_weights_that_others_show_stay():
+    model = model_of()
+    shared = model.layers[1].up.weight
+    model.register_buffer("seen", shared.detach())
+    model.layers[2].down.weight = model.layers[3].down.weight
+    plain = copy.deepcopy(model)
+    expected = trained(plain)
+    assert trained(model, weights="host") == expected
+    assert_same(model, plain)
+    assert "layers.1.up.weight" not in weights_there(model)
+    assert "layers.2.down.weight" in weights_there(model)
+    assert torch.equal(model.seen, shared)
+
+
+def test_what_parameters_on_host_refuses():
+    with pytest.raises(ConfigError, match="expected layers"):
+        memo_compile.parameters_on_host(nn.Linear(4, 4))
+    with torch.device("meta"):
+        model = Stack()
+    with pytest.raises(ConfigError, match="meta tensor"):
+        memo_compile.parameters_on_host(model)
+    with pytest.raises(ConfigError, match="kind"):
+        memo_compile.parameters_on_host(Stack(), kind="file:x")
