@@ -161,6 +161,9 @@ class MemoConfig:
     plan's ``stall_s`` is measured."""
     strict: bool = False
     """Raise instead of stepping aside to plain Inductor."""
+    progress: bool | None = None
+    """Whether a compilation of more than five seconds says on stderr what it does; by default where
+    that is a terminal."""
     max_inflight: int = 1
     """Forwards of one graph that may be live at once in the arena."""
     microbatches: int = 1
@@ -340,6 +343,7 @@ class Options(TypedDict, total=False):
     passes: str | Sequence[str] | None
     debug: str | Sequence[str] | None
     strict: bool | None
+    progress: bool | None
     max_inflight: int | None
     microbatches: int | None
     max_plans: int | None

@@ -55,10 +55,12 @@ from memo_compile.garbage import seldom_collected
 from memo_compile.passes.bodies import with_plain_bodies
 from memo_compile.passes.runner import graph_text
 from memo_compile.reporting import state
+from memo_compile.reporting.compiling import compiling, is_terminal
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import to_json
 from memo_compile.torch_private import compile_caches, distributed, dynamo, inductor_api
+from memo_compile.units import format_bytes
 
 log = logging.getLogger("memo")
 
@@ -145,6 +147,16 @@ def _compiled(
         )
 
 
+def _saying(config: MemoConfig) -> contextlib.AbstractContextManager[None]:
+    """Says on the terminal of the first rank what a long compilation does."""
+    shows = is_terminal() if config.progress is None else config.progress
+    is_first = distributed.num_ranks() <= 1 or torch.distributed.get_rank() == 0
+    budget, under = config.memory_budget, ""
+    if budget is not None:
+        under = f", planning under {budget if isinstance(budget, str) else format_bytes(budget)}"
+    return compiling(under, shows=shows and is_first)
+
+
 def _compiled_for(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
@@ -202,7 +214,8 @@ def compile_static(
 ) -> Callable[..., Any]:
     """Compiles ``gm`` for inputs of known shapes: planned, or else by plain Inductor."""
     try:
-        return plan_graph(gm, example_inputs, config)
+        with _saying(config):
+            return plan_graph(gm, example_inputs, config)
     except dynamo.RestartAnalysis:
         raise
     except (ConfigError, RanksDisagree) as error:

@@ -24,6 +24,7 @@ from memo_compile.analysis.regions import LoweredRegion, RegionGraph, layout_ele
 from memo_compile.costs.host import host_memory
 from memo_compile.errors import UnsupportedGraph
 from memo_compile.planners.placement import Buffer, PlacementProblem, place
+from memo_compile.reporting.compiling import say
 from memo_compile.step.problem import ALIGNMENT_BYTES, CallKind, RegionProfile, align
 from memo_compile.units import format_bytes
 
@@ -65,6 +66,7 @@ def measure_all(
     computing = {name: region for name, region in lowered.items() if name not in seconds}
     for name in computing:
         _require_runs_alone(graphs[name])
+    say(f"measuring {len(computing)} regions")
     for name, lowered_region in computing.items():
         refused = None
         try:

@@ -46,6 +46,7 @@ from memo_compile.planners.recompute_windows import (
 from memo_compile.planners.step_bound import step_lower_bound_s
 from memo_compile.planners.transfers import at_once, late, with_time
 from memo_compile.reporting import state
+from memo_compile.reporting.compiling import say
 from memo_compile.step.communication import has_collectives
 from memo_compile.step.movable import MovableStep, Moves, StepCosts
 from memo_compile.step.plans import Plan
@@ -151,6 +152,7 @@ class KnownStep(Protocol):
 def plan_known(known: KnownStep, config: MemoConfig, request: PlanRequest) -> PlannedStep:
     """The checked plan; ``known`` keeps what can be reused. Raises Infeasible: no plan fits."""
     start = time.perf_counter()
+    say("choosing what is kept")
     planner = StepPlanner.of(known, config, request)
     try:
         planned = planner.decide()

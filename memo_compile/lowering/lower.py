@@ -25,6 +25,7 @@ from memo_compile.passes.own_outputs import OwnOutputs
 from memo_compile.passes.round_values import RoundValues
 from memo_compile.passes.runner import GraphPass, PassRunner
 from memo_compile.passes.spread_seeds import SpreadSeeds
+from memo_compile.reporting.compiling import say
 from memo_compile.step.problem import CallKind
 from memo_compile.torch_private import autograd, fx_graphs, inductor_api
 
@@ -44,7 +45,8 @@ def lower_regions(
     session = inductor.session(config.inductor_options) if by_inductor else contextlib.nullcontext()
     with session:
         by_name = {}
-        for region in regions:
+        for done, region in enumerate(regions):
+            say(f"lowering {len(regions)} regions" + (f" ({done} are done)" if done else ""))
             lowered = _once(region, config, runner, cache)
             inputs, outputs = region.input_layouts(), region.output_layouts()
             profile = replace(lowered.profile, input_layouts=inputs, output_layouts=outputs)
