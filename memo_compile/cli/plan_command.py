@@ -74,7 +74,10 @@ def plan_command(
     optimizer: Annotated[str, typer.Option(help=OPTIMIZER_HELP)] = "adamw",
     offload: Annotated[
         str,
-        typer.Option(help="On the host: none, state of the optimizer, weights too; auto: as fits."),
+        typer.Option(
+            help="On the host: none, state of the optimizer, gradients too (and the update), "
+            "weights too; auto: as fits."
+        ),
     ] = "none",
     policy: Annotated[str, typer.Option(help="auto, or a named one for ablation.")] = "auto",
     max_seq: Annotated[bool, typer.Option(help="Search the longest sequence that fits.")] = False,
@@ -309,6 +312,7 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
         "outside_bytes": answer.outside_bytes,
         "host_bytes": answer.host_bytes,
         "step_s": answer.step_s,
+        "update_s": answer.update.sum_s,
         "stall_s": plan.stall_s,
         "num_collectives": plan.num_collectives,
         "hidden_comm_s": plan.hidden_comm_s,

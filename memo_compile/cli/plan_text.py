@@ -100,6 +100,8 @@ def numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]
         yield "set by", f"{_peak_call(peak)}: {_largest(peak.tensors)}"
     speed = "" if answer.tokens_per_s is None else f", {answer.tokens_per_s:.0f} tokens/s"
     yield "step", f"{format_seconds(answer.step_s)}, MFU {answer.mfu:.1%}{speed} (roofline)"
+    if answer.update.sum_s:
+        yield "update", _update(answer)
     if plan.timeline is not None:
         yield "stalls", format_seconds(stall_s) if (stall_s := plan.timeline.stall_s) else "none"
     if plan.num_collectives:
@@ -134,6 +136,14 @@ def _on_host(fixed: FixedBytes) -> str:
         "optimizer state": fixed.state_on_host,
     }
     return ", ".join(f"{format_bytes(size)} {kind}" for kind, size in sizes.items() if size)
+
+
+def _update(answer: "Forecast") -> str:
+    """Where and how long parameters are updated, beyond the step; tokens/s count it."""
+    step_s, gradients_s = map(format_seconds, (answer.update.step_s, answer.update.gradients_s))
+    if not answer.update.gradients_s:
+        return f"{step_s} more, on the device: state comes and goes"
+    return f"{step_s} more, on the host, and {gradients_s} for gradients on their way there"
 
 
 def _collectives(answer: "Forecast") -> str:

@@ -42,6 +42,12 @@ class GradientWatch:
             if at in self.used_up or _goes_home(leaves[at]) or counts(leaves[at])
         )
 
+    def all_leaving(self, leaves: Sequence[Any]) -> Positions:
+        """All that may leave early, if every trained one of ``leaves`` goes to the host."""
+        trained = [leaf for leaf in leaves if _is_leaf(leaf)]
+        goes = bool(trained) and all(map(_goes_home, trained))
+        return tuple(sorted(self.trained)) if goes else ()
+
     def may_be_used_up(self, leaves: Sequence[Any]) -> Positions:
         """Returns all that may leave early, if each has a hook that may use it up; else none."""
         leaving = [at for at in sorted(self.trained - self._stayed) if _is_leaf(leaves[at])]

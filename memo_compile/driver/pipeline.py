@@ -180,8 +180,8 @@ def _leaving_at_first(known: StepKnowledge, gradients: GradientWatch) -> tuple[i
     """Inputs, by position, whose gradients will be gone once autograd has them."""
     cut = known.lowered.cut
     inputs = cut.facts.inputs()
-    if len(inputs) != len(cut.backward.results):
-        return ()
+    if len(inputs) != len(cut.backward.results):  # layers were copied: those traced stand for all
+        return gradients.all_leaving(inputs)
     return gradients.leaving(inputs, expected=known.config.gradients)
 
 

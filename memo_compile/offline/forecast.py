@@ -10,6 +10,7 @@ from typing import Any
 from memo_compile.config import resolve, user_store
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import find_model
+from memo_compile.costs.update import UpdateSeconds, update_seconds
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError, require_at_least
 from memo_compile.gpus import missing_for_target, target_of, version_of
@@ -30,7 +31,7 @@ CONTEXT_BYTES = 2**30
 OPTIMIZERS = {"adamw": 2.0, "adamw-fp32": None, "sgd": 0.0, "sgd-momentum": 1.0, "none": 0.0}
 """Optimizer -> its state, in tensors of a parameter's dtype; None: ``ADAMW_FP32_BYTES``."""
 
-OFFLOADS = ("none", "state", "weights")
+OFFLOADS = ("none", "state", "gradients", "weights")
 """What may be kept on the host beside activations, each with those before it."""
 
 ADAMW_FP32_BYTES = 12.0
@@ -73,8 +74,8 @@ class Question:
     host_budget: str | int | None = None
     optimizer: str = "adamw"
     offload: str = "none"
-    """What lies on the host: ``none``, optimizer ``state``, ``weights`` of layers too; ``auto``:
-    the first of these with which the step fits."""
+    """What lies on the host: ``none``, optimizer ``state``, ``gradients`` and the update too,
+    ``weights`` of layers too; ``auto``: the first of these with which the step fits."""
     policy: str = "auto"
     remembers: bool = True
     """True where lowered steps are kept in the user's cache and read from there."""
@@ -202,6 +203,11 @@ class Forecast:
         timeline = self.step.plan.timeline
         assert timeline is not None, "an offline plan is simulated"
         return timeline.step_s
+
+    @property
+    def update(self) -> UpdateSeconds:
+        """What the update of parameters takes more, where optimizer state is on the host."""
+        return update_seconds(self.step.plan.fixed, self.step.costs)
 
     @property
     def lowered_by(self) -> dict[str, str | None]:
@@ -396,6 +402,7 @@ def _recorded_model(question: Question, say: Say = say_nothing) -> RecordedModel
         degrees=question.degrees,
         hardware=question.hardware,
         state_on_host=question.on_host("state"),
+        gradients_on_host=question.on_host("gradients"),
         store=user_store() if question.remembers else None,
         say=say,
     )
@@ -460,7 +467,8 @@ def _answer(question: Question, model: RecordedModel, step: OfflineStep) -> Fore
     peak_bytes = room.taken_bytes(plan) + room.missed_bytes
     tokens_per_s = None
     if model.facts.num_tokens is not None and plan.timeline.step_s:
-        tokens_per_s = model.facts.num_tokens * question.degrees.dp / plan.timeline.step_s
+        step_s = plan.timeline.step_s + update_seconds(plan.fixed, step.costs).sum_s
+        tokens_per_s = model.facts.num_tokens * question.degrees.dp / step_s
     return Forecast(
         question=question,
         name=model.facts.name,

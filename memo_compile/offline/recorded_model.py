@@ -121,6 +121,8 @@ class RecordedModel:
     hardware: HardwareProfile
     state_on_host: bool = False
     """The optimizer keeps its state on the host, as ``memo_compile.offload`` does."""
+    gradients_on_host: bool = False
+    """Gradients go to the host as they are made, and the update runs there."""
     store: FileStore | None = None
     """Where records are kept on disk; None: nowhere."""
     say: Say = say_nothing
@@ -217,7 +219,12 @@ class RecordedModel:
             if part is not None and isinstance(part.model, torch.nn.Module):
                 longer = part.longer_model
                 untraced = () if longer is None else longer.untraced
-                keep_on_host([*part.model.parameters(), *untraced], bytes_per_parameter)
+                keep_on_host(
+                    [*part.model.parameters(), *untraced],
+                    bytes_per_parameter,
+                    updates_on_host=self.gradients_on_host,
+                    on_cpu=self.hardware.name == "cpu",
+                )
 
     def _planned(self, config: MemoConfig) -> OfflineStep:
         """The first plan that fits and is fast, trying numbers of tiles in their usual order."""
@@ -403,6 +410,7 @@ class RecordedModel:
             "dtype": self.dtype,
             "degrees": plain(self.degrees),
             "state_on_host": self.state_on_host,
+            "gradients_on_host": self.gradients_on_host,
             "hardware": plain(self.hardware),
             "target": [plain(target_of(self.hardware.name)), version_of("triton")],
         }

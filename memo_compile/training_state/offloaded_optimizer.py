@@ -28,9 +28,9 @@ from memo_compile.training_state.homes import Homes
 from memo_compile.training_state.host_update import HostUpdate, host_group, on_host
 from memo_compile.training_state.sizes import (
     MOST_CHUNK_BYTES,
-    TEMPORARY,
     borrowed_per_byte,
     chunk_bytes,
+    update_borrows,
 )
 from memo_compile.training_state.traits import StateTraits, traits_of
 from memo_compile.training_state.update import ChunkedUpdate
@@ -268,9 +268,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _borrowed_per_byte(self, kind: StateTraits, parameter: torch.Tensor) -> float:
         """Device memory that the update of a byte of ``parameter`` borrows."""
-        if self._gradients is None:
-            return borrowed_per_byte(kind.bytes_per_element, parameter.element_size())
-        return TEMPORARY if parameter.device.type == "cpu" else 0
+        return update_borrows(
+            kind.bytes_per_element,
+            parameter.element_size(),
+            updates_on_host=self._gradients is not None,
+            on_cpu=parameter.device.type == "cpu",
+        )
 
     @property
     def _all_bytes(self) -> int:

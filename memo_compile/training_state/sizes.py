@@ -33,19 +33,38 @@ def borrowed_per_byte(state_bytes: float, itemsize: int) -> float:
     return 2 * state_bytes / itemsize + TEMPORARY
 
 
-def keep_on_host(parameters: Iterable[torch.Tensor], state_bytes: float) -> None:
+def update_borrows(
+    state_bytes: float, itemsize: int, *, updates_on_host: bool, on_cpu: bool
+) -> float:
+    """As ``borrowed_per_byte``; an update on the host borrows only where that is the device too."""
+    if updates_on_host:
+        return TEMPORARY if on_cpu else 0
+    return borrowed_per_byte(state_bytes, itemsize)
+
+
+def keep_on_host(
+    parameters: Iterable[torch.Tensor],
+    state_bytes: float,
+    *,
+    updates_on_host: bool = False,
+    on_cpu: bool = False,
+) -> None:
     """Says that an optimizer with so many bytes of state for a number keeps them on the host.
 
-    For plans of an optimizer that does not exist; it works element by element.
+    For plans of an optimizer that does not exist; it works element by element. With
+    ``updates_on_host`` gradients go there too. ``on_cpu``: the device is the CPU.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     all_bytes = sum(parameter.nbytes for parameter in trained)
     for parameter in trained:
         chunk = min(all_bytes, chunk_bytes(all_bytes))
-        borrowed = chunk * borrowed_per_byte(state_bytes, parameter.element_size())
+        borrowed = chunk * update_borrows(
+            state_bytes, parameter.element_size(), updates_on_host=updates_on_host, on_cpu=on_cpu
+        )
         told = HostState(
             host_bytes=int(parameter.numel() * state_bytes),
             device_bytes=0,
             update_bytes=int(borrowed),
+            gradient_bytes=parameter.nbytes if updates_on_host else 0,
         )
         host_state.keep_on_host(parameter, told)

@@ -120,6 +120,27 @@ def test_what_fits_has_all_fields_and_exit_code_0(capsys):
     assert [row["bytes"] for row in largest] == sorted((o["bytes"] for o in largest), reverse=True)
 
 
+def test_each_part_of_the_training_state_goes_to_the_host(capsys):
+    bodies = {}
+    for offload in ("none", "state", "gradients"):
+        few = ("--seq", "64", "--hardware", "h200", "--offload", offload, "--json")
+        code, out, _ = plan(capsys, "deep-gpt", *few)
+        assert code == 0
+        bodies[offload] = body = json.loads(out)
+        seconds = body["step_s"] + body["update_s"]
+        assert body["tokens_per_s"] == pytest.approx(64 / seconds)
+    none, state, gradients = (body["state"] for body in bodies.values())
+    sizes = none["gradients"]["device_bytes"]
+    assert state["gradients"] == {"device_bytes": sizes, "host_bytes": 0}
+    assert state["update"] == "device"
+    assert gradients["gradients"]["device_bytes"] == 0
+    assert 0.9 * sizes < gradients["gradients"]["host_bytes"] <= sizes
+    assert gradients["update"] == "host"
+    peaks = [body["peak_bytes"] for body in bodies.values()]
+    assert peaks[0] > peaks[1] > peaks[2] + sizes // 2
+    assert bodies["none"]["update_s"] == 0 < bodies["state"]["update_s"]
+
+
 def test_what_does_not_fit_has_exit_code_1_and_the_smallest_peak(capsys, tmp_path, monkeypatch):
     (tmp_path / "my_rows.py").write_text(
         textwrap.dedent("""

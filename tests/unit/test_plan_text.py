@@ -102,7 +102,7 @@ def answer(peak: int, budget: int, *, constant: int = 10 * GIB, stall_s: float =
     return Forecast(
         question=question,
         name="m",
-        step=SimpleNamespace(plan=plan, exact=True, model_flops=0),
+        step=SimpleNamespace(plan=plan, exact=True, model_flops=0, costs=None),
         peak_bytes=peak,
         budget_bytes=budget,
         outside_bytes=0,

@@ -1,0 +1,42 @@
+"""Seconds of an optimizer whose state is on the host: they come on top of a step's.
+
+Nothing of them runs beside forward and backward: gradients are copied between two parts of the
+backward, and ``optimizer.step()`` begins when it has ended.
+"""
+
+from dataclasses import dataclass
+
+from memo_compile.step.movable import StepCosts
+from memo_compile.step.problem import FixedBytes
+
+HOST_BYTES_PER_S = 100e9
+"""What an update on the host reads and writes, declared: a fused kernel of torch on the cores of
+one socket, whose memory it waits for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSeconds:
+    """What a step with its update takes more than forward and backward."""
+
+    gradients_s: float = 0.0
+    """Copies of gradients to the host, as they are made."""
+    step_s: float = 0.0
+    """``optimizer.step()``."""
+
+    @property
+    def sum_s(self) -> float:
+        """All of it."""
+        return self.gradients_s + self.step_s
+
+
+def update_seconds(fixed: FixedBytes, costs: StepCosts) -> UpdateSeconds:
+    """By the speed of the link, and of the host's memory; 0 where all state is on the device."""
+    state, gradients = fixed.state_on_host, fixed.gradients_on_host
+    if not gradients:
+        return UpdateSeconds(step_s=max(costs.d2h_s(state), costs.h2d_s(state)) if state else 0.0)
+    weights = gradients  # as many bytes, which come to the host and go back
+    host_s = (2 * state + gradients + 2 * weights) / HOST_BYTES_PER_S
+    return UpdateSeconds(
+        gradients_s=costs.d2h_s(gradients),
+        step_s=max(host_s, costs.d2h_s(weights), costs.h2d_s(weights)),
+    )
