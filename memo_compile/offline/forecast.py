@@ -10,7 +10,7 @@ from typing import Any
 from memo_compile.config import resolve, user_store
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.models import find_model
-from memo_compile.costs.update import UpdateSeconds, update_seconds
+from memo_compile.costs.update_costs import UpdateSeconds, update_seconds
 from memo_compile.driver.tile_order import TOKEN_TILES
 from memo_compile.errors import Infeasible, InputError, require_at_least
 from memo_compile.gpus import missing_for_target, target_of, version_of
