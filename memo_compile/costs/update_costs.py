@@ -34,9 +34,10 @@ def update_seconds(fixed: FixedBytes, costs: StepCosts) -> UpdateSeconds:
     state, gradients = fixed.state_on_host, fixed.gradients_on_host
     if not gradients:
         return UpdateSeconds(step_s=max(costs.d2h_s(state), costs.h2d_s(state)) if state else 0.0)
-    weights = gradients  # as many bytes, which come to the host and go back
+    weights = gradients  # as many bytes, which come to the host and go back, or are there
     host_s = (2 * state + gradients + 2 * weights) / HOST_BYTES_PER_S
+    copied = max(0, weights - fixed.parameters_on_host)
     return UpdateSeconds(
         gradients_s=costs.d2h_s(gradients),
-        step_s=max(host_s, costs.d2h_s(weights), costs.h2d_s(weights)),
+        step_s=max(host_s, costs.d2h_s(copied), costs.h2d_s(copied)) if copied else host_s,
     )
