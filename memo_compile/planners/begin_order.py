@@ -57,15 +57,16 @@ def gathers_of(problem: Problem) -> dict[str, Gather]:
     asked = {value for calls in chains for call in calls for value in (*call.inputs, *call.outputs)}
     asked.update(waits[calls[-1].name].outputs[0] for calls in chains)
     readers = _readers(problem, asked)
-    found: dict[str, Gather] = {}
+    gathers: dict[str, Gather] = {}
     for calls in chains:
         call, wait = calls[-1], waits[calls[-1].name]
         converts = len(calls) == 1 or _converts(problem, calls[0], readers)
         if converts and not _is_touched(readers, calls[0].inputs, calls):
             (shown,) = wait.outputs
-            reader = next((own for own in readers.get(shown, ()) if own.kind in _ORDERED), call)
-            found[call.name] = Gather(calls=calls, wait=wait, unit=unit_of(reader))
-    return found
+            reading = (reader for reader in readers.get(shown, ()) if reader.kind in _ORDERED)
+            reader = next(reading, call)
+            gathers[call.name] = Gather(calls=calls, wait=wait, unit=unit_of(reader))
+    return gathers
 
 
 def makes_more(problem: Problem, issue: StepCall) -> bool:
@@ -91,13 +92,13 @@ def _makers(problem: Problem, values: Collection[str]) -> dict[str, StepCall]:
 
 def _readers(problem: Problem, values: Set[str]) -> dict[str, list[StepCall]]:
     """Value -> the calls that read it or write into it, in order."""
-    found: dict[str, list[StepCall]] = {}
+    readers: dict[str, list[StepCall]] = {}
     for call in problem.calls if values else ():
         if not values.isdisjoint(call.inputs) or call.into:
             for value in (*call.inputs, *(into.value for into in call.into)):
                 if value in values:
-                    found.setdefault(value, []).append(call)
-    return found
+                    readers.setdefault(value, []).append(call)
+    return readers
 
 
 def _converts(problem: Problem, maker: StepCall, readers: dict[str, list[StepCall]]) -> bool:
@@ -147,10 +148,10 @@ def in_begin_order(problem: Problem) -> Problem:
 
 def _begin_order(problem: Problem, gathers: dict[str, Gather]) -> list[str]:
     """The names of all beginnings, half by half: a unit's gathers before the others of the last."""
-    own = {call.name for gather in gathers.values() for call in gather.calls}
+    gather_calls = {call.name for gather in gathers.values() for call in gather.calls}
     units: dict[_Unit, int] = {}
     for call in problem.calls:
-        if call.kind in _ORDERED and call.name not in own:
+        if call.kind in _ORDERED and call.name not in gather_calls:
             units.setdefault(unit_of(call), len(units))
     halves: dict[_Unit, int] = {}
     keys: dict[str, tuple[int, int, bool]] = {}
@@ -168,7 +169,7 @@ def _begin_order(problem: Problem, gathers: dict[str, Gather]) -> list[str]:
 def _in_order(problem: Problem, gathers: dict[str, Gather]) -> Iterator[StepCall]:
     order = _begin_order(problem, gathers)
     rank = {name: at for at, name in enumerate(order)}
-    own = {call.name for gather in gathers.values() for call in gather.calls}
+    gather_calls = {call.name for gather in gathers.values() for call in gather.calls}
     by_wait = {gather.wait.name: gather for gather in gathers.values()}
     shown = {gather.wait.outputs[0]: gather for gather in gathers.values()}
     last_of = {gathers[name].unit: name for name in order if name in gathers}
@@ -188,7 +189,7 @@ def _in_order(problem: Problem, gathers: dict[str, Gather]) -> Iterator[StepCall
             yield gather.wait
 
     for call in problem.calls:
-        if call.name in own:
+        if call.name in gather_calls:
             continue
         for value in call.inputs:
             if value in shown and call.name not in by_wait:

@@ -46,18 +46,18 @@ def offsets_from_above(buffers: Sequence[ArenaBuffer], placed: Placement) -> dic
 
     Cost: quadratic in the buffers, in numpy.
     """
-    own = [buffer for buffer in buffers if buffer.size_bytes]
-    sizes = np.array([align(buffer.size_bytes) for buffer in own], dtype=np.int64)
-    births = np.array([buffer.start for buffer in own], dtype=np.int64)
-    deaths = np.array([buffer.end for buffer in own], dtype=np.int64)
-    tops = np.array([placed.offsets[buffer.id] for buffer in own], dtype=np.int64)
+    with_bytes = [buffer for buffer in buffers if buffer.size_bytes]
+    sizes = np.array([align(buffer.size_bytes) for buffer in with_bytes], dtype=np.int64)
+    births = np.array([buffer.start for buffer in with_bytes], dtype=np.int64)
+    deaths = np.array([buffer.end for buffer in with_bytes], dtype=np.int64)
+    tops = np.array([placed.offsets[buffer.id] for buffer in with_bytes], dtype=np.int64)
     order = np.argsort(-(tops + sizes), kind="stable")
     sizes, births, deaths = sizes[order], births[order], deaths[order]
-    ends = np.zeros(len(own), dtype=np.int64)
+    ends = np.zeros(len(with_bytes), dtype=np.int64)
     offsets = {buffer.id: 0 for buffer in buffers}
     for at, index in enumerate(order):
         meets = (births[:at] < deaths[at]) & (deaths[:at] > births[at])
         offset = int(ends[:at][meets].max(initial=0))
         ends[at] = offset + sizes[at]
-        offsets[own[index].id] = offset
+        offsets[with_bytes[index].id] = offset
     return offsets

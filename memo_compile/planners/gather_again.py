@@ -28,17 +28,17 @@ def gathered_again(problem: Problem) -> Problem:
     Cost: linear.
     """
     first, computed_with = _first_reads(problem), _computed_with(problem)
-    found = [
-        own
-        for own in gathers_of(problem).values()
-        if own.wait.outputs[0] in first and _is_only_gathered(own, computed_with)
+    gathers = [
+        gather
+        for gather in gathers_of(problem).values()
+        if gather.wait.outputs[0] in first and _is_only_gathered(gather, computed_with)
     ]
-    if not found:
+    if not gathers:
         return problem
     before: dict[int, list[Gather]] = {}
-    for gather in found:
+    for gather in gathers:
         before.setdefault(first[gather.wait.outputs[0]], []).append(gather)
-    shown = {gather.wait.outputs[0]: AGAIN + gather.wait.outputs[0] for gather in found}
+    shown = {gather.wait.outputs[0]: AGAIN + gather.wait.outputs[0] for gather in gathers}
     calls: list[StepCall] = []
     for at, call in enumerate(problem.calls):
         for gather in before.get(at, ()):
@@ -95,13 +95,13 @@ def _first_reads(problem: Problem) -> dict[str, int]:
 
 def _computed_with(problem: Problem) -> dict[str, set[str]]:
     """What the step is given -> the calls that compute with it, or write into it."""
-    found: dict[str, set[str]] = {value: set() for value in problem.inputs}
+    readers: dict[str, set[str]] = {value: set() for value in problem.inputs}
     for call in problem.calls:
         if call.kind in (CallKind.RUN, CallKind.RECOMPUTE):
             for value in (*call.inputs, *(into.value for into in call.into)):
-                if value in found:
-                    found[value].add(call.name)
-    return found
+                if value in readers:
+                    readers[value].add(call.name)
+    return readers
 
 
 def _is_only_gathered(gather: Gather, computed_with: Mapping[str, set[str]]) -> bool:

@@ -102,7 +102,7 @@ def _earliest(problem: Problem) -> Problem:
     gathers = gathers_of(problem)
     if not gathers:
         return problem
-    own = {call.name for gather in gathers.values() for call in gather.calls}
+    gather_calls = {call.name for gather in gathers.values() for call in gather.calls}
     calls: list[StepCall] = []
     last: dict[int, int] = {}
     """Half -> behind which place the next gather of it can begin."""
@@ -111,7 +111,7 @@ def _earliest(problem: Problem) -> Problem:
         if call.name in gathers:
             calls[at:at] = gathers[call.name].calls
             last[half] = at + len(gathers[call.name].calls)
-        elif call.name not in own:
+        elif call.name not in gather_calls:
             calls.append(call)
             if call.kind is CallKind.ISSUE:
                 last[half] = len(calls)

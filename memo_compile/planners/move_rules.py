@@ -128,7 +128,7 @@ def _collect(step: MovableStep) -> StepFacts:
         written_at=written_at,
         last_use=last_use,
         size_of={value: sizes[value] for value in written_at if value in sizes},
-        backward_readers={value: tuple(found) for value, found in readers.items()},
+        backward_readers={value: tuple(calls_reading) for value, calls_reading in readers.items()},
         overwritten_at={
             call.inputs[position]: at
             for at, call in enumerate(calls)
@@ -156,10 +156,10 @@ def _pass_s(calls: Sequence[StepCall], call_s: Sequence[float], first: int) -> f
     owner = calls[first].layer_class, calls[first].instance
     if owner[0] is None:
         return call_s[first]
-    own = itertools.takewhile(
+    pass_calls = itertools.takewhile(
         lambda at: (calls[at].layer_class, calls[at].instance) == owner, range(first, len(calls))
     )
-    return math.fsum(call_s[at] for at in own)
+    return math.fsum(call_s[at] for at in pass_calls)
 
 
 def recompute_closure(
@@ -175,16 +175,16 @@ def recompute_closure(
     at_hand = set(available) - wanted
     makers = {op.slot: at for at, op in enumerate(cls.ops) if op.slot is not None}
     pending = [makers[slot] for slot in wanted if slot in makers]
-    found: set[int] = set()
+    closure: set[int] = set()
     while pending:
         at = pending.pop()
-        if at in found:
+        if at in closure:
             continue
-        found.add(at)
+        closure.add(at)
         for source in cls.ops[at].inputs:
             if cls.ops[source].slot not in at_hand:
                 pending.append(source)
-    return tuple(sorted(found))
+    return tuple(sorted(closure))
 
 
 def can_split(cls: LayerClass, recomputed: Iterable[int]) -> bool:
@@ -285,9 +285,9 @@ def _recompute_parts(
     for slot in slots:
         by_read.setdefault(cls.slots[slot].first_read, []).append(slot)
     parts: list[_Part] = []
-    for _, own in sorted(by_read.items()):
+    for _, slots_read in sorted(by_read.items()):
         left: list[_Part] = []
-        for apart in _apart_parts(cls, own, others):
+        for apart in _apart_parts(cls, slots_read, others):
             meeting = [part for part in parts if apart.meets(part)]
             early, again = _cut(cls, apart, meeting, others, cuts=cuts)
             left += again
@@ -383,10 +383,10 @@ def _apart_parts(
     """``slots`` in parts that share no operator."""
     parts: list[_Part] = []
     for slot in slots:
-        own = _Part((slot,), frozenset(recompute_closure(cls, (slot,), available)))
-        meeting = [part for part in parts if own.meets(part)]
+        slot_part = _Part((slot,), frozenset(recompute_closure(cls, (slot,), available)))
+        meeting = [part for part in parts if slot_part.meets(part)]
         parts = [part for part in parts if part not in meeting]
-        parts.append(_together([*meeting, own]))
+        parts.append(_together([*meeting, slot_part]))
     return parts
 
 

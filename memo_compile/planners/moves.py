@@ -144,17 +144,17 @@ class _Builder:
 
     def _recomputed(self, moves: Moves, recompute: RecomputeOf) -> list[_Recomputation]:
         """The layers that recompute something which the backward reads."""
-        found = []
+        recomputations = []
         for index, (layer, mode) in enumerate(zip(self.step.layers, moves.modes, strict=True)):
             for number, key in enumerate(recompute_keys(self.step.class_of(layer), mode)):
                 values = tuple(layer.values[slot] for slot in key.slots)
                 if any(value in self.facts.backward_readers for value in values):
-                    found.append(
+                    recomputations.append(
                         _Recomputation(
                             layer=index, number=number, region=recompute(key), values=values
                         )
                     )
-        return found
+        return recomputations
 
     def _places(self) -> list[int]:
         """Where the calls come among the items; each recomputation is told its own place."""
@@ -200,7 +200,7 @@ class _Builder:
 
     def _moved(self, moves: Moves) -> list[_Moved]:
         """Every value that is copied, in the order of the lane to the host."""
-        found = []
+        values_moved = []
         for index, (layer, mode) in enumerate(zip(self.step.layers, moves.modes, strict=True)):
             slots = self.step.class_of(layer).slots
             rows = recompute_rows(self.step.class_of(layer), mode)
@@ -224,13 +224,13 @@ class _Builder:
                     needed_item=needed,
                     latest_item=latest,
                 )
-                found.append(moved)
-        found.sort(key=lambda move: (move.issued_call, -move.num_bytes, move.value))
+                values_moved.append(moved)
+        values_moved.sort(key=lambda move: (move.issued_call, -move.num_bytes, move.value))
         end = 0
-        for move in found:  # when the backward begins, all are on the host: each has its own bytes
+        for move in values_moved:  # all are on the host when the backward begins
             move.host_offset = end
             end += align(move.num_bytes)
-        return found
+        return values_moved
 
     def _calls(self) -> list[StepCall]:
         """The items, and at each place between them first what goes to the host."""
@@ -241,17 +241,17 @@ class _Builder:
         calls = list(self.problem.calls)
         for index in {at for value in renamed for at in self.facts.backward_readers.get(value, ())}:
             calls[index] = self._reading(index, renamed)
-        found: list[StepCall] = []
+        ordered: list[StepCall] = []
         at = num_recomputed = 0
         for place in sorted({*out, *back, *recomputed}):
-            found += calls[at : place - num_recomputed]
+            ordered += calls[at : place - num_recomputed]
             at = place - num_recomputed
-            found += out.get(place, [])
-            found += back.get(place, [])
+            ordered += out.get(place, [])
+            ordered += back.get(place, [])
             if place in recomputed:
-                found.append(self._recompute_call(recomputed[place]))
+                ordered.append(self._recompute_call(recomputed[place]))
                 num_recomputed += 1
-        return found + calls[at:]
+        return ordered + calls[at:]
 
     def _place_before(self, call: int) -> int:
         """The place behind the call before ``call``: what is recomputed for it comes later."""
@@ -298,20 +298,20 @@ class _Builder:
         self, moved: list[_Moved], issues: list[int], waits: list[int], kind: CallKind
     ) -> dict[int, list[StepCall]]:
         """Place -> the copies that are issued there, then the waits; ``moved`` is their order."""
-        found: dict[int, list[StepCall]] = {}
-        known, name = self.facts.copies, kind.value
+        calls_at: dict[int, list[StepCall]] = {}
+        copy_calls, name = self.facts.copies, kind.value
         for move, place in zip(moved, issues, strict=True):
             key = name, move.layer, move.value, move.start_bytes, move.end_bytes, move.host_offset
-            if key not in known:
-                known[key] = self._copy_call(move, kind)
-            found.setdefault(place, []).append(known[key])
+            if key not in copy_calls:
+                copy_calls[key] = self._copy_call(move, kind)
+            calls_at.setdefault(place, []).append(copy_calls[key])
         waiting = self.facts.waits
         for move, place in zip(moved, waits, strict=True):
-            own = name, move.layer, move.value
-            if own not in waiting:
-                waiting[own] = self._wait_call(move, kind)
-            found.setdefault(place, []).append(waiting[own])
-        return found
+            awaited = name, move.layer, move.value
+            if awaited not in waiting:
+                waiting[awaited] = self._wait_call(move, kind)
+            calls_at.setdefault(place, []).append(waiting[awaited])
+        return calls_at
 
     def _added(self, layer: int, **fields: Any) -> StepCall:
         """A call of the layer that the step without moves has not."""
@@ -356,20 +356,20 @@ class _Builder:
         names = tuple([renamed.get(value, value) for value in movable])
         if names == movable:
             return self.problem.calls[index]
-        known = self.facts.renamed
-        if (index, names) not in known:
+        cache = self.facts.renamed
+        if (index, names) not in cache:
             changed = dict(zip(movable, names, strict=True))
-            known[index, names] = _renamed(self.problem.calls[index], changed)
-        return known[index, names]
+            cache[index, names] = _renamed(self.problem.calls[index], changed)
+        return cache[index, names]
 
     def _movable_of(self, index: int) -> tuple[str, ...]:
         """What call number ``index`` reads, or writes into, that some layer may move."""
-        known = self.facts.movable
-        if index not in known:
+        cache = self.facts.movable
+        if index not in cache:
             call, layered = self.problem.calls[index], self.facts.layered
             touched = (*call.inputs, *(target.value for target in call.into))
-            known[index] = tuple(dict.fromkeys(filter(layered.__contains__, touched)))
-        return known[index]
+            cache[index] = tuple(dict.fromkeys(filter(layered.__contains__, touched)))
+        return cache[index]
 
     def _recompute_call(self, recomputation: _Recomputation) -> StepCall:
         return self._added(
@@ -415,25 +415,26 @@ class _Builder:
         region = recomputation.region
         if region.key.rows is None:
             return ()
-        found: dict[int, Into] = {}
+        into_of_buffer: dict[int, Into] = {}
         for output, value in zip(region.profile.outputs, recomputation.values, strict=True):
             index = output.index
-            if output.storage is not Storage.ARENA or index is None or index in found:
+            if output.storage is not Storage.ARENA or index is None or index in into_of_buffer:
                 raise InvalidPlan(
                     f"{region.key.region} must make {value} in an arena buffer of its own, "
                     f"so that it can be written into the reloaded one; got {output.storage.value}. "
                     "Recompute all rows"
                 )
             if value in self.reloaded:
-                found[index] = Into(buffer=index, value=_RELOADED + value, offset_bytes=0)
-        return tuple(found.values())
+                into_of_buffer[index] = Into(buffer=index, value=_RELOADED + value, offset_bytes=0)
+        return tuple(into_of_buffer.values())
 
 
 def _renamed(call: StepCall, names: Mapping[str, str]) -> StepCall:
     into = tuple(
         replace(target, value=names.get(target.value, target.value)) for target in call.into
     )
-    return replace(call, inputs=tuple([names.get(own, own) for own in call.inputs]), into=into)
+    inputs = tuple([names.get(value, value) for value in call.inputs])
+    return replace(call, inputs=inputs, into=into)
 
 
 def original_name(value: str) -> str:

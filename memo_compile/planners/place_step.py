@@ -110,7 +110,7 @@ def beneath_ordinary(
     rectangles = with_walls(_rectangles(problem, buffers), problem)
     placed = place(rectangles, solver="greedy", time_limit_s=time_limit_s)
     offsets = offsets_from_above(buffers, placed)
-    arena_bytes = max((offsets[own.id] + own.size_bytes for own in buffers), default=0)
+    arena_bytes = max((offsets[buffer.id] + buffer.size_bytes for buffer in buffers), default=0)
     resident = residency(problem, offsets, arena_bytes, buffers)
     if resident.peak_bytes >= plan.peak_bytes:
         return plan

@@ -76,14 +76,14 @@ def _spend(stall_s: dict[str, float], waits: Sequence[str], seconds: float) -> N
 def _beside_nothing(problem: Problem) -> list[StepCall]:
     """Recomputations, into buffers of their own, while which no collective is in flight."""
     flying: set[str] = set()
-    found = []
+    ordered = []
     for call in problem.calls:
         if call.kind is CallKind.ISSUE:
             flying.add(call.name)
         flying.discard(call.waits_for or "")
         if call.kind is CallKind.RECOMPUTE and not flying and not call.into:
-            found.append(call)
-    return found
+            ordered.append(call)
+    return ordered
 
 
 def _waits_before(
@@ -128,5 +128,5 @@ def num_collectives(problem: Problem) -> int:
 
 def measured_collectives(problem: Problem, costs: StepCosts) -> int:
     """How many of them have measured seconds."""
-    known = costs.collective_s or {}
-    return sum(call.kind is CallKind.ISSUE and call.region in known for call in problem.calls)
+    measured_s = costs.collective_s or {}
+    return sum(call.kind is CallKind.ISSUE and call.region in measured_s for call in problem.calls)

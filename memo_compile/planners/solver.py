@@ -103,16 +103,16 @@ class Constraint(NamedTuple):
 
 def weighted(weights: Iterable[float], terms: "Iterable[Linear | float]") -> Linear:
     """Sum of products."""
-    found: dict[int, float] = {}
+    weight_of: dict[int, float] = {}
     constant = 0.0
     for weight, term in zip(weights, terms, strict=True):
         if not isinstance(term, Linear):
             constant += weight * term
             continue
         constant += weight * term.constant
-        for number, own in term.weights.items():
-            found[number] = found.get(number, 0.0) + weight * own
-    return Linear(found, constant)
+        for number, term_weight in term.weights.items():
+            weight_of[number] = weight_of.get(number, 0.0) + weight * term_weight
+    return Linear(weight_of, constant)
 
 
 def total(terms: "Sequence[Linear | float]") -> Linear:
@@ -315,7 +315,7 @@ def _highs_model(program: LinearProgram) -> Any:
     if any(program.is_integer):
         kinds = highspy.HighsVarType
         model.integrality_ = [
-            kinds.kInteger if own else kinds.kContinuous for own in program.is_integer
+            kinds.kInteger if is_whole else kinds.kContinuous for is_whole in program.is_integer
         ]
     return model
 
@@ -338,8 +338,8 @@ def _solve_by_mip(program: LinearProgram, time_limit_s: float) -> Solved:
         return mip.LinExpr(variables, [*term.weights.values()], term.constant)
 
     for row in program.rows:
-        found = expression(row.sum)
-        model.add_constr(found == 0 if row.least == 0 else found <= 0)
+        row_sum = expression(row.sum)
+        model.add_constr(row_sum == 0 if row.least == 0 else row_sum <= 0)
     model.objective = expression(program.objective)
     model.start = [(columns[number], value) for number, value in program.start.items()]
     try:

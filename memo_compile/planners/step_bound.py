@@ -150,25 +150,25 @@ def _last_uses(problem: Problem) -> dict[str, int]:
 
     A wait reads what its collective did, and may stand right behind the beginning of that.
     """
-    found: dict[str, int] = {}
+    last_use: dict[str, int] = {}
     for at, call in enumerate(problem.calls[: problem.first_backward]):
         read = () if call.kind is CallKind.COMM_WAIT else call.inputs
-        found.update(dict.fromkeys((*read, *call.outputs), at))
-    return found
+        last_use.update(dict.fromkeys((*read, *call.outputs), at))
+    return last_use
 
 
 def _shares(
     step: MovableStep, regions: Collection[RecomputeRegion]
 ) -> dict[tuple[str, int], float]:
     """(class, operator) -> the least share of its seconds that it takes in a known region."""
-    found: dict[tuple[str, int], float] = {}
+    least_share: dict[tuple[str, int], float] = {}
     for region in regions:
         key = region.key
         seconds = recompute_seconds(step, key)
         share = min(1.0, region.seconds / seconds) if seconds > 0 else 1.0
         for op in closure_of(step.classes[key.class_key], key.slots, key.passing):
-            found[key.class_key, op] = min(share, found.get((key.class_key, op), 1.0))
-    return found
+            least_share[key.class_key, op] = min(share, least_share.get((key.class_key, op), 1.0))
+    return least_share
 
 
 class _Kind(NamedTuple):
@@ -190,10 +190,10 @@ class _Tensor:
         def variables(first: int, is_able: bool) -> dict[int, Linear]:
             if not is_able:
                 return {}
-            found = {k: program.variable(high=num_layers) for k in range(first, kind.end)}
-            for earlier, later in itertools.pairwise(found.values()):
+            variable_of = {k: program.variable(high=num_layers) for k in range(first, kind.end)}
+            for earlier, later in itertools.pairwise(variable_of.values()):
                 program.require(earlier <= later)
-            return found
+            return variable_of
 
         self.kind = kind
         self.out = variables(kind.early, slot.can_offload)
@@ -260,8 +260,8 @@ class _Bound:
         byte_s = self.unit_bytes / self.unit_s
         for copies, k, span_s, rate in self._copies():
             if copies:
-                own = total(copies) * (byte_s / rate)
-                require(own <= total(self.runs[k]) + span_s / self.unit_s)
+                copies_s = total(copies) * (byte_s / rate)
+                require(copies_s <= total(self.runs[k]) + span_s / self.unit_s)
         if host_budget_bytes is not None:
             require(total(self.copied) <= host_budget_bytes / self.unit_bytes)
         self.program.minimise(total(list(itertools.chain(*self.runs))))
@@ -298,7 +298,7 @@ class _Bound:
         To the host from one point's beginning to the next one's, and back between their ends.
         """
         passed = [0.0, *itertools.accumulate(self.facts.call_s)]
-        begins, ends = [own.call for own in self.points], [own.end for own in self.points]
+        begins, ends = [point.call for point in self.points], [point.end for point in self.points]
         made, read = [*begins], [*begins, 0]
         for kind, life in self._intervals():
             made[kind.early] = min(made[kind.early], life.made + 1)
@@ -352,21 +352,21 @@ class _Bound:
             op = cls.ops[at]
             if op.slot is not None:
                 needs[at] = [made[op.slot]] if op.slot in made and makers[op.slot] == at else []
-            own = needs.get(at, [])
-            if not op.can_recompute or not own:
+            run_terms = needs.get(at, [])
+            if not op.can_recompute or not run_terms:
                 continue
-            if op.seconds > 0 and len(own) > 1:
+            if op.seconds > 0 and len(run_terms) > 1:
                 run = self.program.variable()
-                for need in own:
+                for need in run_terms:
                     self.program.require(need <= run)
-                own = [run]
+                run_terms = [run]
             if op.seconds > 0:
                 share = self.shares.get((cls.key, at), 1.0)
-                yield own[0] * (op.seconds * share / self.unit_s)
+                yield run_terms[0] * (op.seconds * share / self.unit_s)
             for source in op.inputs:
                 if cls.ops[source].slot is None:
-                    found = needs.setdefault(source, [])
-                    found += [need for need in own if need not in found]
+                    source_terms = needs.setdefault(source, [])
+                    source_terms += [need for need in run_terms if need not in source_terms]
 
 
 def _empty(count: int) -> list[list[Linear]]:
@@ -379,4 +379,8 @@ def _sources_of(cls: LayerClass, slot: int) -> set[int]:
     if not cls.slots[slot].can_recompute:
         return set()
     read = {cls.ops[at].slot for op in closure_of(cls, (slot,)) for at in cls.ops[op].inputs}
-    return {own for own in read if own is not None and own != slot and not may_pass(cls, own)}
+    return {
+        source
+        for source in read
+        if source is not None and source != slot and not may_pass(cls, source)
+    }

@@ -144,7 +144,7 @@ def _placed(
     if walk.has_passed or starts.has_passed:
         plain = _placed(program, limit_bytes, spare_bytes, kinds, may_pass=False)
         lacking_bytes = min(lacking_bytes, plain.lacking_bytes)
-        faster = min(plain.program, placed.program, key=lambda own: own.timeline.step_s)
+        faster = min(plain.program, placed.program, key=lambda timed: timed.timeline.step_s)
         return Placed(faster, lacking_bytes)
     return placed
 
@@ -238,8 +238,10 @@ class _LaterWaits:
             if self._pending and at == border:  # the copies back may begin
                 self._wait_for(self._pending)
             if self._pending and halves and halves[at] != halves[at - 1]:
-                own = [flight for flight in self._pending if flight.start.kind is CallKind.ISSUE]
-                self._wait_for(own)
+                collectives = [
+                    flight for flight in self._pending if flight.start.kind is CallKind.ISSUE
+                ]
+                self._wait_for(collectives)
             if call.waits_for:
                 self._come_to(call)
                 continue
@@ -304,7 +306,7 @@ class _LaterWaits:
             else:
                 left.append(flight)
         self._pending = left
-        ended = [own.end_s for own in self._leaving if own.end_s <= self._now_s]
+        ended = [flight.end_s for flight in self._leaving if flight.end_s <= self._now_s]
         self._free_s = max([self._free_s, *ended])
         del self._leaving[: len(ended)]
 
@@ -312,7 +314,9 @@ class _LaterWaits:
         """Waits for the first transfers to end, until what they keep during call ``at`` fits."""
         if self._room is None:
             return
-        holding = [own for own in self._pending if own.held_bytes and own.held_from <= at]
+        holding = [
+            flight for flight in self._pending if flight.held_bytes and flight.held_from <= at
+        ]
         holding.sort(key=lambda flight: flight.end_s)
         over_bytes = sum(flight.held_bytes for flight in holding) - self._room[at]
         for number, flight in enumerate(holding, start=1):
@@ -334,38 +338,38 @@ class _LaterWaits:
         has waited for none that it puts back.
         """
         small = list(holding)
-        for flight in sorted(holding, key=lambda own: -own.held_bytes):
+        for flight in sorted(holding, key=lambda copy: -copy.held_bytes):
             if flight.held_bytes <= room_bytes:
                 room_bytes -= flight.held_bytes
                 small.remove(flight)
-        if not self._may_pass or any(own not in self._leaving for own in small):
+        if not self._may_pass or any(copy not in self._leaving for copy in small):
             return ()
         end = self._leaving.index(small[-1]) + 1
-        large = [own for own in self._leaving[:end] if own not in small]
+        large = [copy for copy in self._leaving[:end] if copy not in small]
         member = small[-1].start.member  # the half of another member may be left out
         ends_s = self._ends_s([*small, *large])
-        if not large or any(own.start.member != member for own in large):
+        if not large or any(copy.start.member != member for copy in large):
             return ()
         if ends_s[len(small) - 1] >= than_s:
             return ()
         self.has_passed = True
-        least_bytes = min(own.held_bytes for own in small)
+        least_bytes = min(copy.held_bytes for copy in small)
         self.lacking_bytes = min(self.lacking_bytes, least_bytes - room_bytes)
-        moved = {id(own.start) for own in large}
+        moved = {id(copy.start) for copy in large}
         self._calls = [call for call in self._calls if id(call) not in moved]
         place = max(at for at, call in enumerate(self._calls) if call is small[-1].start) + 1
-        self._calls[place:place] = [own.start for own in large]
-        for own in large:
-            own.issued_s = max(own.issued_s, small[-1].issued_s)
+        self._calls[place:place] = [copy.start for copy in large]
+        for copy in large:
+            copy.issued_s = max(copy.issued_s, small[-1].issued_s)
         self._leaving[:end] = [*small, *large]
-        for own, end_s in zip(self._leaving, self._ends_s(self._leaving), strict=True):
-            own.end_s = self._lanes[CallKind.OFFLOAD].free_s = end_s
+        for copy, end_s in zip(self._leaving, self._ends_s(self._leaving), strict=True):
+            copy.end_s = self._lanes[CallKind.OFFLOAD].free_s = end_s
         return small
 
     def _ends_s(self, lane: Iterable[_Flight]) -> list[float]:
         """When these end, one after the other; the lane is free for them from now on."""
         free = CopyLane(self._free_s)
-        return [free.copy(own.issued_s, own.seconds)[1] for own in lane]
+        return [free.copy(flight.issued_s, flight.seconds)[1] for flight in lane]
 
     def _needed(self, call: StepCall) -> Iterator[_Flight]:
         """What must have ended before ``call``: it reads a result, or may write into an input."""
@@ -522,7 +526,7 @@ class _EarlierStarts:
             elif call.kind is CallKind.ISSUE and gathers:
                 gather = gathers.get(call.name)
                 moving = () if gather is None else gather.calls
-                made = sum(sizes.get(own.outputs[0], 0) for own in moving)
+                made = sum(sizes.get(start.outputs[0], 0) for start in moving)
                 seconds = self._costs.comm_s(call.region, comm_bytes(problem, call))
                 start = _Start(moving, begins[half], place, needed[call.name], seconds, made)
                 collectives.append(start)
@@ -559,7 +563,7 @@ def _keep_order(collectives: Iterable[_Start], most_bytes: int) -> None:
         if start.calls:
             unread.append(start)
             least = max(least, start.earliest)
-            while sum(own.made_bytes for own in unread) > most_bytes and len(unread) > 1:
+            while sum(start.made_bytes for start in unread) > most_bytes and len(unread) > 1:
                 least = max(least, unread.pop(0).needed + 1)
             start.earliest = least = min(least, start.latest)
         else:

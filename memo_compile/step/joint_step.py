@@ -122,16 +122,16 @@ class InGraph(NamedTuple):
 
 def in_graph(joint: str) -> InGraph:
     """The opposite of ``InGraph.joint``."""
-    found = re.match(r"g(\d+)\.", joint)
-    return InGraph(0, joint) if found is None else InGraph(int(found[1]), joint[found.end() :])
+    match = re.match(r"g(\d+)\.", joint)
+    return InGraph(0, joint) if match is None else InGraph(int(match[1]), joint[match.end() :])
 
 
 def renamed(values: Iterable[Mapping[str, T]]) -> dict[str, T]:
     """Region or layer class of any graph, by its joint name -> what is known of it."""
     return {
         InGraph(graph, name).joint: value
-        for graph, known in enumerate(values)
-        for name, value in known.items()
+        for graph, value_of in enumerate(values)
+        for name, value in value_of.items()
     }
 
 
@@ -213,13 +213,13 @@ def joint_layers(
 
 def joint_costs(costs: Sequence[StepCosts]) -> StepCosts:
     """The seconds of all graphs' regions; copies are as fast as those of the first."""
-    links = (known.comm_bytes_per_s for known in costs)
+    links = (graph_costs.comm_bytes_per_s for graph_costs in costs)
     return replace(
         costs[0],
-        region_s=renamed(known.region_s for known in costs),
+        region_s=renamed(graph_costs.region_s for graph_costs in costs),
         comm_bytes_per_s=next((link for link in links if link is not None), None),
-        collective_s=renamed(known.collective_s or {} for known in costs) or None,
-        comm_slowdown=max(known.comm_slowdown for known in costs),
+        collective_s=renamed(graph_costs.collective_s or {} for graph_costs in costs) or None,
+        comm_slowdown=max(graph_costs.comm_slowdown for graph_costs in costs),
     )
 
 

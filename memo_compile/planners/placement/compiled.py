@@ -56,7 +56,7 @@ def warm_up(tables: kernel.Tables, state: kernel.State) -> None:
     if compiled_search().signatures:
         return
     source = Path(kernel.__file__)
-    found = (source.parent / "__pycache__").glob("kernel.search-*.nbi")
-    if not any(path.stat().st_mtime >= source.stat().st_mtime for path in found):
+    compiled_files = (source.parent / "__pycache__").glob("kernel.search-*.nbi")
+    if not any(path.stat().st_mtime >= source.stat().st_mtime for path in compiled_files):
         print("memo: compiling the placement search, once (about 5 s)", file=sys.stderr)
     compiled_search()(tables, state, 0, 0, 0, 0, False)

@@ -104,8 +104,8 @@ def _header(cells: Sequence[str], name: str) -> list[str]:
     columns = [_ALIASES.get(cell, cell) for cell in raw]
     for column in columns:
         if column not in (*_REQUIRED, *_OPTIONAL, "end"):
-            known = ", ".join(_REQUIRED + _OPTIONAL)
-            raise InputError(f"{where}: unknown column {column!r}; expected some of {known}")
+            accepted = ", ".join(_REQUIRED + _OPTIONAL)
+            raise InputError(f"{where}: unknown column {column!r}; expected some of {accepted}")
         if columns.count(column) > 1:
             raise InputError(f"{where}: column {column!r} occurs twice")
     if "upper" in columns and "end" in columns:

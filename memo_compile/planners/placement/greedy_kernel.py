@@ -60,23 +60,23 @@ def place_each(
 def hole(item: int, beside: Any, size: Any, align: Any, best_fit: bool, offsets: Any) -> int:
     """The lowest (or smallest) free offset for ``item`` between ``beside``, from low to high."""
     step, least = max(align[item], 1), -1
-    highest, found = 0, -1
+    highest, hole_begin = 0, -1
     for other in beside:
         begin = -(-highest // step) * step
         room = offsets[other] - begin
         if room >= size[item] and (least < 0 or room < least):
-            found, least = begin, room
+            hole_begin, least = begin, room
             if not best_fit:
                 break
         highest = max(highest, offsets[other] + size[other])
-    return found if found >= 0 else -(-highest // step) * step
+    return hole_begin if hole_begin >= 0 else -(-highest // step) * step
 
 
 def share_a_section(item: int, other: int, spans: Any) -> bool:
     """True for two buffers that are alive at one time."""
     span_start, span_lower, span_upper = spans
-    for own in range(span_start[item], span_start[item + 1]):
+    for section in range(span_start[item], span_start[item + 1]):
         for their in range(span_start[other], span_start[other + 1]):
-            if span_lower[their] < span_upper[own] and span_upper[their] > span_lower[own]:
+            if span_lower[their] < span_upper[section] and span_upper[their] > span_lower[section]:
                 return True
     return False

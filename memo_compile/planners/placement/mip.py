@@ -63,13 +63,13 @@ def mip_offsets(
     if not status.has_solution:
         return MipResult(offsets=start, status=status)
     low = np.array([program.value(offset) for offset in offsets])
-    found = sink(instance, overlaps, np.lexsort((np.arange(len(low)), low)))
+    sunk = sink(instance, overlaps, np.lexsort((np.arange(len(low)), low)))
     reached = round(program.value(program.objective)) * _unit(instance)
-    if found is None or instance.height(found) > instance.height(start):
+    if sunk is None or instance.height(sunk) > instance.height(start):
         return MipResult(offsets=start, status=SolveStatus.FEASIBLE)
-    if instance.height(found) > reached:
+    if instance.height(sunk) > reached:
         status = SolveStatus.FEASIBLE
-    return MipResult(offsets=found, status=status)
+    return MipResult(offsets=sunk, status=status)
 
 
 def sink(instance: Instance, overlaps: Overlaps, order: Ints) -> Ints | None:

@@ -109,8 +109,8 @@ def place(
     try:
         chosen = Solver(solver)
     except ValueError:
-        known = ", ".join(member.value for member in Solver)
-        raise ConfigError(f"solver: expected one of {known}, got {solver!r}") from None
+        solvers = ", ".join(member.value for member in Solver)
+        raise ConfigError(f"solver: expected one of {solvers}, got {solver!r}") from None
     if chosen in _ENGINES:
         require_engine(_ENGINES[chosen])
     if not time_limit_s >= 0:
@@ -125,7 +125,7 @@ def place(
         return _infeasible(bound, _conflict(problem, names, by_search=False), "bound", begin)
     answer = _solve(instance, bound, Effort(time_limit_s), chosen, use_numba)
     if capacity is not None and answer.bound > capacity:
-        names = [own.id for own in instance.buffers]
+        names = [buffer.id for buffer in instance.buffers]
         conflict = _conflict(problem, names, by_search=True)
         return _infeasible(answer.bound, conflict, answer.solver, begin)
     return _feasible(answer, begin)
@@ -193,14 +193,14 @@ def _large_first(answer: _Answer, effort: Effort, use_numba: bool | None) -> _An
         return answer
     large = whole.size > _largest_small(whole, int(_SMALL_SHARE * answer.bound))
     while large.any() and not large.all() and answer.height > answer.enough and not effort.is_over:
-        found = _of_part(answer, large, effort, use_numba)
+        placed_part = _of_part(answer, large, effort, use_numba)
         fixed = whole.fixed.copy()
-        fixed[large] = found.offsets
+        fixed[large] = placed_part.offsets
         filled = greedy_offsets(replace(whole, fixed=fixed), answer.enough, effort)
         if whole.height(filled) < answer.height:
-            answer = replace(answer, offsets=filled, solver=found.solver)
-        stand_out = filled + whole.size > max(found.height, answer.enough)
-        if found.height > found.enough or not stand_out.any():
+            answer = replace(answer, offsets=filled, solver=placed_part.solver)
+        stand_out = filled + whole.size > max(placed_part.height, answer.enough)
+        if placed_part.height > placed_part.enough or not stand_out.any():
             break
         large |= stand_out
     return answer
@@ -209,16 +209,20 @@ def _large_first(answer: _Answer, effort: Effort, use_numba: bool | None) -> _An
 def _of_part(answer: _Answer, part: Any, effort: Effort, use_numba: bool | None) -> _Answer:
     """Offsets for some of the buffers, ``part`` (N,) of bools, by greedy and search."""
     problem = answer.instance.problem
-    ids = [buffer.id for buffer, own in zip(answer.instance.buffers, part, strict=True) if own]
+    ids = [
+        buffer.id
+        for buffer, is_in_part in zip(answer.instance.buffers, part, strict=True)
+        if is_in_part
+    ]
     instance = build_instance(problem, ids)
     bound = _round_up(instance.lower_bound(), step_bytes(instance))
     target = bound if problem.capacity is None else answer.target
     enough = target + answer.enough - answer.target
     offsets = greedy_offsets(instance, enough, effort)
-    found = replace(
+    part_answer = replace(
         answer, instance=instance, target=target, enough=enough, offsets=offsets, bound=bound
     )
-    return found if found.height <= enough else _search(found, effort, use_numba)
+    return part_answer if part_answer.height <= enough else _search(part_answer, effort, use_numba)
 
 
 def _largest_small(instance: Instance, most_bytes: int) -> int:
@@ -245,10 +249,10 @@ def _mip(
     result = mip_offsets(
         answer.instance, answer.offsets, answer.bound, effort, engine=engine, by_nodes=by_nodes
     )
-    found = replace(answer, offsets=result.offsets, solver="mip")
+    improved = replace(answer, offsets=result.offsets, solver="mip")
     if result.status is SolveStatus.OPTIMAL:
-        return replace(found, bound=found.height)
-    return found if found.height < answer.height else answer
+        return replace(improved, bound=improved.height)
+    return improved if improved.height < answer.height else answer
 
 
 def _search(answer: _Answer, effort: Effort, use_numba: bool | None) -> _Answer:

@@ -134,9 +134,9 @@ class Searcher:
         if self.nodes and nodes <= self._instance.num_buffers:
             return kernel.LIMIT, np.zeros(0, dtype=np.int64)
         before_s = self.seconds
-        found = self.run(capacity, rank, nodes, jump, effort.left_s)
+        offsets = self.run(capacity, rank, nodes, jump, effort.left_s)
         effort.spend(self.seconds - before_s)
-        return found
+        return offsets
 
     def _tables(self, rank: Ints) -> kernel.Tables:
         return kernel.Tables(rank=self._convert(rank), **self._static)

@@ -32,47 +32,47 @@ def check_placement(
     """
     stated = placement.height_bytes if isinstance(placement, Placement) else None
     offsets = placement.offsets if isinstance(placement, Placement) else placement
-    found = list(find_violations(problem, offsets, capacity=capacity))
+    violations = list(find_violations(problem, offsets, capacity=capacity))
     height = max((offsets[b.id] + b.size for b in problem.buffers if b.id in offsets), default=0)
     if stated is not None and stated != height:
-        found.append(f"height: stated {stated} bytes, the offsets reach {height}")
-    if found:
-        more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
-        raise InvalidPlan("placement: " + "; ".join(found[:_SHOWN]) + more)
+        violations.append(f"height: stated {stated} bytes, the offsets reach {height}")
+    if violations:
+        unshown = f" (and {len(violations) - _SHOWN} more)" if len(violations) > _SHOWN else ""
+        raise InvalidPlan("placement: " + "; ".join(violations[:_SHOWN]) + unshown)
 
 
 def find_violations(
     problem: PlacementProblem, offsets: Mapping[str, int], *, capacity: bool = True
 ) -> tuple[str, ...]:
     """One sentence for each broken promise of ``offsets`` (bytes by buffer id); empty if valid."""
-    known = {buffer.id for buffer in problem.buffers}
-    found = [f"{name}: offset for an unknown buffer" for name in offsets if name not in known]
+    ids = {buffer.id for buffer in problem.buffers}
+    violations = [f"{name}: offset for an unknown buffer" for name in offsets if name not in ids]
     placed = []
     for buffer in problem.buffers:
         if buffer.id not in offsets:
-            found.append(f"{buffer.id}: has no offset")
+            violations.append(f"{buffer.id}: has no offset")
             continue
         placed.append(buffer)
-        found += _single_violations(problem, buffer, offsets[buffer.id], capacity)
-    return tuple(found) + tuple(_overlaps(placed, offsets))
+        violations += _single_violations(problem, buffer, offsets[buffer.id], capacity)
+    return tuple(violations) + tuple(_overlaps(placed, offsets))
 
 
 def _single_violations(
     problem: PlacementProblem, buffer: Buffer, offset: int, capacity: bool
 ) -> list[str]:
-    found = []
+    violations = []
     if offset < 0:
-        found.append(f"{buffer.id}: offset {offset} is negative")
+        violations.append(f"{buffer.id}: offset {offset} is negative")
     for alignment in (problem.alignment, buffer.alignment):
         if offset % alignment:
-            found.append(f"{buffer.id}: offset {offset} is not a multiple of {alignment}")
+            violations.append(f"{buffer.id}: offset {offset} is not a multiple of {alignment}")
     if buffer.offset is not None and offset != buffer.offset:
-        found.append(f"{buffer.id}: offset {offset}, but {buffer.offset} is fixed")
+        violations.append(f"{buffer.id}: offset {offset}, but {buffer.offset} is fixed")
     if capacity and problem.capacity is not None and offset + buffer.size > problem.capacity:
-        found.append(
+        violations.append(
             f"{buffer.id}: ends at {offset + buffer.size}, beyond the capacity {problem.capacity}"
         )
-    return found
+    return violations
 
 
 def _overlaps(buffers: list[Buffer], offsets: Mapping[str, int]) -> list[str]:
@@ -89,7 +89,7 @@ def _overlaps(buffers: list[Buffer], offsets: Mapping[str, int]) -> list[str]:
                 events += [(begin, 1, entry), (end, 0, entry)]
     events.sort(key=lambda event: event[:2])
     live: list[_Live] = []
-    found = []
+    violations = []
     for time, birth, entry in events:
         at = bisect.bisect_left(live, entry)
         if not birth:
@@ -98,9 +98,9 @@ def _overlaps(buffers: list[Buffer], offsets: Mapping[str, int]) -> list[str]:
             continue
         for other in live[max(at - 1, 0) : at + 1]:
             if other.start < entry.stop and entry.start < other.stop:
-                found.append(
+                violations.append(
                     f"{other.id} [{other.start}, {other.stop}) and {entry.id} "
                     f"[{entry.start}, {entry.stop}) overlap at time {time}"
                 )
         live.insert(at, entry)
-    return found
+    return violations

@@ -148,11 +148,11 @@ def program_of(
 
 def costs_with(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> StepCosts:
     """The step's costs and those of the recompute regions that ``moves`` call."""
-    more = {}
+    recompute_s = {}
     for layer, mode in zip(step.layers, moves.modes, strict=True):
         for key in recompute_keys(step.class_of(layer), mode):
-            more[key.region] = recompute(key).seconds
-    return replace(step.costs, region_s={**step.costs.region_s, **more})
+            recompute_s[key.region] = recompute(key).seconds
+    return replace(step.costs, region_s={**step.costs.region_s, **recompute_s})
 
 
 def copy_seconds(step: MovableStep, problem: Problem) -> float:

@@ -107,14 +107,14 @@ MAX_BY_SLOT_CALLS = 300_000
 
 def _spread_over(count: int, most: int) -> list[int]:
     """At most so many of the first ``count`` numbers, evenly; the first and the last of them."""
-    some = min(most, count)
-    return sorted({(count - 1) * at // max(1, some - 1) for at in range(some)})
+    num_taken = min(most, count)
+    return sorted({(count - 1) * at // max(1, num_taken - 1) for at in range(num_taken)})
 
 
-def _unbeaten(found: Iterable[Candidate]) -> list[Candidate]:
+def _unbeaten(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Those of which no other needs as few bytes and seconds, the fewest bytes first."""
     plans: list[Candidate] = []
-    for plan in sorted(found, key=lambda plan: (plan.live_bytes, plan.cost_s)):
+    for plan in sorted(candidates, key=lambda plan: (plan.live_bytes, plan.cost_s)):
         if not plans or plan.cost_s < plans[-1].cost_s:
             plans.append(plan)
     return plans
@@ -126,8 +126,8 @@ def _spread_bytes(plans: Sequence[Candidate], most: int) -> list[Candidate]:
         return []
     first, last = plans[0].live_bytes, plans[-1].live_bytes
     shares = [first + (last - first) * at // (most - 1) for at in range(most)]
-    below = ([own for own in plans if own.live_bytes <= share] for share in shares)
-    return list(dict.fromkeys(some[-1] for some in below))
+    below = ([plan for plan in plans if plan.live_bytes <= share] for share in shares)
+    return list(dict.fromkeys(small_plans[-1] for small_plans in below))
 
 
 def _stalls(candidate: Candidate) -> bool:
@@ -194,11 +194,11 @@ class CandidateSource:
 
     def moves(self, *searches: str) -> tuple[Moves, ...]:
         """What the ``searches`` find, before it is simulated."""
-        found: dict[Moves, None] = {}
+        all_moves: dict[Moves, None] = {}
         for search in searches:
             make = functools.partial(self._search, search)
-            found.update(dict.fromkeys(self.searched.once(search, make)))
-        return tuple(found)
+            all_moves.update(dict.fromkeys(self.searched.once(search, make)))
+        return tuple(all_moves)
 
     def _search(self, search: str) -> Iterable[Moves]:
         searches: dict[str, Callable[[], Iterable[Moves]]] = {
@@ -245,24 +245,24 @@ class CandidateSource:
 
     def _floor_moves(self) -> Iterator[Moves]:
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
-        found = []
+        near_floor = []
         for price in COPY_PRICES:
             model = build_model(self.step, modes, ONCE, price)
-            found += [model.moves(chosen, "greedy") for chosen in self._near_floor_of(model)]
-        outside = (own for some in modes for cost in some for own in cost.recompute_outside)
+            near_floor += [model.moves(chosen, "greedy") for chosen in self._near_floor_of(model)]
+        outside = (size for costs in modes for cost in costs for size in cost.recompute_outside)
         room = outside_room(self.step)
         least_room = min((room[at] for at in facts_of(self.step).backward_at), default=math.inf)
         raises = max(outside, default=0) > least_room
-        yield from found
+        yield from near_floor
         if raises:
-            yield from self._slot_by_slot(found, modes)
+            yield from self._slot_by_slot(near_floor, modes)
 
     def _slot_by_slot(
-        self, found: Iterable[Moves], modes: Sequence[Sequence[ModeCost]]
+        self, near_floor: Iterable[Moves], modes: Sequence[Sequence[ModeCost]]
     ) -> Iterator[Moves]:
-        """Some of ``found`` that none beats with slots moved otherwise, in about their bytes."""
+        """Some of ``near_floor`` that none beats, with slots moved otherwise."""
         starts = [
-            *_spread_bytes(_unbeaten(self.valid(found)), MAX_BY_SLOT),
+            *_spread_bytes(_unbeaten(self.valid(near_floor)), MAX_BY_SLOT),
             *(self._smallest_steady() if self.is_short else ()),
         ]
         best: Candidate | None = None
@@ -290,11 +290,11 @@ class CandidateSource:
         Where little may be copied, greedy's sequence may have no plan that is as small.
         """
         steady = (
-            replace(own.moves, policy="greedy", schedule=replace(own.moves.schedule, widen=1.0))
-            for own in self.plans("steady")
+            replace(plan.moves, policy="greedy", schedule=replace(plan.moves.schedule, widen=1.0))
+            for plan in self.plans("steady")
         )
-        found = [own for own in self.valid(steady) if self._has_host(own)]
-        return sorted(found, key=lambda plan: (plan.live_bytes, plan.cost_s))[:1]
+        fitting = [plan for plan in self.valid(steady) if self._has_host(plan)]
+        return sorted(fitting, key=lambda plan: (plan.live_bytes, plan.cost_s))[:1]
 
     def _perhaps_simulated(self, most_bytes: int, moves: Moves, below_s: float) -> Candidate | None:
         """``moves`` simulated; None where they surely need more bytes, or cost ``below_s``."""
@@ -321,8 +321,8 @@ class CandidateSource:
         models = [(model, self._spread(model)) for model in self._models((NEXT, WIDE)).values()]
         near = (build_model(self.step, self._modes(), ONCE, price) for price in COPY_PRICES)
         models += [(model, self._near_floor_of(model)) for model in near]
-        for model, some in models:
-            for chosen in dict.fromkeys(refilled(model, chosen, most) for chosen in some):
+        for model, choices in models:
+            for chosen in dict.fromkeys(refilled(model, chosen, most) for chosen in choices):
                 yield model.moves(chosen, "greedy")
 
     @property
@@ -381,10 +381,10 @@ class CandidateSource:
             exact=self.exact,
         )
 
-    def valid(self, found: Iterable[Moves]) -> list[Candidate]:
-        """The candidates of ``found``; moves that make no program are left out, with a warning."""
+    def valid(self, all_moves: Iterable[Moves]) -> list[Candidate]:
+        """Their candidates; moves that make no program are left out, with a warning."""
         candidates: list[Candidate] = []
-        for moves in found:
+        for moves in all_moves:
             try:
                 candidates += self._with_wider(moves)
             except InvalidPlan as error:
@@ -398,10 +398,10 @@ class CandidateSource:
         if not moves.schedule.widen:
             return
         wider, times = candidate, 1.0
-        for more in WIDER:
+        for step_share in WIDER:
             if wider.next_times > MOST or not _stalls(wider):  # more bytes gain nothing
                 return
-            times = max(times + more, math.ceil(wider.next_times * GRAIN) / GRAIN)
+            times = max(times + step_share, math.ceil(wider.next_times * GRAIN) / GRAIN)
             schedule = replace(moves.schedule, widen=times)
             wider = self._evaluated(replace(moves, schedule=schedule), program=program)
             yield wider
@@ -430,12 +430,12 @@ class CandidateSource:
         classes = (layer.class_key for layer in self.step.layers)
         pairs = dict.fromkeys(zip(classes, moves.modes, strict=False))
         keys = (recompute_keys(self.step.classes[class_key], mode) for class_key, mode in pairs)
-        found = {
+        regions = {
             key.region
             for key in itertools.chain.from_iterable(keys)
             if not self.recompute(key).is_lowered
         }
-        return tuple(sorted(found))
+        return tuple(sorted(regions))
 
     def _greedy_moves(self) -> Iterator[Moves]:
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
@@ -458,9 +458,9 @@ class CandidateSource:
             yield from sequence[-NEAR_FULL:]
             return
         smaller = list(ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
-        for (above, _), (_, found) in itertools.pairwise([smaller[0], *smaller]):
-            yield found
-            for other in last_layer_kept(model, found, above):
+        for (above, _), (_, small) in itertools.pairwise([smaller[0], *smaller]):
+            yield small
+            for other in last_layer_kept(model, small, above):
                 if most is None or model.host_bytes(other) <= most:
                     yield other
 
@@ -483,10 +483,10 @@ class CandidateSource:
         if not lowest.status.has_solution:
             return []
         floor = model.peak_bytes(lowest.chosen)
-        found = []
+        solutions = []
         for share in shares:
             bound_bytes = int(floor + share * (top - floor))
             solution = solve_modes(model, bound_bytes=bound_bytes, host_budget_bytes=host_bytes)
             chosen = solution.chosen if solution.status.has_solution else lowest.chosen
-            found.append(model.moves(chosen, "program"))
-        return found
+            solutions.append(model.moves(chosen, "program"))
+        return solutions

@@ -89,18 +89,18 @@ def refilled(model: StepModel, chosen: tuple[int, ...], host_budget_bytes: int) 
     now, cost = model.bytes_at(chosen), model.cost_s(chosen)
     peak = now.max()
     for layer, key in enumerate(model.class_keys):
-        modes, deltas, own = model.modes[layer], model.deltas[layer], chosen[layer]
-        fits = (now - deltas[own] + deltas).max(axis=1) <= peak
-        best = own
+        modes, deltas, current = model.modes[layer], model.deltas[layer], chosen[layer]
+        fits = (now - deltas[current] + deltas).max(axis=1) <= peak
+        best = current
         for mode in range(len(modes)):
-            if not fits[mode] or modes[mode].recompute_s >= modes[own].recompute_s:
+            if not fits[mode] or modes[mode].recompute_s >= modes[current].recompute_s:
                 continue
             other = moved(chosen, [layer], mode)
             if exceeds(model, other, host_budget_bytes) or not few_keys(model, other, key):
                 continue
             if (other_s := model.cost_s(other)) < cost:
                 best, cost = mode, other_s
-        chosen, now = moved(chosen, [layer], best), now - deltas[own] + deltas[best]
+        chosen, now = moved(chosen, [layer], best), now - deltas[current] + deltas[best]
     return chosen
 
 

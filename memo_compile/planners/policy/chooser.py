@@ -88,10 +88,10 @@ class Chooser:
         spared: list[Candidate] = []
         for candidate in ordered:
             while spared and spared[0].cost_s <= candidate.cost_s:
-                if found := self._fitting(spared.pop(0)):
-                    return found
-            if found := self._fitting(candidate):
-                return found
+                if fitting := self._fitting(spared.pop(0)):
+                    return fitting
+            if fitting := self._fitting(candidate):
+                return fitting
             for other in self._spared_of(candidate):
                 if other.cost_s < below_s:
                     bisect.insort(spared, other, key=preference)
@@ -129,7 +129,7 @@ class Chooser:
         """
         assert self.budget_bytes is not None, "without a budget every plan fits"
         if self._lowest_bytes == math.inf:
-            self._lowest([own for own in candidates if self._host_fits(own)])
+            self._lowest([candidate for candidate in candidates if self._host_fits(candidate)])
         lowest = self._lowest_bytes
         return None if lowest == math.inf else max(self.budget_bytes, int(lowest))
 
@@ -159,10 +159,10 @@ class Chooser:
         points = unbeaten(considered, self.host_budget_bytes)
         if chosen not in points:
             points = sorted([*points, chosen], key=preference)
-        found = []
+        frontier = []
         for point in points:
             placed = self._placed_already(point)
-            found.append(
+            frontier.append(
                 FrontierPoint(
                     policy=point.moves.policy,
                     step_s=point.timeline.step_s,
@@ -171,12 +171,12 @@ class Chooser:
                     chosen=point is chosen,
                 )
             )
-        return tuple(found)
+        return tuple(frontier)
 
     def infeasible(self, step: MovableStep, considered: Sequence[Candidate]) -> NothingFits:
         """The error: the smallest peak that can be had, what makes it, and what to change."""
         assert self.budget_bytes is not None, "without a budget only the host's memory is short"
-        considered = [own for own in considered if decisions_of(own.moves) not in self.refused]
+        considered = [plan for plan in considered if decisions_of(plan.moves) not in self.refused]
         within = [candidate for candidate in considered if self._host_fits(candidate)]
         beyond = [candidate for candidate in considered if not self._host_fits(candidate)]
         lowest = self._floor(step, within)
@@ -219,10 +219,10 @@ class Chooser:
         In another process too, where interludes are measured anew. But no more is named than the
         plan needs that is taken without a budget.
         """
-        found = self._floor_here(step, candidates)
-        if found is None or not step.problem.interludes:
-            return found
-        floor_bytes, problem = found
+        lowest = self._floor_here(step, candidates)
+        if lowest is None or not step.problem.interludes:
+            return lowest
+        floor_bytes, problem = lowest
         enough_bytes = min(candidates, key=preference).live_bytes
         return max(floor_bytes, min(floor_bytes + MEASURED_BYTES, enough_bytes)), problem
 
@@ -249,7 +249,7 @@ class Chooser:
             return best
         left = MAX_FLOOR_PLACEMENTS
         for candidate in sorted(
-            candidates, key=lambda own: (not is_steady(own), *_bytes_first(own))
+            candidates, key=lambda choice: (not is_steady(choice), *_bytes_first(choice))
         ):
             if best is not None and candidate.live_bytes >= best[0]:
                 continue
@@ -257,19 +257,19 @@ class Chooser:
                 if not left:
                     continue
                 left -= 1
-            for own in (candidate, *self._spared_of(candidate)):
-                peak = self._plan_of(own).peak_bytes
+            for choice in (candidate, *self._spared_of(candidate)):
+                peak = self._plan_of(choice).peak_bytes
                 if best is None or peak < best[0]:
-                    best = peak, own.problem
+                    best = peak, choice.problem
         return best
 
     def _lowest_of_all(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
         """The peak and step of one that is placed with no more bytes than any other has alive."""
-        least = min((own.live_bytes for own in candidates), default=0)
-        for own in candidates:
-            plan = self._placed_already(own)
+        least = min((candidate.live_bytes for candidate in candidates), default=0)
+        for candidate in candidates:
+            plan = self._placed_already(candidate)
             if plan is not None and plan.peak_bytes <= least:
-                return plan.peak_bytes, own.problem
+                return plan.peak_bytes, candidate.problem
         return None
 
 
@@ -316,12 +316,12 @@ def beaten(candidates: Sequence[Candidate], best: Sequence[Candidate]) -> list[C
 
     With named plans no choice needs more than full recomputation; steady ones keep a named floor.
     """
-    known = {id(candidate) for candidate in best}
+    best_ids = {id(candidate) for candidate in best}
     named: list[Candidate] = []
     others: list[Candidate] = []
     for candidate in sorted(candidates, key=_bytes_first):
         is_named = candidate.moves.policy in NAMED or is_steady(candidate)
-        if id(candidate) not in known:
+        if id(candidate) not in best_ids:
             (named if is_named else others).append(candidate)
     return sorted([*named, *others[:MAX_MORE]], key=preference)
 

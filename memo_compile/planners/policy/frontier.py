@@ -121,25 +121,25 @@ def choose(
     notes: tuple[str, ...] = ()
     if policy in ("auto", "greedy"):
         fast_s = min(wanted_s if source.is_short else min(wanted_s, enough_s), max_step_s)
-        considered, found = _searched(source, chooser, policy, fast_s)
-        if found is not None and len(considered) > 1 and not sparing:
+        considered, picked = _searched(source, chooser, policy, fast_s)
+        if picked is not None and len(considered) > 1 and not sparing:
             considered = list(dict.fromkeys([*considered, *source.plans(*source.quick)]))
     elif policy in NAMED:
         notes = source.named_plan(policy, alpha).notes
         considered = source.saved() if policy == "save" else source.named(policy, (alpha,))
         if policy == "memo" and alpha is None and budget_bytes is not None:
             considered += sorted(source.named(policy, QUANTA), key=preference)
-        found = chooser.pick(considered)
+        picked = chooser.pick(considered)
     elif policy in LYNX:
-        considered, found = _picked(source.plans(policy), chooser)
+        considered, picked = _picked(source.plans(policy), chooser)
     else:
-        known = ", ".join((*NAMED, *LYNX))
-        raise ConfigError(f"policy: expected auto, greedy, {known}, got {policy!r}")
-    if found is None and chooser.least_left_s is not None:
+        policies = ", ".join((*NAMED, *LYNX))
+        raise ConfigError(f"policy: expected auto, greedy, {policies}, got {policy!r}")
+    if picked is None and chooser.least_left_s is not None:
         raise TooSlow("all other plans of these tiles are slower", step_s=chooser.least_left_s)
-    if found is None:
+    if picked is None:
         raise chooser.infeasible(step, considered)
-    candidate, plan = found
+    candidate, plan = picked
     timeline = simulate(candidate.problem, costs_with(step, candidate.moves, recompute))
     return Choice(
         moves=replace(candidate.moves, policy=policy),
@@ -190,17 +190,17 @@ def _searched(
 ) -> tuple[list[Candidate], _Found]:
     """The plans that were simulated, and the chosen one: of all, or without the solver's."""
     saved = source.saved()
-    found = chooser.pick(saved)
-    if found is not None:
-        return saved, found
+    picked = chooser.pick(saved)
+    if picked is not None:
+        return saved, picked
     quick = source.quick if policy == "auto" else (*source.quick, "steady")
-    plans, found = _cheapest_first(source, chooser, saved, source.moves(*quick), fast_s)
-    is_near = found is not None and found[0].cost_s <= saved[0].cost_s * (1 + GOOD_ENOUGH)
+    plans, picked = _cheapest_first(source, chooser, saved, source.moves(*quick), fast_s)
+    is_near = picked is not None and picked[0].cost_s <= saved[0].cost_s * (1 + GOOD_ENOUGH)
     if policy == "greedy" or is_near:
-        return plans, found
+        return plans, picked
     plans, best = _cheapest_first(source, chooser, saved, source.moves(*source.all))
     # What beats the first choice in cost and in bytes alive may have no place, nor what follows it.
-    both = [choice for choice in (best, found) if choice is not None]
+    both = [choice for choice in (best, picked) if choice is not None]
     return plans, min(both, key=lambda choice: choice[0].cost_s, default=None)
 
 
@@ -217,7 +217,11 @@ def _cheapest_first(
     follow that may need no more than the smallest peak. Raises TooSlow: no plan takes ``fast_s``.
     """
     plans, budget_bytes = [*saved], chooser.budget_bytes
-    left = [own for own in moves if budget_bytes is None or source.least_bytes(own) <= budget_bytes]
+    left = [
+        proposal
+        for proposal in moves
+        if budget_bytes is None or source.least_bytes(proposal) <= budget_bytes
+    ]
     left.sort(key=source.least_s)
     is_fast = fast_s == math.inf
     for number in range(len(left) + 1):
@@ -229,13 +233,17 @@ def _cheapest_first(
         if is_fast:
             best = unbeaten(plans, chooser.host_budget_bytes)
             safe = [plan for plan in best if plan.cost_s < next_s]
-            if found := chooser.pick(safe, below_s=next_s):
-                return plans, found
+            if picked := chooser.pick(safe, below_s=next_s):
+                return plans, picked
         if number < len(left):
             plans += source.valid([left[number]])
     small = source.valid(sorted(moves, key=source.least_bytes)[:NUM_SMALL])
     most_bytes = None if budget_bytes is None else chooser.most_of_floor([*plans, *small])
-    near = [own for own in moves if most_bytes is None or source.least_bytes(own) <= most_bytes]
+    near = [
+        proposal
+        for proposal in moves
+        if most_bytes is None or source.least_bytes(proposal) <= most_bytes
+    ]
     return _picked(list(dict.fromkeys([*plans, *small, *source.valid(near)])), chooser)
 
 
@@ -252,5 +260,5 @@ def _is_fast(least_s: float, next_s: float, fast_s: float) -> bool:
 def _picked(candidates: Sequence[Candidate], chooser: Chooser) -> tuple[list[Candidate], _Found]:
     """The plans to try, and the first that fits; those that some beat after all others."""
     best = unbeaten(candidates, chooser.host_budget_bytes)
-    more = beaten(candidates, best)
-    return [*best, *more], chooser.pick(best) or chooser.pick(more)
+    slower = beaten(candidates, best)
+    return [*best, *slower], chooser.pick(best) or chooser.pick(slower)

@@ -62,29 +62,29 @@ def _bare_modes(step: MovableStep, recompute: RecomputeOf) -> list[tuple[ModeCos
     repeating = set(repeating_layers(step))
     sets = {key: _possible(cls, recompute) for key, cls in step.classes.items()}
     shared: dict[tuple[str, Rights, bool], tuple[ModeCost, ...]] = {}
-    found = []
+    modes_of_layers = []
     for index, (layer, rights) in enumerate(zip(step.layers, layer_rights(step), strict=True)):
         key = layer.class_key, rights, index in repeating
         if key not in shared:
             cls = step.class_of(layer)
             modes = sets[layer.class_key] if index in repeating else sets[layer.class_key][:1]
-            own = (restricted(cls, mode, rights) for mode in modes)
-            shared[key] = tuple(mode_cost(cls, mode, recompute) for mode in own)
-        found.append(shared[key])
-    return found
+            allowed = (restricted(cls, mode, rights) for mode in modes)
+            shared[key] = tuple(mode_cost(cls, mode, recompute) for mode in allowed)
+        modes_of_layers.append(shared[key])
+    return modes_of_layers
 
 
 def _possible(cls: LayerClass, recompute: RecomputeOf) -> list[Mode]:
     """What a class may recompute, ascending in bytes freed; nothing first."""
-    found = []
+    modes = []
     for slots in recompute_sets(cls):
         mode = make_mode(cls, recompute=slots)
         try:
             mode_cost(cls, mode, recompute)
         except UnsupportedGraph:
             continue
-        found.append(mode)
-    return found
+        modes.append(mode)
+    return modes
 
 
 def _uniform(
@@ -92,9 +92,9 @@ def _uniform(
 ) -> Iterator[tuple[Mode, ...]]:
     """One decision for each class."""
     count = {
-        layer.class_key: len(own)
-        for layer, own in zip(step.layers, modes, strict=True)
-        if len(own) > 1
+        layer.class_key: len(costs)
+        for layer, costs in zip(step.layers, modes, strict=True)
+        if len(costs) > 1
     }
     numbers = list(
         itertools.islice(itertools.product(*map(range, count.values())), MAX_PRODUCT + 1)
@@ -105,8 +105,8 @@ def _uniform(
     for chosen in numbers:
         number_of = dict(zip(count, chosen, strict=True))
         yield tuple(
-            own[min(number_of.get(layer.class_key, 0), len(own) - 1)].mode
-            for layer, own in zip(step.layers, modes, strict=True)
+            costs[min(number_of.get(layer.class_key, 0), len(costs) - 1)].mode
+            for layer, costs in zip(step.layers, modes, strict=True)
         )
 
 
@@ -117,9 +117,9 @@ def _by_place(
     window_s = _window_s(step)
     once = Schedule(layers=0)
     cheap: dict[int, tuple[ModeCost, ...]] = {}
-    for own in modes:
-        cheap.setdefault(id(own), tuple(_with_window(cost, window_s) for cost in own))
-    model = build_model(step, [cheap[id(own)] for own in modes], once)
+    for costs in modes:
+        cheap.setdefault(id(costs), tuple(_with_window(cost, window_s) for cost in costs))
+    model = build_model(step, [cheap[id(costs)] for costs in modes], once)
     lowest = lowest_peak(model)
     if not lowest.status.has_solution:
         return

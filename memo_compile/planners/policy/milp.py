@@ -221,8 +221,8 @@ class _Program:
         for call, own_s in enumerate(seconds):  # order
             # With a recomputation, t[c] is when it begins: `ready` then also waits before it.
             recomputing = [i for i in layers if step.facts.backward_at[i] == call]
-            more = total([self._seconds(i, lambda mode: mode.recompute_s) for i in recomputing])
-            require(start[call + 1] >= start[call] + more + own_s)
+            again_s = total([self._seconds(i, lambda mode: mode.recompute_s) for i in recomputing])
+            require(start[call + 1] >= start[call] + again_s + own_s)
         for i in layers:
             made = step.facts.forward_at[i]
             require(out[i] >= start[made] + seconds[made] + outs[i])  # out
@@ -246,8 +246,8 @@ class _Program:
         if not status.has_solution:
             return MilpSolution(status=status)
         taken = [
-            next(m for m, variable in enumerate(some) if self.program.integer_value(variable) == 1)
-            for some in self.x
+            next(m for m, variable in enumerate(row) if self.program.integer_value(variable) == 1)
+            for row in self.x
         ]
         chosen = tuple(taken[self.bundle_of[layer]] for layer in range(self.step.num_layers))
         return MilpSolution(status=status, chosen=chosen)

@@ -88,7 +88,7 @@ class StepModel:
 
     def _taken(self, chosen: Sequence[int]) -> list[ModeCost]:
         """Per layer the mode that it takes."""
-        return [some[mode] for some, mode in zip(self.modes, chosen, strict=True)]
+        return [layer_modes[mode] for layer_modes, mode in zip(self.modes, chosen, strict=True)]
 
     def host_bytes(self, chosen: Sequence[int]) -> int:
         """Bytes that are copied to the host."""
@@ -174,19 +174,19 @@ def _stops(facts: StepFacts, freed_at: Sequence[int], reload_at: Sequence[int]) 
     )
     before_s = 0.0
     for call, call_s in enumerate(facts.call_s):
-        found = [table.get(call, []) for table in tables]
-        if any(found) or call == len(facts.call_s) - 1:
-            yield _Stop(before_s, call_s, *found)
+        layers_at_call = [table.get(call, []) for table in tables]
+        if any(layers_at_call) or call == len(facts.call_s) - 1:
+            yield _Stop(before_s, call_s, *layers_at_call)
             before_s = 0.0
         else:
             before_s += call_s
 
 
 def _layers_at(calls: Sequence[int], layers: Iterable[int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    layers_at: dict[int, list[int]] = {}
     for layer in layers:
-        found.setdefault(calls[layer], []).append(layer)
-    return found
+        layers_at.setdefault(calls[layer], []).append(layer)
+    return layers_at
 
 
 def build_model(
@@ -203,14 +203,14 @@ def build_model(
     reload_at = tuple(_reloaded_at(facts, schedule.layers))
     during, border = call_bytes(step)
     reads = [_first_reads(facts, owner) for owner in step.layers]
-    points = [(layer, at) for layer, some in enumerate(reads) for at in sorted({*some.values()})]
+    points = [(layer, at) for layer, calls in enumerate(reads) for at in sorted({*calls.values()})]
     point_calls = [at for _, at in points]
     point_of = {point: number for number, point in enumerate(points, start=len(during))}
     base = np.concatenate([during, border[point_calls]])
     deltas = []
-    for layer, some in enumerate(modes):
-        delta = np.zeros((len(some), len(base)), dtype=np.int64)
-        for row, cost in zip(delta, some, strict=True):
+    for layer, costs in enumerate(modes):
+        delta = np.zeros((len(costs), len(base)), dtype=np.int64)
+        for row, cost in zip(delta, costs, strict=True):
             parts = list(_parts(cost, reads[layer]))
             needed = _needed_at(parts)
             window = freed_at[layer], reload_at[layer]
@@ -237,8 +237,8 @@ def build_model(
         costs=step.costs,
         schedule=schedule,
         stops=tuple(_stops(facts, freed_at, reload_at)),
-        out_s=tuple(tuple(mode.d2h_s(step.costs) for mode in some) for some in modes),
-        back_s=tuple(tuple(mode.h2d_s(step.costs) for mode in some) for some in modes),
+        out_s=tuple(tuple(cost.d2h_s(step.costs) for cost in costs) for costs in modes),
+        back_s=tuple(tuple(cost.h2d_s(step.costs) for cost in costs) for costs in modes),
         copy_price=copy_price,
     )
 
@@ -271,11 +271,11 @@ class _Part(NamedTuple):
 
 def _needed_at(parts: Iterable[_Part]) -> dict[int, int]:
     """Slot -> the call before which recomputation makes it, or first reads it."""
-    found: dict[int, int] = {}
+    first_use: dict[int, int] = {}
     for part in parts:
         for slot in (*part.slots, *part.sources):
-            found[slot] = min(part.at, found.get(slot, part.at))
-    return found
+            first_use[slot] = min(part.at, first_use.get(slot, part.at))
+    return first_use
 
 
 def _first_reads(facts: StepFacts, layer: Layer) -> dict[int, int]:
@@ -345,9 +345,9 @@ def last_layer_kept(
     if last is None:
         return
     others = [(*chosen[:last], mode, *chosen[last + 1 :]) for mode in range(len(model.modes[last]))]
-    found = sorted((model.cost_s(other), model.peak_bytes(other), other) for other in others)
+    priced = sorted((model.cost_s(other), model.peak_bytes(other), other) for other in others)
     cost_s, num_found = model.cost_s(chosen), 0
-    for other_s, peak, other in found:
+    for other_s, peak, other in priced:
         if other_s < cost_s and peak < below_bytes and num_found < MAX_LAST:
             num_found, below_bytes = num_found + 1, peak
             yield other
@@ -458,7 +458,7 @@ def _kept_bytes(step: MovableStep, facts: StepFacts, problem: Problem) -> Any:
         return most_per_call(problem, facts.tables) + step_constant_bytes(problem)
     plan = late(problem) if step.waits_late else at_once(problem)
     alive = most_per_call(plan) + step_constant_bytes(plan)
-    bytes_of = {call.name: own for call, own in zip(plan.calls, alive, strict=True)}
-    gathers = {call.name for own in gathers_of(problem).values() for call in own.calls}
+    bytes_of = {call.name: size for call, size in zip(plan.calls, alive, strict=True)}
+    gathers = {call.name for gather in gathers_of(problem).values() for call in gather.calls}
     stays = [call.kind is CallKind.RUN and call.name not in gathers for call in problem.calls]
     return np.where(stays, [bytes_of[call.name] for call in problem.calls], 0)

@@ -80,16 +80,16 @@ def with_launches(step: MovableStep, recompute: RecomputeOf) -> RecomputeOf:
     Only where regions are measured: the seconds of a roofline count no launches at all.
     """
     is_measured = step.costs.source == MEASURED
-    known: dict[RecomputeKey, RecomputeRegion] = {}
+    regions: dict[RecomputeKey, RecomputeRegion] = {}
 
     def counted(key: RecomputeKey) -> RecomputeRegion:
-        if key not in known:
+        if key not in regions:
             region = recompute(key)
             if is_measured and not region.is_lowered:
                 more_s = LAUNCH_S * region.profile.num_lines
                 region = replace(region, seconds=region.seconds + more_s)
-            known[key] = region
-        return known[key]
+            regions[key] = region
+        return regions[key]
 
     return counted
 
@@ -167,14 +167,14 @@ def layer_rights(step: MovableStep) -> tuple[Rights, ...]:
     """
     facts = facts_of(step)
     owner: dict[str, int] = {}
-    found = []
+    rights = []
     for index, layer in enumerate(step.layers):
         slots, values = step.class_of(layer).slots, layer.values
-        own = [at for at, value in enumerate(values) if owner.setdefault(value, index) == index]
-        copied = (at for at in own if slots[at].can_offload and values[at] in facts.size_of)
-        recomputed = (at for at in own if recomputable(step, layer, at))
-        found.append(Rights(offload=frozenset(copied), recompute=frozenset(recomputed)))
-    return tuple(found)
+        owned = [at for at, value in enumerate(values) if owner.setdefault(value, index) == index]
+        copied = (at for at in owned if slots[at].can_offload and values[at] in facts.size_of)
+        recomputed = (at for at in owned if recomputable(step, layer, at))
+        rights.append(Rights(offload=frozenset(copied), recompute=frozenset(recomputed)))
+    return tuple(rights)
 
 
 def layer_modes(
@@ -191,7 +191,7 @@ def layer_modes(
         for key in dict.fromkeys(layer.class_key for layer in step.layers)
     }
     shared: dict[tuple[str, Rights], tuple[ModeCost, ...]] = {}
-    found = []
+    modes_of_layers = []
     for layer, rights in zip(step.layers, layer_rights(step), strict=True):
         key = (layer.class_key, rights)
         if key not in shared:
@@ -199,8 +199,8 @@ def layer_modes(
             shared[key] = tuple(
                 mode_cost(cls, restricted(cls, cost.mode, rights), recompute) for cost in modes
             )
-        found.append(shared[key])
-    return tuple(found)
+        modes_of_layers.append(shared[key])
+    return tuple(modes_of_layers)
 
 
 def restricted(cls: LayerClass, mode: Mode, rights: Rights) -> Mode:
@@ -235,25 +235,25 @@ def class_modes(
     limit = MAX_MODES - (MAX_MIXES if mixes else 0)
     picked = _supported(step.costs, costs, hidden_s, limit)
     picked += list(_costs(cls, mixes, recompute))[:MAX_MIXES]
-    known = {cost.mode for cost in picked}
-    if (inside := _inside(step, class_key, costs)) is not None and inside.mode not in known:
+    picked_modes = {cost.mode for cost in picked}
+    if (inside := _inside(step, class_key, costs)) is not None and inside.mode not in picked_modes:
         picked.append(inside)
-    known = {cost.mode for cost in picked}
+    picked_modes = {cost.mode for cost in picked}
     apart_modes = _costs(cls, _apart_modes(cls, sets, hideable), recompute)
-    picked += [cost for cost in apart_modes if cost.mode not in known][:MAX_APART]
-    known = {cost.mode for cost in picked}
+    picked += [cost for cost in apart_modes if cost.mode not in picked_modes][:MAX_APART]
+    picked_modes = {cost.mode for cost in picked}
     late_modes = _costs(cls, _late_modes(cls, sets), recompute)
-    picked += [cost for cost in late_modes if cost.mode not in known][:MAX_LATE]
-    known = {cost.mode for cost in picked}
+    picked += [cost for cost in late_modes if cost.mode not in picked_modes][:MAX_LATE]
+    picked_modes = {cost.mode for cost in picked}
     partly_late = _costs(cls, _partly_late_modes(cls, sets), recompute)
-    picked += [cost for cost in partly_late if cost.mode not in known][:MAX_PARTLY_LATE]
-    known = {cost.mode for cost in picked}
+    picked += [cost for cost in partly_late if cost.mode not in picked_modes][:MAX_PARTLY_LATE]
+    picked_modes = {cost.mode for cost in picked}
     half = _half_copied(cls, picked, step.costs)
-    picked += [cost for cost in _costs(cls, [half], recompute) if cost.mode not in known]
+    picked += [cost for cost in _costs(cls, [half], recompute) if cost.mode not in picked_modes]
     if fills_host:
-        known = {cost.mode for cost in picked}
+        picked_modes = {cost.mode for cost in picked}
         filling = _costs(cls, _filling(step, cls, picked), recompute)
-        picked += [cost for cost in filling if cost.mode not in known]
+        picked += [cost for cost in filling if cost.mode not in picked_modes]
     first, *others = picked
     others.sort(key=lambda cost: (-cost.kept_bytes, cost.host_bytes, cost.recompute_s))
     return (first, *others)
@@ -334,12 +334,12 @@ def _filling(step: MovableStep, cls: LayerClass, modes: Sequence[ModeCost]) -> I
             continue
         mode = cost.mode
         for _ in range(MAX_FILLING):
-            more = [_copying(cls, mode, slot) for slot in mode.slots(Action.RECOMPUTE)]
+            changes = [_copying(cls, mode, slot) for slot in mode.slots(Action.RECOMPUTE)]
             gains = [
                 ((_again_s(step, cls, mode) - _again_s(step, cls, other)) / size_bytes, other)
-                for other, size_bytes in filter(None, more)
+                for other, size_bytes in filter(None, changes)
             ]
-            gain, mode = max(gains, key=lambda found: found[0], default=(0.0, mode))
+            gain, mode = max(gains, key=lambda pair: pair[0], default=(0.0, mode))
             if gain <= 0:
                 break
             yield mode
@@ -392,8 +392,8 @@ def _partly_late_modes(cls: LayerClass, sets: Sequence[frozenset[int]]) -> Itera
     Everything else is offloaded.
     """
     for recomputed in sets:
-        found = [_reading_early(cls, key) for key in _keys_of(cls, recomputed)]
-        early = [slots for slots in found if slots]
+        reading_early = [_reading_early(cls, key) for key in _keys_of(cls, recomputed)]
+        early = [slots for slots in reading_early if slots]
         for slots in early if len(early) > 1 else ():
             kept = recomputed - slots
             yield make_mode(cls, recompute=kept, offload=set(offload_order(cls)) - kept)
@@ -450,10 +450,10 @@ def apart(cls: LayerClass, recomputed: frozenset[int], hideable: int = 0) -> fro
     while early:
         fewer = [kept - {slot} for slot in sorted(kept) if cls.slots[slot].can_offload]
         gains = [
-            (early - _early_bytes(cls, some) - COPIED * _bytes_of(cls, kept - some), some)
-            for some in fewer
+            (early - _early_bytes(cls, slots) - COPIED * _bytes_of(cls, kept - slots), slots)
+            for slots in fewer
         ]
-        gain, best = max(gains, key=lambda found: found[0], default=(-1, kept))
+        gain, best = max(gains, key=lambda pair: pair[0], default=(-1, kept))
         hides = _bytes_of(cls, recomputed - best) <= hideable
         if gain < 0 or (gain == 0 and not hides):
             break
@@ -480,12 +480,12 @@ def _early_bytes(cls: LayerClass, recomputed: frozenset[int]) -> int:
 
     What could be made from them later counts too: a copy of what joins it saves its recomputation.
     """
-    found = 0
+    early_bytes = 0
     for slots in joined_parts(cls, sorted(recomputed)):
         first = min(cls.slots[slot].first_read for slot in slots)
         later = (cls.slots[slot] for slot in slots if cls.slots[slot].first_read > first)
-        found += sum(slot.size_bytes for slot in later)
-    return found
+        early_bytes += sum(slot.size_bytes for slot in later)
+    return early_bytes
 
 
 def _bytes_of(cls: LayerClass, slots: Iterable[int]) -> int:

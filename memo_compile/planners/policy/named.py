@@ -135,8 +135,8 @@ def kwai(asked: Asked) -> NamedPlan:
     shares = shares if len(shares) == count else shares[:1] * count
     slots = shared_slots(step, layer_rights(step), shares)
     modes = tuple(
-        make_mode(step.class_of(layer), offload=own)
-        for layer, own in zip(step.layers, slots, strict=True)
+        make_mode(step.class_of(layer), offload=shared)
+        for layer, shared in zip(step.layers, slots, strict=True)
     )
     return NamedPlan(moves=Moves(modes=modes, schedule=ROTATING, policy="kwai"))
 
@@ -228,8 +228,8 @@ def _with_region(
 def repeating_layers(step: MovableStep) -> list[int]:
     """Indices of layers whose class has more than one layer; all layers where no class has."""
     count = Counter(layer.class_key for layer in step.layers)
-    found = [i for i, layer in enumerate(step.layers) if count[layer.class_key] > 1]
-    return found or list(range(len(step.layers)))
+    repeating = [i for i, layer in enumerate(step.layers) if count[layer.class_key] > 1]
+    return repeating or list(range(len(step.layers)))
 
 
 def _all_offloaded(cls: LayerClass, rights: Rights) -> Mode:

@@ -21,7 +21,7 @@ from memo_compile.units import format_bytes, format_seconds
 
 def reasons(step: MovableStep, moves: Moves) -> Mapping[tuple[str, int, Mode], str]:
     """(class key, slot, mode) -> why layers of that mode do what they do with the slot."""
-    found = {}
+    texts = {}
     facts = facts_of(step)
     for class_key in dict.fromkeys(layer.class_key for layer in step.layers):
         layers = [at for at, layer in enumerate(step.layers) if layer.class_key == class_key]
@@ -36,8 +36,8 @@ def reasons(step: MovableStep, moves: Moves) -> Mapping[tuple[str, int, Mode], s
         )
         for mode in dict.fromkeys(weighed.modes):
             for slot in range(len(weighed.cls.slots)):
-                found[class_key, slot, mode] = weighed.reason(slot, mode)
-    return found
+                texts[class_key, slot, mode] = weighed.reason(slot, mode)
+    return texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,18 +101,18 @@ class _Weighed:
 
     def _offloaded(self, slot: int, mode: Mode) -> str:
         copies, window = self._layer_copy_s(mode), self.forward_s
-        own = format_seconds(self._copy_s(slot))
+        copy = format_seconds(self._copy_s(slot))
         if not self.schedule.layers and not self.schedule.widen:
-            hides = f"its copy takes {own} and ends before the next layer begins, for a small peak"
+            hides = f"its copy takes {copy} and ends before the next layer begins, for a small peak"
         elif copies <= window:
             hides = (
-                f"its copy {own} hides: the layer's copies take {format_seconds(copies)}, the next "
-                f"layer's forward {format_seconds(window)}"
+                f"its copy {copy} hides: the layer's copies take {format_seconds(copies)}, the "
+                f"next layer's forward {format_seconds(window)}"
             )
         else:
             hides = (
-                f"its copy takes {own}; the layer's copies together, {format_seconds(copies)}, are "
-                f"longer than the next layer's forward, {format_seconds(window)}"
+                f"its copy takes {copy}; the layer's copies together, {format_seconds(copies)}, "
+                f"are longer than the next layer's forward, {format_seconds(window)}"
             )
         if not self._can_recompute(slot):
             return f"{hides}; it cannot be recomputed in its layer"

@@ -23,17 +23,17 @@ def shared_slots(
     A share is of the bytes that may move at all, and is rounded up to whole slots.
     """
     member_of = {call.name: call.member for call in step.problem.calls}
-    found: dict[int, list[tuple[int, int, int]]] = {}
+    movable_of: dict[int, list[tuple[int, int, int]]] = {}
     for at, (layer, may) in enumerate(zip(step.layers, rights, strict=True)):
         slots = step.class_of(layer).slots
         sizes = [(align(slots[slot].size_bytes), at, slot) for slot in sorted(may.offload)]
-        found.setdefault(member_of[layer.forward], []).extend(sizes)
+        movable_of.setdefault(member_of[layer.forward], []).extend(sizes)
     chosen: list[set[int]] = [set() for _ in step.layers]
-    for member, slots_of_member in found.items():
+    for member, slots_of_member in movable_of.items():
         share = shares[member]
         left = share * sum(size for size, _, _ in slots_of_member)
         sign = 1 if share > HALF else -1
-        for size, at, slot in sorted(slots_of_member, key=lambda own: (sign * own[0], *own[1:])):
+        for size, at, slot in sorted(slots_of_member, key=lambda row: (sign * row[0], *row[1:])):
             if left <= 0:
                 break
             chosen[at].add(slot)

@@ -51,30 +51,30 @@ def slot_by_slot(
         moves = _changed(best.moves, change)
         if moves is None or not _are_few(step, moves):
             continue
-        found = evaluated(moves, best.cost_s)
-        if found is None:
+        candidate = evaluated(moves, best.cost_s)
+        if candidate is None:
             continue
         num_simulated += 1
-        if fits(found) and found.cost_s < best.cost_s * (1 - MIN_GAIN):
-            best, num_idle = found, 0
+        if fits(candidate) and candidate.cost_s < best.cost_s * (1 - MIN_GAIN):
+            best, num_idle = candidate, 0
     return best, num_simulated
 
 
 def _changes(step: MovableStep, modes: Sequence[Sequence[ModeCost]]) -> Iterator[Change]:
     """Of all layers of a class that may, then of each by itself; whole modes first."""
-    found: dict[tuple[object, ...], tuple[list[int], Callable[[Mode], Mode]]] = {}
+    layers_of: dict[tuple[object, ...], tuple[list[int], Callable[[Mode], Mode]]] = {}
     for number, layer in enumerate(step.layers):
         for cost in modes[number]:
             taken = functools.partial(_taken, cost.mode)
-            found.setdefault((layer.class_key, cost.mode), ([], taken))[0].append(number)
+            layers_of.setdefault((layer.class_key, cost.mode), ([], taken))[0].append(number)
     for number, (layer, rights) in enumerate(zip(step.layers, layer_rights(step), strict=True)):
         for slot, action in _actions(step.class_of(layer), rights):
             moved = functools.partial(_moved, slot, action)
-            found.setdefault((layer.class_key, slot, action), ([], moved))[0].append(number)
-    for layers, change in found.values():
+            layers_of.setdefault((layer.class_key, slot, action), ([], moved))[0].append(number)
+    for layers, change in layers_of.values():
         if len(layers) > 1:
             yield tuple(layers), change
-    for layers, change in found.values():
+    for layers, change in layers_of.values():
         yield from (((number,), change) for number in layers)
 
 
@@ -115,7 +115,7 @@ def _are_few(step: MovableStep, moves: Moves) -> bool:
     ways: dict[str, set[object]] = {}
     for layer, mode in zip(step.layers, moves.modes, strict=True):
         ways.setdefault(layer.class_key, set()).add(_way(step.class_of(layer), mode))
-    return all(len(own - {()}) <= MAX_WAYS for own in ways.values())
+    return all(len(class_ways - {()}) <= MAX_WAYS for class_ways in ways.values())
 
 
 def _way(cls: LayerClass, mode: Mode) -> tuple[object, ...]:
