@@ -440,7 +440,7 @@ def _config_of(options: Mapping[str, Any], origins: Mapping[str, str]) -> MemoCo
     values = dict(options)
     for name, value in options.items():
         if name in _LISTS and isinstance(value, str):
-            values[name] = _flags(value)
+            values[name] = tuple(part.strip() for part in value.split(",") if part.strip())
         elif isinstance(value, str):
             values[name] = _as_number(value, _kinds_of(_FIELDS[name]))
         elif isinstance(value, list):  # as JSON gives them
@@ -532,10 +532,6 @@ def _parsed(name: str, kinds: Sequence[Any], text: str) -> Any:
         except ValueError as error:
             raise ConfigError(f"MEMO_{name.upper()}: cannot use {text!r}: {error}") from error
     return text
-
-
-def _flags(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def local_world_size() -> int:

@@ -156,31 +156,31 @@ def _by_inner_repeat(tape: Tape, first: Range, paths: LayerPaths) -> list[Range]
 
 
 def _by_common_beginning(tape: Tape, repeat: Repeat, paths: LayerPaths) -> list[Range]:
-    """Returns the first instance cut where its beginning comes again.
+    """Returns the first instance cut where its beginning comes again, in models without modules.
 
-    It finds layers that share attention and differ behind it, in models without modules.
-    The common beginning holds a matrix product and at least ``_MIN_COMMON_SHARE`` of the shorter
-    piece, but not all of it: half of a layer that ends as it begins (MLP, attention, MLP) is no
-    layer. (Attention and the MLP behind it have only a norm in common.)
+    [attention, MLP, attention, experts] is cut into [attention, MLP] and [attention, experts]. The
+    common beginning holds a matrix product and at least ``_MIN_COMMON_SHARE`` of the shorter piece
+    (attention and the MLP behind it have only a norm in common), but not all of it: half of a layer
+    that ends as it begins (MLP, attention, MLP) is no layer.
     """
     start, end = repeat.ranges()[0]
     if paths.owner(repeat.ranges()).path is not None:
         return []
     beginning = tape.canonical(start, end)
     starts = []
-    common = {}
+    num_common: dict[int, int] = {}
     for cut in range(start + 1, end):
         if tape.tokens[cut] != tape.tokens[start] or not _is_narrow(tape, cut, repeat):
             continue
         pairs = zip(beginning, tape.canonical(cut, end), strict=False)
-        common[cut] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if tape.num_matmuls(cut, cut + common[cut]):
+        num_common[cut] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if tape.num_matmuls(cut, cut + num_common[cut]):
             starts.append(cut)
     pieces = list(pairwise([start, *starts, end]))
     first_length = pieces[0][1] - start
     for low, high in pieces[1:]:
         shorter = min(high - low, first_length)
-        if not _MIN_COMMON_SHARE * shorter <= common[low] < shorter:
+        if not _MIN_COMMON_SHARE * shorter <= num_common[low] < shorter:
             return []
     return pieces
 

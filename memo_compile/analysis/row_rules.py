@@ -150,8 +150,8 @@ def _view(node: fx.Node, rows: Rows) -> Carried | None:
     with the same product before them all but the last have size 1, which holds no two rows.
     """
     source = node.all_input_nodes[0]
-    row, before = rows[source], shape_of(source)
-    num_rows, outside = before[row.dim] // row.factor, math.prod(before[: row.dim])
+    row, shape = rows[source], shape_of(source)
+    num_rows, outside = shape[row.dim] // row.factor, math.prod(shape[: row.dim])
     for dim, size in enumerate(shape_of(node)):
         if math.prod(shape_of(node)[:dim]) == outside and size > 1 and size % num_rows == 0:
             return Carried(out=RowDim(dim=dim, factor=size // num_rows))
@@ -159,9 +159,9 @@ def _view(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 @_of_first
-def _permute(node: fx.Node, dim: int, before: tuple[int, ...]) -> int:
-    """The rows move with their dimension, whatever the sizes."""
-    order = list(range(len(before)))
+def _permute(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int:
+    """``permute``, ``t``, ``transpose``: the rows move with their dimension, whatever the sizes."""
+    order = list(range(len(shape)))
     if op_name(node) == "permute":
         order = [axis % len(order) for axis in argument(node, "dims")]
     elif op_name(node) == "t":
@@ -173,21 +173,21 @@ def _permute(node: fx.Node, dim: int, before: tuple[int, ...]) -> int:
 
 
 @_of_first
-def _unsqueeze(node: fx.Node, dim: int, before: tuple[int, ...]) -> int:
+def _unsqueeze(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int:
     """A dimension before the rows moves them by one."""
-    return dim + (argument(node, "dim") % (len(before) + 1) <= dim)
+    return dim + (argument(node, "dim") % (len(shape) + 1) <= dim)
 
 
 @_of_first
-def _squeeze(node: fx.Node, dim: int, before: tuple[int, ...]) -> int:
+def _squeeze(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int:
     """Dimensions of size 1 go, all or those that are named; the rows' own has two entries or more.
 
     A part of one row is another matter, which the slicer checks: there the rows' own goes as well.
     """
-    named = set(range(len(before)))
+    named = set(range(len(shape)))
     if "dim" in _argument_names(node):
-        named = _dims(node, "dim", len(before)) or set()
-    return dim - len([axis for axis in range(dim) if before[axis] == 1 and axis in named])
+        named = _dims(node, "dim", len(shape)) or set()
+    return dim - len([axis for axis in range(dim) if shape[axis] == 1 and axis in named])
 
 
 def _argument_names(node: fx.Node) -> set[str]:
@@ -195,16 +195,16 @@ def _argument_names(node: fx.Node) -> set[str]:
 
 
 @_of_first
-def _slice(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
+def _slice(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
     """It cuts another dimension than the rows', or nothing."""
-    at = argument(node, "dim") % len(before)
-    return None if at == dim and shape_of(node) != before else dim
+    at = argument(node, "dim") % len(shape)
+    return None if at == dim and shape_of(node) != shape else dim
 
 
 @_of_first
-def _drop_dim(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
+def _drop_dim(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
     """``select`` and ``unbind`` remove the dimension that they name; it must not be the rows'."""
-    at = argument(node, "dim") % len(before)
+    at = argument(node, "dim") % len(shape)
     return None if at == dim else dim - (at < dim)
 
 
@@ -227,9 +227,9 @@ def _along(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 @_of_first
-def _reduction(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
+def _reduction(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
     """It reduces along the dimensions that it names, none of which may be the rows'."""
-    reduced = _dims(node, "dim", len(before))
+    reduced = _dims(node, "dim", len(shape))
     if reduced is None or dim in reduced:
         return None
     keeps_dims = argument(node, "keepdim") or op_name(node) == "prepare_softmax_online"
@@ -239,15 +239,16 @@ def _reduction(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
 def _matmul(node: fx.Node, rows: Rows) -> Carried | None:
     """``mm`` and ``bmm``, with an addend in front for ``addmm`` and ``baddbmm``.
 
-    The left operand's rows are the result's first (of ``bmm`` second) dimension, the right's its
-    last one; of ``bmm`` both have rows in the batch, which is never broadcast. The addend is.
+    ``[B, M, K] x [B, K, N] -> [B, M, N]``: rows at M come from the left operand, rows at N from the
+    right, and the other is read whole: it may have none. Rows at B must be in both, as the batch is
+    not broadcast. Rows at K are summed over: they are mixed. An addend is broadcast.
     """
     *addend, left, right = node.args[: 3 if op_name(node) in ("addmm", "baddbmm") else 2]
     left, right = _node(left), _node(right)
     ndim = len(shape_of(left))
-    contracted = {left: ndim - 1, right: ndim - 2}
+    summed_dim = {left: ndim - 1, right: ndim - 2}
     if left is right or any(
-        operand in rows and rows[operand].dim == contracted[operand] for operand in contracted
+        operand in rows and rows[operand].dim == dim for operand, dim in summed_dim.items()
     ):
         return None
     addends = [item for item in addend if isinstance(item, fx.Node)]
@@ -255,11 +256,11 @@ def _matmul(node: fx.Node, rows: Rows) -> Carried | None:
     if joined is None:
         return None
     needs = list(joined.needs)
-    rowless = {ndim - 2: right, ndim - 1: left}.get(joined.out.dim)
-    if rowless in rows:
+    read_whole = {ndim - 2: right, ndim - 1: left}.get(joined.out.dim)
+    if read_whole in rows:
         return None
     for source in (left, right):
-        if source is not rowless and source not in rows:
+        if source is not read_whole and source not in rows:
             needs.append((source, joined.out))
     return Carried(out=joined.out, needs=tuple(needs))
 
@@ -326,9 +327,9 @@ def _index_select(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 @_of_first
-def _norm(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
+def _norm(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
     """The last ``len(normalized_shape)`` dimensions are mixed; statistics keep them with size 1."""
-    return dim if dim < len(before) - len(argument(node, "normalized_shape")) else None
+    return dim if dim < len(shape) - len(argument(node, "normalized_shape")) else None
 
 
 _BATCHED = frozenset("query key value grad_out grad_out_ out logsumexp".split())
@@ -398,7 +399,7 @@ def is_counter(node: fx.Node) -> bool:
 
 
 @_of_first
-def _images(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
+def _images(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
     """Convolutions and pooling: rows are images, dimension 0 of the first input.
 
     Groups, stride and padding concern the other dimensions only. A convolution's input without a
@@ -406,14 +407,14 @@ def _images(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
     channel by itself, so that channels in front are rows as well.
     """
     weight = argument(node, "weight")
-    has_batch = not isinstance(weight, fx.Node) or len(shape_of(weight)) == len(before)
-    return 0 if dim == 0 and len(before) >= 3 and has_batch else None
+    has_batch = not isinstance(weight, fx.Node) or len(shape_of(weight)) == len(shape)
+    return 0 if dim == 0 and len(shape) >= 3 and has_batch else None
 
 
 @_of_first
-def _pad(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
+def _pad(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
     """It must not pad the rows' dimension; ``pad`` has two sides a dimension, the last first."""
-    from_end = len(before) - 1 - dim
+    from_end = len(shape) - 1 - dim
     return None if any(argument(node, "pad")[2 * from_end : 2 * from_end + 2]) else dim
 
 
@@ -426,7 +427,7 @@ def _repeat(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 @_of_first
-def _getitem(node: fx.Node, dim: int, before: tuple[int, ...]) -> int | None:
+def _getitem(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
     """An element of a tuple has its rows where the rule of the tuple's node says.
 
     All results of an operator with a rule have the rows at one dimension, except for the gradient

@@ -220,12 +220,12 @@ def _live_bytes(lives: Mapping[fx.Node, tuple[int, int, int]]) -> dict[int, int]
 def _lives(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, int, int]]:
     """Returns (first line, last line, bytes) of each storage that is neither input nor output."""
     nodes = list(gm.graph.nodes)
-    line = {node: number for number, node in enumerate(nodes)}
+    line = {node: number for number, node in enumerate(nodes)}  # one for each node
     outputs = {storage_of(node) for node in nodes[-1].all_input_nodes}
     lives: dict[fx.Node, tuple[int, int, int]] = {}
     for node in nodes:
         if node.op == "call_function" and is_tensor(node) and not is_view(node):
-            maker = node.all_input_nodes[0] if op_name(node) == "" else node
+            maker = node.all_input_nodes[0] if is_item(node) else node  # of the tuple
             if node not in outputs:
                 lives[node] = (line[maker], line[node], bytes_of(node))
         for source in node.all_input_nodes:

@@ -530,6 +530,7 @@ class StepCapture:
         return self._run_backward()
 
     def _assemble(self, step: CapturedStep | CutStep) -> None:
+        """Takes both halves through the stages, after which they can run."""
         self._is_asked = True
         try:
             self.assembly = self.finish(step)

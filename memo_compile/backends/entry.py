@@ -172,8 +172,11 @@ def _compiled_for(
 
 @contextlib.contextmanager
 def _failure_reported() -> Iterator[None]:
-    """Reports an error that leaves the block, and logs it where torch swallows it."""
-    before = state.current_notes()
+    """Reports an error that leaves the block, and logs it where torch swallows it.
+
+    The report forgets an error that the user gets once a next try has a plan.
+    """
+    notes_before = state.current_notes()
     try:
         yield
     except dynamo.RestartAnalysis:
@@ -182,7 +185,7 @@ def _failure_reported() -> Iterator[None]:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         note = f"memo is off for a graph: {reason}"
         if not dynamo.errors_are_suppressed():
-            state.mark_refused(note, before)
+            state.mark_refused(note, notes_before)
             raise
         state.mark_failed(note)
         log.error("memo: off for a graph, which runs eagerly (suppress_errors): %s", reason)

@@ -168,20 +168,20 @@ class Retiled:
 
     def _between_calls(self, why: Infeasible) -> None:
         """Compiles the graph in tiles in which the last refused request fits, if there are any."""
-        before = self._planned.assembly
-        assert before is not None, "inference is not planned"
+        assembly = self._planned.assembly
+        assert assembly is not None, "inference is not planned"
         assert self._first_call is not None, "a step has run"
-        request = before.unplanned_request
+        request = assembly.unplanned_request
         if request is None or request in self._tried:
             return
-        args, gone = self._first_call.inputs_and_stand_ins()
+        args, stand_ins = self._first_call.inputs_and_stand_ins()
         self._tried[request] = without_frames(why)
         with (
             dynamo.nothing_else_compiles(),
             self._first_call.modes(),
-            contextlib.suppress(Infeasible),
+            contextlib.suppress(Infeasible),  # the next step that asks for so much gets it
         ):
-            self._follow(self._compiled(before, request, args, gone))
+            self._follow(self._compiled(assembly, request, args, stand_ins))
 
     @hidden_from_modes()
     def _compiled(
@@ -189,9 +189,9 @@ class Retiled:
         before: Assembly,
         request: PlanRequest,
         args: Sequence[Any],
-        gone: Collection[int] = (),
+        stand_ins: Collection[int] = (),
     ) -> PlannedGraph:
-        """Compiles the graph in tiles for ``request``; ``args`` at ``gone`` are stand-ins.
+        """Compiles the graph in tiles for ``request``; ``args`` at ``stand_ins`` are no real ones.
 
         Raises Infeasible: there are no such tiles, or the graph writes into inputs that share
         memory, which Dynamo's guards (they are not made anew) do not check.
@@ -207,7 +207,7 @@ class Retiled:
             say_dropped("a step that needs more than its tiles allow", error)
             raise without_frames(self._tried[request]) from None
         written = autograd.written_inputs(context, len(args))
-        if not written.isdisjoint(gone):
+        if not written.isdisjoint(stand_ins):
             raise without_frames(self._tried.pop(request))  # the next call has its inputs
         if shared_memory(args, written):
             raise without_frames(self._tried[request])

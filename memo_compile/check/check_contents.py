@@ -161,7 +161,7 @@ def misshapen_calls(problem: Problem) -> tuple[str, ...]:
     faults = []
     halves = half_keys(problem)
     for call in problem.calls:
-        half = (call.phase, call.member)
+        half = call.half
         if half not in halves:
             faults.append(f"{call.name} is of the {_half_text(half)}, which the step has not got")
         region = problem.regions.get(call.region)
@@ -213,13 +213,16 @@ class StepContents:
         self.source_of: dict[str, str] = {}
         """RELOADed value -> the value that was offloaded, or the weight on the host."""
         self.flights: dict[str, Flight] = {}
+        """Copies in flight, by name."""
         self.issued: dict[str, StepCall] = {}
         """Collectives in flight, by name."""
         self._overwritten: dict[str, str] = {}
         """Value that was overwritten by a collective, or by a region -> that call."""
         self._returned = {value for half in problem.halves for value in half.results}
         self._calls: dict[str, CallKind] = {}
+        """The calls replayed so far."""
         self._waited: set[str] = set()
+        """Copies and collectives that a call has waited for."""
         self._host: ByteMap[Stored] = ByteMap()
         self._inputs = frozenset(problem.inputs)
         self._halves = [(half.phase, half.member) for half in problem.halves]
@@ -285,7 +288,7 @@ class StepContents:
         self._in_backward |= call.phase is Phase.BACKWARD
         if not self._halves:
             return
-        half = (call.phase, call.member)
+        half = call.half
         number = self._halves.index(half)
         if call.kind is CallKind.OFFLOAD and number != self._half:
             last = _half_text(self._halves[self._half])

@@ -57,9 +57,8 @@ def recomputations_of(
     for call in reversed(moved.calls):
         if call.kind in _ORDERED:
             following = original.get(call.name, following)
-            used = (*call.inputs, *(into.value for into in call.into))
             if following is not None:
-                first_reader.update(dict.fromkeys(used, following))
+                first_reader.update(dict.fromkeys(call.touched, following))
         region = by_name.get(call.region)
         written = (*call.outputs, *(into.value for into in call.into))
         reader = next(
@@ -67,11 +66,10 @@ def recomputations_of(
         )
         if call.kind is not CallKind.RECOMPUTE or region is None or reader is None:
             continue
-        touched = (*reader.inputs, *(into.value for into in reader.into))
-        layers = (owners.get((region.key.class_key, value)) for value in touched)
+        layers = (owners.get((region.key.class_key, value)) for value in reader.touched)
         for layer in filter(None, layers):
             recomputed = _recomputation(layer, region)
-            if not set(touched).isdisjoint(recomputed.outputs):
+            if not set(reader.touched).isdisjoint(recomputed.outputs):
                 recomputations[call.name] = recomputed
                 break
     return recomputations
@@ -104,6 +102,8 @@ def check_moves(
 
 
 class _Comparison:
+    """Replays both steps side by side."""
+
     def __init__(
         self, original: Problem, moved: Problem, recomputations: Mapping[str, Recomputation]
     ) -> None:
@@ -117,6 +117,7 @@ class _Comparison:
         self.stands_for: dict[str, str] = {}
         """Value of the moved step -> the value of the original that it must equal."""
         self.num_reads = 0
+        """How many values were compared."""
         self._calls_left = list(reversed(original.calls))
         """Calls of the original that have not run, the next one last."""
         waits = (call for call in original.calls if call.kind is CallKind.COMM_WAIT)
@@ -125,7 +126,6 @@ class _Comparison:
         self._floating = FloatingCalls(original)
         self._float_reads: dict[str, tuple[StepCall, list[Pieces]]] = {}
         """Floating calls that only one step has come to: the call, and the bytes that it reads."""
-        self._issues: list[StepCall] = []
         self._replayed: set[str] = set()
         """Calls of the original that were replayed before their turn (``_require_gathered``)."""
 
@@ -136,9 +136,7 @@ class _Comparison:
                 self._wait_for_ranks(call)
             elif call.name in self._floating.names:
                 self._float(call, self.moved)
-                self._issues += [call] if call.kind is CallKind.ISSUE else []
             elif call.kind in _ORDERED:
-                self._issues += [call] if call.kind is CallKind.ISSUE else []
                 if not self._step(call, self._next()):
                     break
             else:
@@ -152,7 +150,9 @@ class _Comparison:
             self.problems += [
                 f"{name} is missing" for name in (*self._waits_left, *self._float_reads)
             ]
-            fault = self._floating.disordered(self._issues)
+            calls = self.moved.problem.calls
+            issues = [call for call in calls if call.kind is CallKind.ISSUE]
+            fault = self._floating.disordered(issues)
             self.problems += [] if fault is None else [fault]
         return CheckVerdict(problems=tuple(self.problems[:MAX_PROBLEMS]), num_reads=self.num_reads)
 
@@ -277,8 +277,7 @@ def _code(call: StepCall) -> tuple[object, ...]:
     """Returns what must be equal in both steps: all but the names of the inputs."""
     into = tuple((target.buffer, target.offset_bytes) for target in call.into)
     counts = (call.kind, len(call.inputs))
-    half = (call.phase, call.member)
-    return call.name, call.region, half, call.outputs, counts, into, call.reads
+    return call.name, call.region, call.half, call.outputs, counts, into, call.reads
 
 
 def _lacks_only_alignment(got: Pieces, expected: Pieces, maker: str | None) -> bool:

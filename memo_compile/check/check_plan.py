@@ -94,11 +94,12 @@ class _Replay:
         self.live: list[tuple[int, str]] = []
         """(offset, owner) of the live storages that have bytes, by offset."""
         self.is_disjoint = True
-        """No two live storages shared a byte so far, so that only neighbours can share one now."""
+        """No two live storages shared a byte so far, so that of those in front of a new one only
+        the last can reach into it."""
         self.storages: dict[str, _Storage] = {}
         self.place_of: dict[str, str | None] = {}
         """Value -> owner of its storage; None for a value that the step does not free."""
-        self.reads_left = Counter(value for call in problem.calls for value in _uses(call))
+        self.reads_left = Counter(value for call in problem.calls for value in call.touched)
         """Value -> how often calls to come read it or write into it."""
         self.num_buffers = 0
         self.num_reads = 0
@@ -181,7 +182,7 @@ class _Replay:
             self._bind(call, region, position, value)
         for into in call.into:
             self._use(call, into.value)
-        for value in (*_uses(call), *call.outputs):
+        for value in (*call.touched, *call.outputs):
             owner_of_value = self.place_of.get(value)
             if owner_of_value is not None and self._is_unread(owner_of_value):
                 self._die(owner_of_value)
@@ -373,18 +374,19 @@ class _Replay:
         self.most_outside_bytes = max(self.most_outside_bytes, self.outside_bytes)
 
     def _overlapping(self, offset: int, size_bytes: int) -> list[str]:
-        """Returns the live storages that share a byte with these; fast while there are none."""
+        """Returns the live storages that share a byte with ``[offset, offset + size_bytes)``."""
         if not size_bytes:
             return []
-        low = max(0, bisect.bisect_left(self.live, (offset, "")) - 1) if self.is_disjoint else 0
-        high = bisect.bisect_left(self.live, (offset + size_bytes, ""))
+        first = max(0, bisect.bisect_left(self.live, (offset, "")) - 1) if self.is_disjoint else 0
+        behind = bisect.bisect_left(self.live, (offset + size_bytes, ""))
         return [
             owner
-            for start, owner in self.live[low:high]
+            for start, owner in self.live[first:behind]
             if start + self.storages[owner].size_bytes > offset
         ]
 
     def _die(self, owner: str) -> None:
+        """Takes back the bytes of a storage, if it has not died before."""
         storage = self.storages.pop(owner, None)
         if storage is None:
             return
@@ -415,11 +417,6 @@ class _Replay:
         self.place_of[value] = owner
         if owner is not None and owner in self.storages:
             self.storages[owner].values.add(value)
-
-
-def _uses(call: StepCall) -> tuple[str, ...]:
-    """Returns the values whose bytes the call reads or writes into."""
-    return (*call.inputs, *(into.value for into in call.into))
 
 
 def _outside_owner(value: str) -> str:

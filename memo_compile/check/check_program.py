@@ -110,7 +110,10 @@ class _Tiles:
             return
         if len({*filled[0], *totals[0]}) != len(filled[0]) + len(totals[0]):
             yield f"{name}: two outputs of its tiles go into one value: {filled[0] + totals[0]}"
-        operands_of = [[*tiles.inputs, *_terms(tiles)] for tiles in tiling.runs]
+        operands_of = [
+            [*tiles.inputs, *(term for added in tiles.sums for term in added.terms)]
+            for tiles in tiling.runs
+        ]
         if any(len(operands) != len(operands_of[0]) for operands in operands_of):
             yield f"{name}: some of its tiles read more than others"
             return
@@ -192,7 +195,10 @@ class _Tiles:
         into: tuple[Into, ...],
         source: Source | None = None,
     ) -> Iterator[str]:
-        """Compares ``call`` with tile ``number``'s; its outputs become values of ``source``."""
+        """Compares ``call`` with what tile ``number`` must be, but for the names of its outputs.
+
+        Later parts read these as the values of ``source``; None: no part reads them.
+        """
         if call is None:
             yield f"tile {number} of {self.call.name}: a call of {region} is missing"
             return
@@ -252,12 +258,6 @@ def _layout(operand: Operand, number: int) -> Layout | None:
 def _part(whole: Layout, part: Slice, number: int) -> Layout:
     """Returns the layout of slice ``number`` of ``whole``."""
     return whole.part(part.dim, part.start + number * part.length, part.length)
-
-
-def _terms(tiles: TileRun) -> Iterator[Operand]:
-    """Yields the operands of the running sums behind a tile."""
-    for running_sum in tiles.sums:
-        yield from running_sum.terms
 
 
 def _plainly(layout: Layout | None) -> Layout | None:

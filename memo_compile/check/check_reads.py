@@ -40,8 +40,8 @@ class _Reads:
             if call.kind in COPIES:
                 yield from self._copy(call)
             else:
-                if (call.phase, call.member) != self.half:
-                    self.half = (call.phase, call.member)
+                if call.half != self.half:
+                    self.half = call.half
                     self.held.update(self.given.get(self.half, {}))
                 yield from self._run(call, self.problem.regions[call.region])
 
@@ -55,7 +55,7 @@ class _Reads:
             source = self.copied[call.copy.host_offset] = call.inputs[0]
         elif call.inputs:  # of a weight on the host
             source = call.inputs[0]
-            self.held[call.outputs[0]] = self.given.get((call.phase, call.member), {}).get(
+            self.held[call.outputs[0]] = self.given.get(call.half, {}).get(
                 source, self.held.get(source)
             )
         else:

@@ -26,7 +26,7 @@ class FloatingCalls:
         self._given = frozenset(problem.inputs)
         self._readers: dict[str, list[StepCall]] = {}
         for call in problem.calls:
-            for value in {*call.inputs, *(into.value for into in call.into)}:
+            for value in set(call.touched):
                 self._readers.setdefault(value, []).append(call)
         self._maker = {value: call for call in problem.calls for value in call.outputs}
         self.names: set[str] = set()
@@ -42,10 +42,11 @@ class FloatingCalls:
                 if floating and wait is not None:
                     self.brings[wait.outputs[0]] = (*floating, wait)
         self._units: dict[tuple[object, ...], int] = {}
+        """Unit -> its number, in the order of the first calls that do not float."""
         for call in problem.calls:
             if call.kind in (CallKind.RUN, CallKind.ISSUE) and call.name not in self.names:
                 self._units.setdefault(_unit(call), len(self._units))
-        self._numbers = {call.name: at for at, call in enumerate(problem.calls)}
+        self._place_of = {call.name: at for at, call in enumerate(problem.calls)}
 
     def _floating(self, issue: StepCall) -> tuple[StepCall, ...]:
         """Returns ``issue``, behind the call that converts its input; empty: it does not float."""
@@ -54,9 +55,8 @@ class FloatingCalls:
         if maker is not None and self._gathers(issue) and self._only_converts(maker):
             calls.insert(0, maker)
         names = {call.name for call in calls}
-        half = (issue.phase, issue.member)
         computes = any(
-            (reader.phase, reader.member) == half and reader.kind not in _TALKING
+            reader.half == issue.half and reader.kind not in _TALKING
             for value in calls[0].inputs
             for reader in self._readers[value]
             if reader.name not in names
@@ -83,8 +83,7 @@ class FloatingCalls:
     def disordered(self, issues: Sequence[StepCall]) -> str | None:
         """Returns the first fault in the order of these issues; None: there is none."""
         for before, after in itertools.pairwise(issues):
-            is_same_half = (before.phase, before.member) == (after.phase, after.member)
-            if is_same_half and not self._precedes(before, after):
+            if before.half == after.half and not self._precedes(before, after):
                 return f"{after.name} begins behind {before.name}, on other ranks before it"
         return None
 
@@ -92,7 +91,7 @@ class FloatingCalls:
         """True if all ranks begin ``before`` ahead of ``after``: the order of this module."""
         first_floats, second_floats = before.name in self.names, after.name in self.names
         if first_floats == second_floats:
-            return self._numbers[before.name] < self._numbers[after.name]
+            return self._place_of[before.name] < self._place_of[after.name]
         if first_floats:
             return self._reading_unit(before) - 1 <= self._units[_unit(after)]
         return self._units[_unit(before)] < self._reading_unit(after) - 1
@@ -108,4 +107,4 @@ class FloatingCalls:
 
 def _unit(call: StepCall) -> tuple[object, ...]:
     """Returns what the calls of one layer in one half have in common."""
-    return call.phase, call.member, call.layer_class, call.instance
+    return *call.half, call.layer_class, call.instance

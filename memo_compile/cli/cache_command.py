@@ -20,7 +20,9 @@ def show(as_json: AsJson = False) -> None:
     """What is remembered, of which models, in how many bytes; files that are not used are named."""
     store = _store()
     stored = store.stored()
-    kinds = {kind: _of_kind(stored, kind) for kind in sorted({entry.kind for entry in stored})}
+    kinds: dict[str, list[RememberedFile]] = {}
+    for entry in sorted(stored, key=lambda entry: entry.kind):
+        kinds.setdefault(entry.kind, []).append(entry)
     if as_json:
         print(json.dumps(_as_dict(store, stored, kinds)))
         return
@@ -50,10 +52,6 @@ def _store() -> FileStore:
     if store is None:
         raise InputError("cache: this user has no home, so nothing is remembered")
     return store
-
-
-def _of_kind(stored: list[RememberedFile], kind: str) -> list[RememberedFile]:
-    return [entry for entry in stored if entry.kind == kind]
 
 
 def _size(stored: list[RememberedFile]) -> str:

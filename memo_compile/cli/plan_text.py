@@ -186,29 +186,30 @@ def _advice(answer: "Forecast") -> Iterator[str]:
     Lengths and degrees are estimates, which only another plan would confirm.
     """
     question, fixed = answer.question, answer.step.plan.fixed
-    over, total = answer.peak_bytes, question.hardware.memory_bytes
-    if over <= total:
-        yield f"--budget {format_enough(over).replace(' ', '')} holds this plan, the smallest one"
-    constant = fixed.parameters + fixed.gradients + fixed.optimizer_state
-    room = answer.budget_bytes - constant
-    if room <= 0:
+    peak_bytes, device_bytes = answer.peak_bytes, question.hardware.memory_bytes
+    least = format_enough(peak_bytes)
+    if peak_bytes <= device_bytes:
+        yield f"--budget {least.replace(' ', '')} holds this plan, the smallest one"
+    constant_bytes = fixed.parameters + fixed.gradients + fixed.optimizer_state
+    room_bytes = answer.budget_bytes - constant_bytes
+    if room_bytes <= 0:
         devices = "more devices (--tp, --pp), or " if question.can_be_cut else ""
         yield (
             f"no sequence is short enough: parameters, gradients and optimizer state alone take "
-            f"{format_bytes(constant)}; {devices}another --optimizer"
+            f"{format_bytes(constant_bytes)}; {devices}another --optimizer"
         )
     elif question.seq is not None and answer.tokens_per_s is not None:
         # The least bytes beside the constant ones grow about linearly with the tokens.
-        seq = int(question.seq * room / max(1, over - constant))
+        seq = int(question.seq * room_bytes / max(1, peak_bytes - constant_bytes))
         sharing = question.degrees.tp * question.degrees.cp
         granule = SEQ_GRANULE * sharing if seq >= SEQ_GRANULE * sharing else sharing
         seq = seq // granule * granule
         if seq:
             cut = 1 - seq / question.seq
             yield f"about {cut:.0%} shorter, --seq {seq}; --max-seq finds the longest that fits"
-    if over > total:
-        yield f"a device with {format_enough(over)} holds this plan, the smallest one"
+    if peak_bytes > device_bytes:
+        yield f"a device with {least} holds this plan, the smallest one"
     if question.degrees.pp == 1:
-        tp = question.tp_of(question.degrees.tp * over / answer.budget_bytes)
+        tp = question.tp_of(question.degrees.tp * peak_bytes / answer.budget_bytes)
         if tp is not None:
             yield f"--tp {tp}: weights and activations over {tp} devices take about a share each"

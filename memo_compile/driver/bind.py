@@ -549,7 +549,7 @@ def _views(
     layouts: dict[str, Layout | None] = {}
     entered = None
     for index, call in enumerate(problem.calls):
-        key = (call.phase, call.member)
+        key = call.half
         if call.kind in RUNS and key != entered:
             entered = key
             layouts.update(halves[key].given())

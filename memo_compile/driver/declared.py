@@ -37,7 +37,7 @@ class Stages(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredStages:
-    """The stages of a pipeline that this rank runs; keeps none of them alive."""
+    """The stages of a pipeline that this rank runs, as ``Stages``; keeps none of them alive."""
 
     modules: tuple[weakref.ref[Any], ...]
     num_microbatches: int
@@ -81,7 +81,7 @@ def declare_stages(
     shares: tuple[float, ...] = (),
     kept: Callable[[], Sequence[torch.UntypedStorage]] = tuple,
 ) -> None:
-    """Declares ``modules`` as the stages of one rank: their live steps are its microbatches."""
+    """Declares ``modules`` as one rank's stages; the other arguments as in ``DeclaredStages``."""
     alive = [stages for stages in _declared.stages if not stages.is_gone()]
     refs = tuple(weakref.ref(module) for module in modules)
     stages = DeclaredStages(

@@ -139,7 +139,7 @@ def wrongly_taken(problem: Problem) -> frozenset[str]:
     roots, last = storage_roots(problem), dict[str, int]()
     values_at_root: dict[str, set[str]] = {}
     for at, call in enumerate(problem.calls):
-        for value in (*call.inputs, *call.outputs, *(into.value for into in call.into)):
+        for value in (*call.touched, *call.outputs):
             last[value] = at
             values_at_root.setdefault(roots.get(value, value), set()).add(value)
     wrong = set()

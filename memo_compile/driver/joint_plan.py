@@ -185,16 +185,18 @@ class JointStepPlan:
         return bool(self.members.joint.order)
 
     def serves(self, parts: tuple["StepPart", ...], order: HalfOrder, num_dropped: int) -> bool:
-        """True where a step of ``parts`` is planned; some may be left out, but for one in an order.
+        """True where a step of ``parts`` can run by this plan.
 
-        ``num_dropped`` forwards of a checkpoint were dropped before these were run again.
+        A step in an ``order`` of halves must be the planned one; of another, members may be left
+        out. Before it ``num_dropped`` forwards of a checkpoint were dropped, to be run again: the
+        plan of one step of a checkpoint counts what so many take beside it, and no more.
         """
         if self.is_ordered or order:
             return parts == self.parts and order == self.bound.order
         if num_dropped > self.members.num_dropped > 0:
             return False
-        rest = iter(self.parts)
-        return all(any(part is other for other in rest) for part in parts)
+        planned = iter(self.parts)
+        return all(any(part is other for other in planned) for part in parts)
 
     def place_of(self, part: "StepPart", key: int | None) -> int | None:
         """Which member a forward of ``part`` is, whose first parameter lies at ``key``.

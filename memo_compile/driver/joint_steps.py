@@ -488,13 +488,14 @@ class JointSteps:
         """The step that was seen, as it is planned."""
         alive = [reference() for reference in seen.parameters()]
         parameters = [parameter for parameter in alive if parameter is not None]
-        own_bytes = sum(map(allocated_bytes, filter(_is_trained, apart(parameters))))
+        trained = (each for each in apart(parameters) if each.requires_grad)
+        trained_bytes = sum(map(allocated_bytes, trained))
         for step in seen.checkpointed if seen.num_dropped else ():
             dropped = (reference() for reference in step.parameters)
             parameters += [parameter for parameter in dropped if parameter is not None]
         fixed = self._fixed(seen, parameters)
         if seen.num_dropped:  # the gradients of all other parts may exist
-            fixed = replace(fixed, new_gradients=own_bytes)
+            fixed = replace(fixed, new_gradients=trained_bytes)
         return JointMembers.of(
             seen.joint(fixed),
             seen.keys[: seen.num_members],
@@ -631,10 +632,6 @@ class JointSteps:
             existing = self._existing_bytes(members)
         if is_other or existing > members.existing_bytes:
             self._plan(plan.parts, members, existing)
-
-
-def _is_trained(parameter: torch.nn.Parameter) -> bool:
-    return parameter.requires_grad
 
 
 def _persists(step: object, plans: Sequence[JointStepPlan]) -> bool:

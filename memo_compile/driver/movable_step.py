@@ -86,7 +86,7 @@ class _Builder:
         self.read_later: dict[str, int] = {}
         """Value -> the first call of the backward that reads it."""
         for at, later in enumerate(backward_calls, start=problem.first_backward):
-            for value in (*later.inputs, *(into.value for into in later.into)):
+            for value in later.touched:
                 self.read_later.setdefault(value, at)
         self._chosen: dict[str, frozenset[int]] = {}
         """Region -> positions of integers that follow from what it chooses."""
@@ -334,10 +334,10 @@ def _is_attention(node: fx.Node) -> bool:
 def _can_recompute(ops: tuple[LayerOp, ...]) -> set[int]:
     """Slots that can be made from other slots of the layer and from what is always there."""
     available: list[bool] = []
-    found = set()
+    slots = set()
     for op in ops:
         from_inputs = op.can_recompute and all(available[index] for index in op.inputs)
         if from_inputs and op.slot is not None:
-            found.add(op.slot)
+            slots.add(op.slot)
         available.append(from_inputs or op.slot is not None)
-    return found
+    return slots

@@ -59,17 +59,18 @@ class StepPart:
         return results
 
     def backward(self, args: list[Any]) -> list[Any]:
-        """The backward's results; empties ``args``. Raises as ``Assembly.backward``."""
+        """Results, by the plan that its forward ran by; empties ``args``. Raises as ``forward``."""
         step = self.assembly.step
         lease = leases.find(args[step.backward.arguments.index(step.backward.handle)])
-        number = None if lease is None else lease.number
+        lease_number = None if lease is None else lease.number
         is_member = lease is not None and lease.group is not None
-        del lease
-        begun = [(watcher, watcher.begin_backward(number, args)) for watcher in self._watchers()]
+        del lease  # it holds what the forward saved
+        begun = [(each, each.begin_backward(lease_number, args)) for each in self._watchers()]
         if is_member:
             results = run_backward(step, args, keep_graph=autograd.keep_graph())
         else:
-            results = self.assembly.backward(args, leaves_early=not self.alone.may_be_step())
+            is_watched = self.alone.may_be_step()  # the first step of a group
+            results = self.assembly.backward(args, leaves_early=not is_watched)
         for watcher, entry in reversed(begun):
             watcher.end_backward(entry, results)
         return results

@@ -87,7 +87,7 @@ def _read_in_backward(problem: Problem) -> set[str]:
         original_name(value)
         for call in problem.calls
         if call.phase is Phase.BACKWARD and call.kind is not CallKind.WAIT
-        for value in (*call.inputs, *(into.value for into in call.into))
+        for value in call.touched
     }
 
 

@@ -346,12 +346,9 @@ class StepWatch:
         return self.most_gathered if self.follows_parameters else None
 
     def waiting_gradient_bytes(self) -> int:
-        """Bytes that backwards returned and that are there still."""
-        return sum(
-            result.num_bytes
-            for result in self.results
-            if result.half[0] and not result.storage.expired()
-        )
+        """Bytes of the results of backwards that are there still."""
+        gradients = (result for result in self.results if result.half[0])
+        return sum(result.num_bytes for result in gradients if not result.storage.expired())
 
     def _parameters_there(self, arriving: Sequence[torch.nn.Parameter] = ()) -> int:
         """Bytes of members' parameters, and of ``arriving``, where FSDP2 gathers them; else none.

@@ -79,7 +79,7 @@ def overwriting(problem: Problem) -> frozenset[str]:
     """Value whose place a collective has taken -> the collective's region, and its call."""
     wrong: set[str] = set()
     for call in problem.calls:
-        for value in (*call.inputs, *(into.value for into in call.into)):
+        for value in call.touched:
             if value in taken and call.waits_for != taken[value][1]:
                 wrong.add(taken[value][0])
         first_output = problem.regions[call.region].outputs[:1]

@@ -222,9 +222,10 @@ class VaryingRegions:
         alone: Callable[[], LoweredRegion],
         at_others: Callable[[OtherSizes], fx.GraphModule],
     ) -> LoweredRegion:
-        """Lowers ``region``: by code with a symbol where that is right, else by ``alone``.
+        """Lowers ``region`` by code with a symbol that is there, by new one, or by ``alone``.
 
-        ``at_others`` returns its graph at other sizes.
+        New code is made from the region at two sizes: the present ones, and others at which it was
+        lowered before, or for which ``at_others`` returns its graph. ``alone`` is for one size.
         """
         try:
             region_text = written(region.gm)
@@ -239,18 +240,18 @@ class VaryingRegions:
             if isinstance(n, int) and n >= SMALLEST and code.is_of(region_text, n):
                 self.counts.reused += 1
                 return code.lowered(region.name, n)
-        earlier = self._lowered_alone.setdefault(key, [])
-        if not earlier and self.others is not None:
-            earlier += self._at_other_sizes(region_text, self.others, at_others)
-        for other in earlier if self._refusals[key] < MAX_REFUSALS else ():
+        same_regions = self._lowered_alone.setdefault(key, [])
+        if not same_regions and self.others is not None:
+            same_regions += self._at_other_sizes(region_text, self.others, at_others)
+        for other in same_regions if self._refusals[key] < MAX_REFUSALS else ():
             new_code = self._symbolic(region, region_text, other, key, poison=poison)
             if new_code is not None:
                 self.counts.symbolic += 1
                 codes[:] = [*codes, new_code][-MAX_KNOWN:]
                 return new_code.lowered(region.name, int(self._numbers[new_code.position]))
         self.counts.alone += 1
-        now = _RegionAt(numbers=self._numbers, written=region_text)
-        earlier[:] = [*earlier, now][-MAX_KNOWN:]
+        present = _RegionAt(numbers=self._numbers, written=region_text)
+        same_regions[:] = [*same_regions, present][-MAX_KNOWN:]
         return alone()
 
     def _at_other_sizes(

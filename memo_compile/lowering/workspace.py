@@ -123,15 +123,17 @@ def _unfolded_bytes(of: Convolution) -> int:
 
 
 def _summed_bytes(of: Convolution) -> int:
-    """Bytes of float32 sums for 16-bit products, where the processor has no such instructions.
+    """Bytes in which products of 16-bit numbers are summed in float32: a product for each thread.
 
-    Each thread multiplies an image's columns, or for the gradient of a source makes them.
+    (Processors with instructions for such products take none.) In a forward a thread's product is
+    an image's result; in a backward it is columns, which are folded into the source's gradient. A
+    transposed convolution's forward makes columns, and its backward makes the source's gradient.
     """
     if of.item_bytes >= FLOAT32_BYTES:
         return 0
     makes_columns = of.is_backward != of.is_transposed
-    ends = of.source if of.is_backward else of.result
-    numbers = _columns(of) if makes_columns else math.prod(ends[1:])
+    image = of.source if of.is_backward else of.result
+    numbers = _columns(of) if makes_columns else math.prod(image[1:])
     return min(torch.get_num_threads(), of.source[0]) * numbers * FLOAT32_BYTES
 
 

@@ -484,7 +484,7 @@ def _alignment(placeholder: fx.Node) -> str:
 
 
 def _half_graph(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
-    """Returns the half as a graph of calls in the order in which they run, to print and read."""
+    """Returns the half as a graph to print and read: fetches, calls as they run, the lease."""
     graph = fx.Graph()
     node_of: dict[str, fx.Node] = {}
     for node in cutter.graph.nodes:

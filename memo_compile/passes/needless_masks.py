@@ -157,10 +157,10 @@ def _draws(node: fx.Node) -> bool:
 
 def _may_be_written(graph: fx.Graph, makers: Iterable[fx.Node]) -> bool:
     """True if a node that reads the memory of ``makers`` is not known to leave it unchanged."""
-    memory = {_UNKNOWN_MEMORY, *map(_memory, makers)} - {None}
+    written = {_UNKNOWN_MEMORY, *map(_memory_of, makers)} - {None}
     return any(
         node.op not in ("output", "placeholder")
-        and any(_memory(source) in memory for source in node.all_input_nodes)
+        and any(_memory_of(source) in written for source in node.all_input_nodes)
         and not _only_reads(node)
         for node in graph.nodes
     )
@@ -169,7 +169,8 @@ def _may_be_written(graph: fx.Graph, makers: Iterable[fx.Node]) -> bool:
 _UNKNOWN_MEMORY = -1
 
 
-def _memory(node: fx.Node) -> int | None:
+def _memory_of(node: fx.Node) -> int | None:
+    """Returns the number of the storage that ``node`` lies in; None: it is no tensor."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor):
         return None

@@ -48,7 +48,7 @@ class SpreadSeeds:
 
 
 def _spread(seeds: fx.Node, lookups: list[fx.Node]) -> None:
-    """Replaces ``lookups`` of seeds by views of buffers that one operator fills."""
+    """Replaces ``lookups`` of seeds, of shape [], by views of buffers that one operator fills."""
     graph = seeds.graph
     with graph.inserting_before(lookups[0]):
         buffers = [_empty(graph, node.meta["val"]) for node in lookups]

@@ -147,7 +147,9 @@ class _PartCalls:
         self.tiled = tiled
         self.call = call
         self.outputs = dict(zip(tiled.tiling.outputs, call.outputs, strict=True))
+        """Output of a part that is one of the region -> its name in ``call``."""
         self.values: dict[Ref, str] = {}
+        """What parts read or write -> its name; ``layouts`` says how it lies."""
         self.layouts: dict[Ref, Layout | None] = {}
         self._add_values(Source.REGION_INPUT, call.inputs, call.reads)
 

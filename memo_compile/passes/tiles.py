@@ -277,10 +277,10 @@ class _Splitter:
         return not is_view(node) or node not in self.dims or self.dims[node] is not None
 
     def _value_of(self, node: fx.Node) -> fx.Node:
-        """Returns the value from which a tile's input is read.
+        """Returns the value from which a tile reads its input ``node``.
 
-        It is the input's base if the input shows all of it. A part of a storage is a value itself:
-        ``before`` makes a copy of it.
+        For ``y = x.view(...)`` that is ``x``, whose rows lie in the same bytes. ``y = x[:, :8]`` is
+        a value itself: ``before`` makes a copy of it.
         """
         base = base_of(node)
         return node if is_view(base) else base

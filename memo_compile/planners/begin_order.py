@@ -50,9 +50,11 @@ def gathers_of(problem: Problem) -> dict[str, Gather]:
     given = frozenset(problem.inputs)
     waits = {call.waits_for: call for call in problem.calls if call.kind is CallKind.COMM_WAIT}
     issues = [call for call in problem.calls if call.kind is CallKind.ISSUE and call.name in waits]
-    converted = {call.inputs[0] for call in issues if makes_more(problem, call)}
+    # What makes another collective's input converts no shard: an embedding before its sum is
+    # scattered computes for as long as any layer does.
+    converted = {call.inputs[0] for call in issues if _is_gather(problem, call)}
     makers = _makers(problem, converted - given)
-    chains = [_chain(call, makers.get(call.inputs[0])) for call in issues]
+    chains = [(*makers.get(call.inputs[0], ()), call) for call in issues]
     chains = [calls for calls in chains if given.issuperset(calls[0].inputs)]
     asked = {value for calls in chains for call in calls for value in (*call.inputs, *call.outputs)}
     asked.update(waits[calls[-1].name].outputs[0] for calls in chains)
@@ -69,25 +71,15 @@ def gathers_of(problem: Problem) -> dict[str, Gather]:
     return gathers
 
 
-def makes_more(problem: Problem, issue: StepCall) -> bool:
-    """True for a collective that gathers: its result is larger than what each rank gives to it.
-
-    What comes before another one is no conversion of a shard: an embedding before its sum is
-    scattered computes for as long as any layer does.
-    """
+def _is_gather(problem: Problem, issue: StepCall) -> bool:
+    """True for a collective whose result is larger than what each rank gives to it."""
     return layouts_bytes(problem.regions[issue.region].output_layouts) > layouts_bytes(issue.reads)
 
 
-def _chain(issue: StepCall, maker: StepCall | None) -> tuple[StepCall, ...]:
-    """A beginning, behind what makes its input."""
-    return (issue,) if maker is None else (maker, issue)
-
-
-def _makers(problem: Problem, values: Collection[str]) -> dict[str, StepCall]:
-    """Value -> the call that makes it."""
-    if not values:
-        return {}
-    return {value: call for call in problem.calls for value in call.outputs if value in values}
+def _makers(problem: Problem, values: Collection[str]) -> dict[str, tuple[StepCall]]:
+    """Value -> the call that makes it, in a tuple."""
+    calls = problem.calls if values else ()
+    return {value: (call,) for call in calls for value in call.outputs if value in values}
 
 
 def _readers(problem: Problem, values: Set[str]) -> dict[str, list[StepCall]]:
@@ -95,7 +87,7 @@ def _readers(problem: Problem, values: Set[str]) -> dict[str, list[StepCall]]:
     readers: dict[str, list[StepCall]] = {}
     for call in problem.calls if values else ():
         if not values.isdisjoint(call.inputs) or call.into:
-            for value in (*call.inputs, *(into.value for into in call.into)):
+            for value in call.touched:
                 if value in values:
                     readers.setdefault(value, []).append(call)
     return readers
@@ -120,19 +112,15 @@ def _is_touched(
     """True where a call of the same half computes with one of ``values``, and might write it."""
     computing = (CallKind.RUN, CallKind.RECOMPUTE)
     return any(
-        reader.kind in computing and reader not in calls and _half(reader) == _half(calls[-1])
+        reader.kind in computing and reader not in calls and reader.half == calls[-1].half
         for value in values
         for reader in readers[value]
     )
 
 
-def _half(call: StepCall) -> _Unit:
-    return call.phase, call.member
-
-
 def unit_of(call: StepCall) -> _Unit:
     """The half and the layer that ``call`` is of."""
-    return *_half(call), call.layer_class, call.instance
+    return *call.half, call.layer_class, call.instance
 
 
 def in_begin_order(problem: Problem) -> Problem:
@@ -157,7 +145,7 @@ def _begin_order(problem: Problem, gathers: dict[str, Gather]) -> list[str]:
     keys: dict[str, tuple[int, int, bool]] = {}
     for call in problem.calls:
         if call.kind is CallKind.ISSUE:
-            half = halves.setdefault(_half(call), len(halves))
+            half = halves.setdefault(call.half, len(halves))
             gather = gathers.get(call.name)
             unit = (
                 units[unit_of(call)] if gather is None else units.get(gather.unit, len(units)) - 1
@@ -168,18 +156,18 @@ def _begin_order(problem: Problem, gathers: dict[str, Gather]) -> list[str]:
 
 def _in_order(problem: Problem, gathers: dict[str, Gather]) -> Iterator[StepCall]:
     order = _begin_order(problem, gathers)
-    rank = {name: at for at, name in enumerate(order)}
+    place_of = {name: at for at, name in enumerate(order)}
     gather_calls = {call.name for gather in gathers.values() for call in gather.calls}
     by_wait = {gather.wait.name: gather for gather in gathers.values()}
-    shown = {gather.wait.outputs[0]: gather for gather in gathers.values()}
+    by_result = {gather.wait.outputs[0]: gather for gather in gathers.values()}
     last_of = {gathers[name].unit: name for name in order if name in gathers}
-    begun, waited = 0, set[str]()
+    num_begun, waited = 0, set[str]()
 
     def up_to(name: str) -> Iterator[StepCall]:
-        nonlocal begun
-        while begun <= rank[name]:
-            gather = gathers.get(order[begun])
-            begun += 1
+        nonlocal num_begun
+        while num_begun <= place_of[name]:
+            gather = gathers.get(order[num_begun])
+            num_begun += 1
             yield from () if gather is None else gather.calls
 
     def arrived(gather: Gather) -> Iterator[StepCall]:
@@ -192,8 +180,8 @@ def _in_order(problem: Problem, gathers: dict[str, Gather]) -> Iterator[StepCall
         if call.name in gather_calls:
             continue
         for value in call.inputs:
-            if value in shown and call.name not in by_wait:
-                yield from arrived(shown[value])
+            if value in by_result and call.name not in by_wait:
+                yield from arrived(by_result[value])
         if call.name in by_wait:
             yield from arrived(by_wait[call.name])
             continue

@@ -104,8 +104,7 @@ def _collect(step: MovableStep) -> StepFacts:
     readers: dict[str, list[int]] = {}
     for at, call in enumerate(calls):
         if call.phase is Phase.BACKWARD:
-            targets = (into.value for into in call.into)
-            for value in dict.fromkeys((*call.inputs, *targets)):
+            for value in dict.fromkeys(call.touched):
                 readers.setdefault(value, []).append(at)
             continue
         written_at.update((into.value, at) for into in call.into)
@@ -167,9 +166,8 @@ def recompute_closure(
 ) -> tuple[int, ...]:
     """The operators that recompute ``slots`` when ``available`` are at hand, in the order they run.
 
-    An operator whose slot is in ``available`` does not run, unless the slot is itself wanted. What
-    is neither is made on the way, even where its operator cannot be recomputed: see
-    ``require_valid_modes``.
+    Where a -> b -> c make slots 0, 1, 2, slot 2 takes c if 1 is available, b and c if only 0 is.
+    Whether an operator on the way can be recomputed is asked by ``require_valid_modes``.
     """
     wanted = set(slots)
     at_hand = set(available) - wanted

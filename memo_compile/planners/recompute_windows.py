@@ -98,7 +98,7 @@ def _waits_before(
     """The collective of each wait that stands still between there and ``place`` -> the wait."""
     for at in range(place - 1, -1, -1):
         other = calls[at]
-        is_other_half = (other.phase, other.member) != (call.phase, call.member)
+        is_other_half = other.half != call.half
         arrives = other.inputs if other.kind is CallKind.WAIT else other.outputs
         if (other.kind in RUNS and is_other_half) or not set(arrives).isdisjoint(call.inputs):
             return

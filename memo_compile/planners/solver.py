@@ -102,7 +102,7 @@ class Constraint(NamedTuple):
 
 
 def weighted(weights: Iterable[float], terms: "Iterable[Linear | float]") -> Linear:
-    """Sum of products."""
+    """The sum of each weight times its term."""
     weight_of: dict[int, float] = {}
     constant = 0.0
     for weight, term in zip(weights, terms, strict=True):

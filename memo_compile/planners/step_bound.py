@@ -133,23 +133,23 @@ def _points(step: MovableStep, facts: StepFacts, budget_bytes: int) -> Sequence[
 
 
 def _lives_of(step: MovableStep, facts: StepFacts) -> Iterator[Life]:
-    """What layers save and the backward reads; what two layers save is the first one's."""
-    uses = _last_uses(step.problem) if facts.talks else facts.last_use
+    """What layers save and the backward reads; what two layers save is the first one's.
+
+    Among ranks a wait is no use: it may stand right behind the beginning of its collective.
+    """
+    last_use = _last_uses(step.problem) if facts.talks else facts.last_use
     seen: set[str] = set()
     for number, layer in enumerate(step.layers):
         for slot, value in enumerate(layer.values):
             readers = facts.backward_readers.get(value, ())
-            if readers and value in uses and value not in seen:
+            if readers and value in last_use and value not in seen:
                 seen.add(value)
                 made = facts.written_at.get(value, 0)
-                yield Life(number, slot, made, max(made, uses[value]), readers[0])
+                yield Life(number, slot, made, max(made, last_use[value]), read=readers[0])
 
 
 def _last_uses(problem: Problem) -> dict[str, int]:
-    """Value -> the last call of the forward that makes or reads it.
-
-    A wait reads what its collective did, and may stand right behind the beginning of that.
-    """
+    """Value -> the last call of the forward that makes it, or reads it and is no wait."""
     last_use: dict[str, int] = {}
     for at, call in enumerate(problem.calls[: problem.first_backward]):
         read = () if call.kind is CallKind.COMM_WAIT else call.inputs

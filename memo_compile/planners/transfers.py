@@ -149,11 +149,6 @@ def _placed(
     return placed
 
 
-def _touched(call: StepCall) -> tuple[str, ...]:
-    """What a call reads, and what it writes into."""
-    return (*call.inputs, *(into.value for into in call.into))
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Flight:
     """A transfer that has begun, whose wait may be put off."""
@@ -219,7 +214,7 @@ class _LaterWaits:
         for at, call in enumerate(calls):
             is_wait = call.kind is CallKind.WAIT or call.kind is CallKind.COMM_WAIT
             if not is_wait and (self._roots or not read.isdisjoint(call.inputs)):
-                for root in map(self._root, _touched(call)):
+                for root in map(self._root, call.touched):
                     if root in read:
                         last_read[root] = at
         if self._room is None:
@@ -375,7 +370,7 @@ class _LaterWaits:
         """What must have ended before ``call``: it reads a result, or may write into an input."""
         if not self._talks:
             return
-        touched = set(map(self._root, _touched(call)))
+        touched = set(map(self._root, call.touched))
         written = {into.value for into in call.into}
         written |= {
             call.inputs[output.index]

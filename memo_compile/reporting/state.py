@@ -144,12 +144,15 @@ def reset() -> None:
 
 
 def add_plan(plan: ReportedPlan) -> None:
-    """Adds ``plan`` to the report; plans of models that are gone leave it, with their groups."""
+    """Adds ``plan`` to the report.
+
+    Plans of models that are gone leave it, with their groups, and so does what a refused try noted.
+    """
     with _state.lock:
-        gone, _state.gone = _state.gone, []
-        gone_ids = {id(old) for old in gone}
-        names = {old.name for old in gone}
-        _state.groups = [group for group in _state.groups if names.isdisjoint(group.graphs)]
+        gone_ids = {id(gone) for gone in _state.gone}
+        gone_names = {gone.name for gone in _state.gone}
+        _state.gone = []
+        _state.groups = [group for group in _state.groups if gone_names.isdisjoint(group.graphs)]
         _state.plans = [*(old for old in _state.plans if id(old) not in gone_ids), plan]
         _state.refused = False
         _state.notes = [note for note in _state.notes if note not in _state.refusal_notes]

@@ -19,8 +19,7 @@ def last_uses(problem: Problem) -> dict[str, int]:
     for index, call in enumerate(problem.calls):
         if call.copy is not None:
             copied[call.name] = call.inputs
-        used = (*call.inputs, *copied.get(call.waits_for or "", ()))
-        for value in (*used, *call.outputs, *(into.value for into in call.into)):
+        for value in (*call.touched, *call.outputs, *copied.get(call.waits_for or "", ())):
             last_use[roots.get(value, value)] = index
     return last_use
 

@@ -81,10 +81,10 @@ def _interlude_events(problem: Problem, half_lines: Sequence[int]) -> Iterator[t
 
 
 def passing_bytes(problem: Problem) -> Iterator[tuple[int, int]]:
-    """Yields for each interlude the call before it, and its most bytes beyond those that it leaves.
+    """Yields for each interlude the call before it, and the most bytes that go when it ends.
 
     The interlude runs on that call's last line, where nothing is alive but values that later calls
-    read.
+    read. What it leaves is among the events: ``ordinary_events``.
     """
     starts = half_starts(problem) if problem.interludes else ()
     for interlude in problem.interludes:

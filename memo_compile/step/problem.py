@@ -276,6 +276,16 @@ class StepCall:
     """The layout in which the call reads each input, from where the value begins. Empty for a copy
     or a wait, which takes bytes, and where no code is known."""
 
+    @property
+    def half(self) -> tuple[Phase, int]:
+        """The half that runs it, by phase and member; a copy may be issued in an earlier one."""
+        return self.phase, self.member
+
+    @property
+    def touched(self) -> tuple[str, ...]:
+        """The values whose bytes it reads or writes into, but for its outputs."""
+        return (*self.inputs, *(target.value for target in self.into))
+
     def value_around(self, buffer: int | None) -> str | None:
         """Returns the value in which ``buffer`` lies; None if it has a place of its own."""
         return next((target.value for target in self.into if target.buffer == buffer), None)

@@ -60,21 +60,21 @@ def residency(
         tails = _tails(problem, buffers, offsets)
     interludes = placed_interludes(problem, buffers, offsets, ordinary.after)
     call_bytes = (tail + outside for tail, outside in zip(tails, ordinary.most, strict=True))
-    own_peak = max(call_bytes, default=0)
+    step_peak = max(call_bytes, default=0)
     for interlude in interludes:
         stays = interlude.stays_bytes(_next_call(tails, interlude)) if releases else arena_bytes
-        own_peak = max(own_peak, stays + interlude.ordinary_bytes)
-    own_peak = max(own_peak, _update_bytes(problem, arena_bytes, ordinary))
-    resident = _resident(tails, ordinary.most, interludes, own_peak, arena_bytes)
+        step_peak = max(step_peak, stays + interlude.ordinary_bytes)
+    step_peak = max(step_peak, _update_bytes(problem, arena_bytes, ordinary))
+    resident = _resident(tails, ordinary.most, interludes, step_peak, arena_bytes)
     dropped = tuple(
-        interlude.dropped(_next_call(resident, interlude), own_peak - interlude.ordinary_bytes)
+        interlude.dropped(_next_call(resident, interlude), step_peak - interlude.ordinary_bytes)
         if releases
         else ()
         for interlude in interludes
     )
     return Residency(
         resident_bytes=tuple(resident),
-        peak_bytes=fixed + _with_slack(problem, own_peak, arena_bytes),
+        peak_bytes=fixed + _with_slack(problem, step_peak, arena_bytes),
         dropped=dropped,
     )
 
@@ -83,15 +83,18 @@ def _resident(
     tails: Sequence[int],
     ordinary: Sequence[int],
     interludes: Sequence[PlacedInterlude],
-    own_peak: int,
+    step_peak: int,
     arena_bytes: int,
 ) -> list[int]:
-    """Returns for each call how many bytes of the arena stay: ``resident(c)`` of this module."""
+    """Returns for each call how many bytes of the arena stay: ``resident(c)`` of this module.
+
+    An interlude runs with what stays during the next call, so that it bounds that as well.
+    """
     resident: list[int] = []
     current = arena_bytes
-    room = {interlude.call + 1: own_peak - interlude.ordinary_bytes for interlude in interludes}
+    bound_at = {each.call + 1: step_peak - each.ordinary_bytes for each in interludes}
     for call, (tail, outside) in enumerate(zip(tails, ordinary, strict=True)):
-        current = max(tail, min(current, own_peak - outside, room.get(call, current)))
+        current = max(tail, min(current, step_peak - outside, bound_at.get(call, current)))
         resident.append(current)
     return resident
 
@@ -105,16 +108,16 @@ def running_peak_bytes(problem: Problem, plan: Plan) -> int:
     """Returns the peak of a step by ``plan``, with the ordinary memory that ``problem`` has now."""
     ordinary = ordinary_bytes(problem)
     stays = zip(plan.resident_bytes, ordinary.most, strict=True)
-    own_peak = max((resident + outside for resident, outside in stays), default=0)
-    own_peak = max(own_peak, _update_bytes(problem, plan.arena_bytes, ordinary))
-    return step_constant_bytes(problem) + _with_slack(problem, own_peak, plan.arena_bytes)
+    step_peak = max((resident + outside for resident, outside in stays), default=0)
+    step_peak = max(step_peak, _update_bytes(problem, plan.arena_bytes, ordinary))
+    return step_constant_bytes(problem) + _with_slack(problem, step_peak, plan.arena_bytes)
 
 
-def _with_slack(problem: Problem, own_peak: int, arena_bytes: int) -> int:
-    """Returns ``own_peak`` bytes of one step, with the heap's slack and steps that wait."""
-    slack = heap_slack(own_peak) if problem.releases_pages else 0
+def _with_slack(problem: Problem, step_peak: int, arena_bytes: int) -> int:
+    """Returns ``step_peak`` bytes of one step, with the heap's slack and steps that wait."""
+    slack = heap_slack(step_peak) if problem.releases_pages else 0
     waiting = (problem.live_steps - 1) * waiting_step_bytes(problem, arena_bytes)
-    return own_peak + slack + waiting
+    return step_peak + slack + waiting
 
 
 def _update_bytes(problem: Problem, arena_bytes: int, ordinary: "OrdinaryMemory") -> int:

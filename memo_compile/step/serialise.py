@@ -144,18 +144,19 @@ def restore(value: Any, kind: Any, where: str) -> Any:
 
 @functools.cache
 def _restorer(kind: Any) -> Callable[[Any], Any]:
-    """Returns the function that restores values of ``kind``, made once. It raises _Misfit."""
+    """Returns the function that restores values of ``kind``, made once. It raises _Misfit.
+
+    A union is ``kind | None``. Values of other kinds than those of ``restore`` pass as they are.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        inner = _restorer(next(argument for argument in arguments if argument is not type(None)))
-        return lambda value: None if value is None else inner(value)
+        restored = _restorer(next(argument for argument in arguments if argument is not type(None)))
+        return lambda value: None if value is None else restored(value)
     if origin is tuple:
         return _tuple_restorer(arguments)
     if origin is not None and issubclass(origin, Mapping):
-        value_of = _restorer(arguments[1])
-        return lambda value: _restored(
-            ".{}", _require(value, dict, "an object").items(), itertools.repeat(value_of)
-        )
+        restorers = itertools.repeat(_restorer(arguments[1]))
+        return lambda value: _restored(".{}", _require(value, dict, "an object").items(), restorers)
     if dataclasses.is_dataclass(kind):
         return _dataclass_restorer(kind)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -164,16 +165,16 @@ def _restorer(kind: Any) -> Callable[[Any], Any]:
 
 
 def _restored(
-    place: str, entries: Iterable[tuple[Any, Any]], restorers: Iterable[Callable[[Any], Any]]
+    path_format: str, entries: Iterable[tuple[Any, Any]], restorers: Iterable[Callable[[Any], Any]]
 ) -> dict[Any, Any]:
-    """Restores each entry's value; a misfit's path begins with the ``place`` of its key."""
+    """Restores each entry's value; a misfit's path begins with its key in ``path_format``."""
     restored: dict[Any, Any] = {}
     key = None
     try:
         for (key, value), restorer in zip(entries, restorers, strict=False):
             restored[key] = restorer(value)
     except _Misfit as misfit:
-        raise _Misfit(misfit.text, f"{place.format(key)}{misfit.path}") from None
+        raise _Misfit(misfit.text, f"{path_format.format(key)}{misfit.path}") from None
     return restored
 
 

@@ -45,17 +45,18 @@ def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     name = f"{schema.name}_{schema.overload_name}_into".replace("::", "_").replace(".", "_")
     num_outputs = len(schema.returns)
     outputs = [f"Tensor({chr(ord('a') + i)}!) out{i}" for i in range(num_outputs)]
-    positional = [arg for arg in schema.arguments if not arg.kwarg_only]
+    num_positional = sum(not arg.kwarg_only for arg in schema.arguments)
     _library.define(f"{name}({', '.join([*outputs, *_declarations(schema)])}) -> ()")
     keyword_names = [arg.name for arg in schema.arguments if arg.kwarg_only]
 
     def run(*args: Any) -> None:
+        """Copies the results of ``op`` into the first arguments, if they do not lie there."""
         targets, inputs = args[:num_outputs], args[num_outputs:]
         if flash_attention.takes_output(schema.name) and targets[0].stride(-1) == 1:
             results = flash_attention.forward_into(schema.name, targets[0], inputs)
         else:
-            split = len(positional)
-            result = op(*inputs[:split], **dict(zip(keyword_names, inputs[split:], strict=True)))
+            given, named = inputs[:num_positional], inputs[num_positional:]
+            result = op(*given, **dict(zip(keyword_names, named, strict=True)))
             results = result if isinstance(result, tuple | list) else (result,)
         for target, value in zip(targets, results, strict=True):
             if value.data_ptr() != target.data_ptr():

@@ -120,9 +120,9 @@ class LayerCosts:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "LayerCosts":
-        """The layer that ``data`` describes: a HEU instance without stage, with backward_time.
+        """The layer that ``data`` describes: a HEU instance without ``nl``, ``nb`` and ``budget``.
 
-        Without ``backward_time`` the backward takes twice the compute and the communication again.
+        A field ``backward_time`` stands for what ``backward_seconds`` estimates.
         Raises InputError: a field is missing or cannot be used; it is named.
         """
         stage = {"nl": 1, "nb": 1, "budget": 0}

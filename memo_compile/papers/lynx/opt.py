@@ -128,12 +128,14 @@ def _with_least_hidden(
 
 
 def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _Schedule:
-    """The program without objective; without a budget its bound is a variable to minimise."""
+    """The program without objective; without a budget its bound is a variable to minimise.
+
+    Cell (t, i) is operator i in phase t: a variable for i < t. Phase t computes operator t (D3).
+    """
     program = exact_program()
     ops, num_ops = instance.ops, instance.ops.count
-    unit = float(max(budget or 0, *ops.sizes, instance.static)) or 1.0
-
-    share = functools.partial(add_share, program, ops.num_slices)
+    memory_unit = float(max(budget or 0, *ops.sizes, instance.static)) or 1.0
+    make_share = functools.partial(add_share, program, ops.num_slices)
 
     def matrix(cells: set[tuple[int, int]], make: Callable[[], Linear]) -> Matrix:
         variables = np.zeros((num_ops, num_ops), dtype=object)
@@ -141,14 +143,14 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
             variables[cell] = make()
         return variables
 
-    before = {(t, i) for t in range(num_ops) for i in range(t)}
-    can_hide = {(t, i) for t, i in before if t in ops.comm and i not in ops.comm}
+    earlier = {(t, i) for t in range(num_ops) for i in range(t)}
+    can_hide = {(t, i) for t, i in earlier if t in ops.comm and i not in ops.comm}
     splittable = {(t, i) for t, i in can_hide if i not in ops.whole} if token_split else set()
     choice = program.choice
-    hidden, resident, critical = (matrix(cells, choice) for cells in (can_hide, before, before))
-    np.fill_diagonal(critical, 1)  # D3: phase t computes operator t
-    started, overlapped = matrix(splittable, share), matrix(splittable, share)
-    for cell in before - splittable:
+    hidden, resident, critical = (matrix(cells, choice) for cells in (can_hide, earlier, earlier))
+    np.fill_diagonal(critical, 1)
+    started, overlapped = matrix(splittable, make_share), matrix(splittable, make_share)
+    for cell in earlier - splittable:
         overlapped[cell] = hidden[cell]
     schedule = _Schedule(
         program=program,
@@ -157,8 +159,8 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
         started=started,
         overlapped=overlapped,
         hidden=hidden,
-        bound=program.variable() if budget is None else budget / unit,
-        memory_unit=unit,
+        bound=program.variable() if budget is None else budget / memory_unit,
+        memory_unit=memory_unit,
         time_unit=float(max(ops.times)) or 1.0,
     )
     for cell in sorted(splittable):

@@ -123,17 +123,19 @@ def _best_split(
 
 
 def split_paper(table: StageTimes) -> Split:
-    """The paper's greedy: while the slowest stage gets faster, it gives a layer to a faster one."""
+    """The paper's greedy: while the slowest stage gets faster, it gives a layer to a faster one.
+
+    It starts from equal stages, or, where one of these does not fit, from the nearest that fit.
+    """
     each, extra = divmod(table.num_layers, len(table.rows))
     layers_of = [each + (s < extra) for s in range(len(table.rows))]
     if any(_time(table, s, n) is None for s, n in enumerate(layers_of)):
-        exact = split_exact(_distances(table, layers_of))
-        if exact.status is SolveStatus.INFEASIBLE:
-            return exact
-        layers_of = list(exact.layers)
-    improved = True
-    while improved:
-        improved = _improve(table, layers_of)
+        nearest = split_exact(_distances(table, layers_of))
+        if nearest.status is SolveStatus.INFEASIBLE:
+            return nearest
+        layers_of = list(nearest.layers)
+    while _improve(table, layers_of):
+        pass
     return _checked(table, SolveStatus.FEASIBLE, layers_of)
 
 

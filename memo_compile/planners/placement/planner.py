@@ -170,7 +170,9 @@ def _solve(
             return answer
     if is_auto:
         share = 1.0 if huge else _REPAIR_SHARE
-        answer = _repaired(answer, effort.part(share * effort.left_s))
+        effort_part = effort.part(share * effort.left_s)
+        offsets = repaired_offsets(answer.instance, answer.offsets, answer.enough, effort_part)
+        answer = replace(answer, offsets=offsets)
         if answer.height <= enough:
             return answer
     if solver in _ENGINES:
@@ -236,11 +238,6 @@ def _largest_small(instance: Instance, most_bytes: int) -> int:
         else:
             sizes = sizes[:middle]
     return least
-
-
-def _repaired(answer: _Answer, effort: Effort) -> _Answer:
-    offsets = repaired_offsets(answer.instance, answer.offsets, answer.enough, effort)
-    return replace(answer, offsets=offsets)
 
 
 def _mip(
