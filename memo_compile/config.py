@@ -303,6 +303,10 @@ class MemoConfig:
             )
         return notes
 
+    def host_is_device(self, device_type: str) -> bool:
+        """Returns True where a copy to the host takes the very memory that it frees."""
+        return device_type == "cpu" and not self.host_kind("cpu").startswith("file:")
+
     def collective_schedule(self) -> str:
         """Returns when collectives run: ``normal``, or one of the debugging schedules."""
         flags = (flag for flag in self.debug if flag.startswith("collectives-"))

@@ -96,8 +96,13 @@ def recomputes_slices(rows: Iterable[Decision]) -> bool:
     return any(row.decision == Action.RECOMPUTE.value and row.token_fraction < 1 for row in rows)
 
 
-def step_notes(problem: Problem, rows: Iterable[Decision], config: MemoConfig) -> Iterator[str]:
-    """Yields what the user should know of a step that recomputes, runs in tiles or has a budget."""
+def step_notes(
+    problem: Problem, rows: Iterable[Decision], config: MemoConfig, *, device_type: str = ""
+) -> Iterator[str]:
+    """Yields what the user should know of a step that recomputes, runs in tiles or has a budget.
+
+    ``device_type`` is that of the device on which the step runs; empty where it is only planned.
+    """
     for what, happens in (
         ("a part of the tokens is recomputed", recomputes_slices(rows)),
         ("wide chains run in tiles of tokens", (config.token_tiles or 1) > 1),
@@ -109,6 +114,12 @@ def step_notes(problem: Problem, rows: Iterable[Decision], config: MemoConfig) -
         yield (
             f"the forward returns {size} that exist whole: if these are logits, compile a function "
             "that returns only the loss"
+        )
+    is_bounded = config.memory_budget is not None and config.host_budget is None
+    if is_bounded and problem.host_bytes and config.host_is_device(device_type):
+        yield (
+            "memory_budget is met by copies to host memory, and on a CPU that is the same memory: "
+            "what is copied comes on top of the budget. host_budget=0 plans without copies"
         )
 
 

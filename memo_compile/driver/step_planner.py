@@ -273,7 +273,8 @@ class StepPlanner:
         costs = costs_with(self.step, choice.moves, self.known.library(self.config.host_store))
         placed = self._placed(choice)
         problem, placed = self._with_windows(choice.problem, placed, costs)
-        for note in (*choice.notes, *step_notes(self.problem, rows, self.config)):
+        target = self.known.device_type if self.known.hardware is None else ""
+        for note in (*choice.notes, *step_notes(problem, rows, self.config, device_type=target)):
             state.add_note(note)
         timeline = placed.timeline or choice.timeline
         plan = replace(

@@ -146,17 +146,14 @@ class Fitting:
     def _configured(self, config: MemoConfig) -> MemoConfig:
         """``config`` with the question's host budget; 0 where the host is the device itself."""
         host = self._question.host_budget
-        if host is None and config.host_budget is None and self._shares_memory(config):
+        if host is None and config.host_budget is None and config.host_is_device(self._target()):
             host = "0"
         return config if host is None else replace(config, host_budget=host)
 
-    def _shares_memory(self, config: MemoConfig) -> bool:
-        """True where a copy to the host would take the very memory that it frees."""
-        return self._targets_cpu() and not config.host_kind("cpu").startswith("file:")
-
-    def _targets_cpu(self) -> bool:
+    def _target(self) -> str:
+        """The type of the device that is asked about, or the name of its profile."""
         hardware = self._question.hardware
-        return (self._device.type if hardware is None else hardware.name) == "cpu"
+        return self._device.type if hardware is None else hardware.name
 
     def _budget(self, config: MemoConfig) -> int:
         """The question's bound in bytes, else the script's, else what the device has free."""

@@ -57,6 +57,14 @@ def inner_error(model: nn.Module, **options: object) -> BaseException:
     return raised.value.inner_exception
 
 
+def test_a_budget_that_is_met_in_the_same_memory_says_so_once():
+    for policy in ("full-offload", "save", "full-offload"):
+        options = {**MOVING, "policy": policy, "memory_budget": "1GiB"}
+        memo_compiled(Stack(num_layers=LAYERS), **options)(x(1)).sum().backward()
+        told = [note for note in memo_compile.report().notes if "host_budget=0" in note]
+        assert len(told) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "schedule"),
     in_ci(

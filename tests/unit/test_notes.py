@@ -84,9 +84,9 @@ def test_what_torch_derives_itself_is_no_sharded_module(monkeypatch):
     assert not around.has_fsdp_modules()
 
 
-def notes(rows, outputs=0, **options):
-    problem = replace(two_layers(), fixed=FixedBytes(outputs=outputs))
-    return list(step_notes(problem, rows, MemoConfig(**options)))
+def notes(rows, outputs=0, host_bytes=0, device_type="", **options):
+    problem = replace(two_layers(), fixed=FixedBytes(outputs=outputs), host_bytes=host_bytes)
+    return list(step_notes(problem, rows, MemoConfig(**options), device_type=device_type))
 
 
 def test_parts_that_round_differently_are_named():
@@ -105,6 +105,19 @@ def test_large_results_are_named_under_a_budget():
     assert note.startswith("the forward returns 1.00 GiB")
     assert "only the loss" in note
     assert notes([], outputs=4, memory_budget="2GiB") == []
+
+
+def test_copies_to_the_same_memory_are_named_under_a_budget():
+    moved = {"host_bytes": 2**20, "device_type": "cpu"}
+    (note,) = notes([], memory_budget="2GiB", **moved)
+    assert "the same memory" in note
+    assert "host_budget=0" in note
+    assert notes([], **moved) == []
+    assert notes([], memory_budget="2GiB", host_budget="1GiB", **moved) == []
+    assert notes([], memory_budget="2GiB", host_store="file:.", **moved) == []
+    assert notes([], memory_budget="2GiB", host_bytes=0, device_type="cpu") == []
+    for elsewhere in ("cuda", ""):
+        assert notes([], memory_budget="2GiB", host_bytes=1, device_type=elsewhere) == []
 
 
 def test_counts_begin_anew_and_survive_torch_clearing_its_own(monkeypatch):
