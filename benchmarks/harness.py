@@ -201,6 +201,8 @@ class Peak:
 
     peak_bytes: int = 0
     growth_bytes: int = 0
+    all_bytes: int = 0
+    """CPU: the peak with shared memory, where a host store lies; elsewhere the peak."""
     others_bytes: int = 0
     """CPU: what was in memory at entry beside what the caller said was held."""
 
@@ -224,12 +226,14 @@ def physical_peak(device: Any, held_bytes: int) -> Iterator[Peak]:
         torch.cuda.reset_peak_memory_stats(device)
         yield peak
         peak.growth_bytes = torch.cuda.max_memory_allocated(device) - before
+        peak.all_bytes = held_bytes + peak.growth_bytes
     else:
         arena_of(torch.device(device)).release_pages()
         with watch_memory() as watch:
             peak.others_bytes = watch.baseline_bytes - held_bytes
             yield peak
         peak.growth_bytes = watch.growth_bytes
+        peak.all_bytes = held_bytes + watch.growth_with_shared_bytes
     peak.peak_bytes = held_bytes + peak.growth_bytes
 
 

@@ -27,14 +27,12 @@ msgpack ninja``.
 import argparse
 import functools
 import importlib.metadata
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks import budget, harness
-from memo_compile.units import format_bytes
 
 MODULE = "benchmarks.peers"
 PEERS = (
@@ -54,56 +52,42 @@ MIN_OFFLOADED_BYTES = 4096
 
 
 def main() -> int:
-    """Measure every peer, print the table, write the result; 1 when a promise breaks."""
-    sizes = {"layers": 4, "hidden": 512, "tokens": 1024, "vocab": 4096, "pairs": 5}
+    """Measure every peer, print the tables, write the result; 1 when a promise breaks."""
+    sizes = {"layers": 4, "hidden": 512, "tokens": 2048, "vocab": 4096}
     parser = harness.parser(__doc__, sizes=sizes)
-    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated")
-    return harness.run_benchmark("peers", parser.parse_args(), measure, run_peer)
+    budget.add_shared(parser, peers=PEERS)
+    return harness.run_benchmark("peers", parser.parse_args(), measure, run_child)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Every peer in a process of its own."""
-    shared = harness.passed_on(options, "layers", "hidden", "tokens", "vocab", "pairs")
-    found: dict[str, dict[str, Any]] = {}
+    peers: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="memo-bench-kernels-") as cache:
-        kernels = {"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}
-        for name in ("floor", *options.peers.split(",")):
-            print(name, file=sys.stderr, flush=True)
-            child = f"--child={name}:{found['floor']['floor_bytes'] if found else 0}"
-            arm = harness.Arm(name=name, arguments=(child, *shared), environment=kernels)
-            found[name] = {"load": round(os.getloadavg()[0], 1), **arm_of(name, arm)}
-            print(f"    {found[name]}", file=sys.stderr, flush=True)
-    floor_bytes = found.pop("floor")["floor_bytes"]
-    show(found)
+        runner = budget.Runner(MODULE, options, cache)
+        floors = runner.floors(options.hosts.split(","))
+        for name in options.peers.split(","):
+            try:
+                peers[name] = runner(name, *budget.told(floors))
+            except harness.ChildFailed as error:  # it costs the others nothing
+                peers[name] = {"failed": str(error)}
+    budget.show_peers("outputs held", peers, options.hosts.split(","))
     settings = {key: getattr(options, key) for key in ("layers", "hidden", "tokens", "vocab")}
     return {
         "settings": settings,
-        "floor_bytes": floor_bytes,
+        "floor_bytes": floors,
         "save_on_cpu_copies": save_on_cpu_copies(),
-        "peers": found,
-        "failures": judge(found),
+        "peers": peers,
+        "failures": judge(peers),
     }
 
 
-def arm_of(name: str, arm: harness.Arm) -> dict[str, Any]:
-    """What one arm sent; a peer that fails costs the others nothing."""
-    try:
-        return harness.run_arm(MODULE, arm)
-    except harness.ChildFailed as error:
-        if name == "floor":
-            raise
-        return {"failed": str(error)}
-
-
-def run_peer(options: argparse.Namespace) -> dict[str, Any]:
-    """In the child: one peer's peak and gradients, and memo at its memory in turn with it."""
-    name, _, floor = options.child.partition(":")
-    options.way = "held"
-    if name == "floor":
+def run_child(options: argparse.Namespace) -> dict[str, Any]:
+    """In the child: memo's floor, or a peer's peak and gradients, and memo at its memory."""
+    if options.child == "floor":
         return budget.run_floor(options)
     model, ids = budget.make_model(options)
     try:
-        step, versions = prepared(model, name)
+        step, versions = prepared(model, options.child)
     except ImportError as error:
         return {"missing": str(error)}
     kept: dict[str, Any] = {}
@@ -113,9 +97,9 @@ def run_peer(options: argparse.Namespace) -> dict[str, Any]:
     eager, _ = budget.make_model(options)
     eager(input_ids=ids, labels=ids).loss.backward()
     difference = harness.gradient_error(model, eager)
-    found: dict[str, Any] = budget.measured_peak(model, ids, run, kept)
-    found |= budget.run_pairs(options, run, max(int(floor), found["peak_bytes"]))
-    return {"versions": versions, "gradient_difference": difference, **found}
+    peak = budget.measured_peak(model, ids, run, kept)
+    rows = budget.memo_rows_at(options, run, peak)
+    return {"versions": versions, "gradient_difference": difference, **peak, "memo": rows}
 
 
 def prepared(model: Any, name: str) -> tuple[Callable[..., Any], dict[str, str]]:
@@ -227,31 +211,15 @@ def save_on_cpu_copies() -> bool:
     return bool(saved.data_ptr() != weight.data_ptr())
 
 
-def judge(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def judge(peers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The promises that do not hold, as sentences."""
     failures = []
-    for name, peer in found.items():
+    for name, peer in peers.items():
         if "failed" in peer:
             failures.append(f"{name} did not run: {peer['failed'].splitlines()[-1]}")
         if peer.get("gradient_difference", 0.0) > MAX_DIFFERENCE:
             failures.append(f"{name}: gradients {peer['gradient_difference']:.1e} from eager's")
-        if peer.get("ratio", 0.0) > budget.MAX_STEP_RATIO:
-            failures.append(f"at the memory of {name}: {peer['ratio']:.3f} x its time")
-    return failures
-
-
-def show(found: Mapping[str, Mapping[str, Any]]) -> None:
-    """The peers, and memo at their memory."""
-    rows = []
-    for name, peer in found.items():
-        if "ratio" not in peer:
-            rows.append((name, peer.get("missing", "failed"), "", "", "", ""))
-            continue
-        sizes = ("peak_bytes", "memo_budget_bytes", "memo_planned_bytes")
-        shown = [format_bytes(peer[key]) for key in sizes]
-        rows.append((name, *shown, f"{peer['step_s']:.3f} s", f"{peer['ratio']:.3f}"))
-    columns = ("peer", "its peak", "memo's budget", "memo's plan", "its step", "memo / peer")
-    harness.print_table("others, and memo at their memory", columns, rows)
+    return failures + list(budget.judge_times(peers))
 
 
 if __name__ == "__main__":

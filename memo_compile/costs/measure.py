@@ -37,11 +37,18 @@ class MemoryWatch:
 
     baseline_bytes: int
     peak_bytes: int
+    peak_with_shared_bytes: int
+    """The most of anonymous and shared memory at one time: host stores lie in shared memory."""
 
     @property
     def growth_bytes(self) -> int:
         """The rise of memory above the baseline."""
         return self.peak_bytes - self.baseline_bytes
+
+    @property
+    def growth_with_shared_bytes(self) -> int:
+        """The same, and all shared memory, also what was there before."""
+        return self.peak_with_shared_bytes - self.baseline_bytes
 
 
 def resident_bytes() -> int:
@@ -90,7 +97,9 @@ def watch_memory() -> Iterator[MemoryWatch]:
     _set_thresholds(_WATCHED_THRESHOLD_BYTES)
     hand_back_freed_memory()
     baseline = _field_bytes(_ROLLUP, "Anonymous:") if _ROLLUP.exists() else resident_bytes()
-    watch = MemoryWatch(baseline_bytes=baseline, peak_bytes=baseline)
+    watch = MemoryWatch(
+        baseline_bytes=baseline, peak_bytes=baseline, peak_with_shared_bytes=baseline
+    )
     stop = threading.Event()
     sampler = threading.Thread(target=_sample, args=(watch, stop), daemon=True)
     before = sys.getswitchinterval()
@@ -106,18 +115,28 @@ def watch_memory() -> Iterator[MemoryWatch]:
 
 
 def _sample(watch: MemoryWatch, stop: threading.Event) -> None:
-    while not stop.wait(SAMPLE_PERIOD_S):
-        watch.peak_bytes = max(watch.peak_bytes, resident_bytes())
-    watch.peak_bytes = max(watch.peak_bytes, resident_bytes())
+    is_last = False
+    while not is_last:
+        is_last = stop.wait(SAMPLE_PERIOD_S)
+        anonymous, shared = _fields_bytes(_STATUS, "RssAnon:", "RssShmem:")
+        watch.peak_bytes = max(watch.peak_bytes, anonymous)
+        watch.peak_with_shared_bytes = max(watch.peak_with_shared_bytes, anonymous + shared)
 
 
 def _field_bytes(path: Path, name: str) -> int:
-    """Returns the value of a ``Name:  123 kB`` line of a file of /proc, in bytes."""
+    return _fields_bytes(path, name)[0]
+
+
+def _fields_bytes(path: Path, *names: str) -> tuple[int, ...]:
+    """Returns the values of ``Name:  123 kB`` lines of a file of /proc, in bytes."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise RuntimeMisuse(f"cannot measure memory: {error}; this needs Linux's /proc") from error
-    for line in lines:
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise RuntimeMisuse(f"cannot measure memory: {path} has no {name} line; Linux 4.5 or newer has")
+    values = {line.split()[0]: line.split()[1] for line in lines if line.startswith(names)}
+    for name in names:
+        if name not in values:
+            raise RuntimeMisuse(
+                f"cannot measure memory: {path} has no {name} line; Linux 4.5 or newer has"
+            )
+    return tuple(int(values[name]) * 1024 for name in names)

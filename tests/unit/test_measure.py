@@ -17,9 +17,9 @@ LAG_BYTES = 2 * MIB
 """The kernel's counters lag by up to 128 KiB per core; the interpreter allocates a little too."""
 
 
-def touched(num_bytes):
+def touched(num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
     """Anonymous memory with every page written."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, num_bytes, flags=flags)
     for start in range(0, num_bytes, mmap.PAGESIZE):
         memory[start] = 1
     return memory
@@ -48,6 +48,15 @@ def test_memory_that_is_mapped_but_never_touched_does_not_count():
     with watch_memory() as watch, mmap.mmap(-1, 256 * MIB, flags=mmap.MAP_PRIVATE):
         time.sleep(0.01)
     assert watch.growth_bytes < LAG_BYTES
+
+
+def test_shared_memory_counts_apart_and_whole():
+    shared = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+    with touched(32 * MIB, shared), watch_memory() as watch:
+        with touched(16 * MIB, shared), touched(8 * MIB):
+            time.sleep(0.02)
+    assert watch.growth_bytes == pytest.approx(8 * MIB, abs=LAG_BYTES)
+    assert watch.growth_with_shared_bytes == pytest.approx(56 * MIB, abs=LAG_BYTES)
 
 
 def test_an_exception_in_the_block_passes_and_the_sampler_stops():

@@ -41,6 +41,6 @@ def test_hooks_offload_all_but_parameters_and_change_no_gradient(monkeypatch):
 @pytest.mark.parametrize("peer", ["torchtitan-op", "deepspeed"])
 def test_a_package_that_is_missing_is_said(peer, monkeypatch):
     monkeypatch.setitem(sys.modules, peer.partition("-")[0], None)
-    found = peers.run_peer(argparse.Namespace(child=f"{peer}:0", **SIZES))
+    found = peers.run_child(argparse.Namespace(child=peer, **SIZES))
     assert list(found) == ["missing"]
     assert peer.partition("-")[0] in found["missing"]
