@@ -5,6 +5,7 @@ code, tables, headings, links' addresses and the marks before blocks are left ou
 two full stops, question marks, colons at the end of a line, or items of a list are one sentence.
 """
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ FENCED = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!--.*?-->|</?\w+[^>\n]*>", re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+|^\s*#+ .*$|^\s*\|.*$|^ {4,}\S.*$|^\s*$", re.MULTILINE)
-END = re.compile(r"(?<=[.!?])[)\"'*_]*\s+(?=[\"'(*_`A-Z0-9])|:\s*$", re.MULTILINE)
+END = re.compile(r"(?<=[.!?])[)\"'*_]*\s+|:\s*$", re.MULTILINE)
 
 
 def pages() -> list[Path]:
@@ -29,20 +30,19 @@ def pages() -> list[Path]:
 
 
 def sentences(text: str) -> Iterator[tuple[int, str]]:
-    """The sentences of a page of Markdown, each with its line, counted from 1."""
+    """The sentences of a page of Markdown, each with the line of its block, from 1."""
     for pattern in (FENCED, COMMENT):
         text = pattern.sub(lambda match: "\n" * match[0].count("\n"), text)
     text = LINK.sub(lambda match: match[1], text)
     starts = sorted({0, len(text), *(place for m in ITEM.finditer(text) for place in m.span())})
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in itertools.pairwise(starts):
         block = text[start:end]
         if ITEM.fullmatch(block):
             continue
-        line = text.count("\n", 0, start) + 1
+        line = text.count("\n", 0, start + len(block) - len(block.lstrip())) + 1
         for sentence in END.split(block):
             if words := sentence.split():
                 yield line, " ".join(words)
-            line += sentence.count("\n")
 
 
 def too_long(path: Path) -> list[str]:

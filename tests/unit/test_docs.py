@@ -14,6 +14,7 @@ from memo_compile.cli import main as cli
 from memo_compile.config import MemoConfig
 from memo_compile.driver import bind, pipeline, plan_step, stages, tile_order
 from memo_compile.planners.policy import frontier
+from tools import check_sentences
 
 ROOT = Path(__file__).parents[2]
 DOCS = (
@@ -196,10 +197,30 @@ def test_the_picture_of_the_stages_is_that_of_the_pipeline():
 
 
 def test_the_readme_names_the_stages_in_their_order():
-    picture = (ROOT / "README.md").read_text().split("## How it works")[1].split("\n## ")[0]
-    named = re.findall(r"^       \|  (\w+): ", picture, re.MULTILINE)
-    stages_named = re.findall(r"^  (\w+) +-> ", indented_block(pipeline.__doc__), re.MULTILINE)
-    assert [name for name in named if name != "analysis"] == stages_named
+    section = (ROOT / "README.md").read_text().split("## How it works")[1].split("\n## ")[0]
+    named = re.findall(r"^\d\. `(\w+)`: ", section, re.MULTILINE)
+    assert named == re.findall(r"^  (\w+) +-> ", indented_block(pipeline.__doc__), re.MULTILINE)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+@pytest.mark.parametrize("page", check_sentences.pages(), ids=lambda page: page.stem)
+def test_no_sentence_is_too_long(page):
+    assert check_sentences.too_long(page) == []
+
+
+def test_a_sentence_that_is_too_long_is_found():
+    text = (
+        "# Title\n\nShort. "
+        + "word " * 36
+        + "end.\n\n* item\n\n```text\n"
+        + "code " * 40
+        + "\n```\n"
+    )
+    lengths = [(line, len(words.split())) for line, words in check_sentences.sentences(text)]
+    assert lengths == [(3, 1), (3, 37), (5, 1)]
 
 
 def test_the_stages_of_the_picture_are_functions_that_fit_together():

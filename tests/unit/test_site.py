@@ -1,12 +1,12 @@
 """The documentation site: a complete nav and reference, tables that are the results'."""
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks import published
 from memo_compile import errors
 from memo_compile.cli import main as cli
 from memo_compile.config import MemoConfig
@@ -94,38 +94,29 @@ def test_an_undocumented_field_is_refused(monkeypatch):
         reference.options_page()
 
 
-WAYS = {
-    "Inductor, everything kept": "inductor",
-    "`torch.utils.checkpoint` of each layer, eager": "checkpointing",
-    "the same, through Inductor": "inductor+checkpointing",
-    "hooks that offload what eager saves": "hooks",
-    "hooks that offload what Inductor saves": "hooks+inductor",
-    "torchtitan, `selective`, `op`": "torchtitan-op",
-    "torchtitan, `selective`, every second layer": "torchtitan-2",
-    "DeepSpeed's checkpointing of each layer, eager": "deepspeed",
-    "the same around layers that Inductor compiled": "deepspeed+inductor",
-    **{
-        f"`activation_memory_budget` = {ratio}": f"ratio-{ratio}"
-        for ratio in (0.0, 0.25, 0.5, 0.75)
-    },
-}
+@pytest.mark.parametrize("name", ["README.md", "docs/comparison.md"])
+def test_tables_are_those_of_the_committed_results(name):
+    """Else: python -m benchmarks.published."""
+    text = (ROOT / name).read_text()
+    budget, peers = published.newest("budget"), published.newest("peers")
+    assert "<!-- table: " in text
+    assert published.filled(text, published.tables(budget, peers)) == text
 
 
-@pytest.mark.parametrize(("number", "num_ways"), [(0, 7), (1, 6)])
-def test_a_table_of_the_comparison_is_that_of_its_result(number, num_ways):
-    text = (ROOT / "docs" / "comparison.md").read_text()
-    tables = re.findall(r"<!-- measured: ([\w.-]+) -->\n(.*?)\n\n", text, re.DOTALL)
-    name, table = tables[number]
-    result = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-    assert result["hardware"]["date"] in text
-    peers = result["peers"] if "peers" in result else result["held"]["peers"]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert len(rows[2:]) == num_ways
-    for way, *shown in rows[2:]:
-        peer = peers[WAYS[way]]
-        assert shown == [
-            f"{peer['peak_bytes'] / 2**20:.0f} MiB",
-            f"{peer['step_s']:.2f} s",
-            f"{peer['memo_planned_bytes'] / 2**20:.0f} MiB",
-            f"{peer['ratio']:.2f}",
-        ]
+def test_the_curve_is_that_of_the_committed_results():
+    budget, peers = published.newest("budget"), published.newest("peers")
+    for name, theme in published.THEMES.items():
+        picture = (ROOT / "docs" / "pictures" / f"curve-{name}.svg").read_text()
+        assert published.curve(budget, peers, theme) == picture
+
+
+def test_a_row_says_what_lies_on_the_host_and_where_memo_needs_more():
+    row = {"budget_bytes": 2**21, "peak_bytes": 2**20, "host_bytes": 0, "step_s": 1, "ratio": 0.5}
+    peers = {"inductor": {"all_bytes": 2**20, "memo": {"0": row}}}
+    result = {"file": "f", "settings": {"layers": 1, "tokens": 1}, "peers": peers}
+    result["hardware"] = {"date": "", "cores": 1, "torch": "", "load_at_start": 0.0}
+    *_, line = published.beside_peers(result, "0")
+    assert line == (
+        "| Inductor, everything kept | 1 MiB | 1.00 s | 1 MiB | none | 0.50, at its floor |"
+    )
+    assert published.beside_peers(result, "auto") == ["Not measured yet."]
