@@ -47,11 +47,12 @@ def made_of_frozen(
     }
     computed: set[fx.Node] = set()
     for node in graph.nodes:
-        inputs = node.all_input_nodes
+        inputs, name = node.all_input_nodes, op_name(node)
         if node.op == "get_attr" or (_is_kept_copy(node) and inputs[0] in changing_behind):
             changing_behind[node] = frozenset()
         elif node.op == "call_function" and all(source in changing_behind for source in inputs):
-            if not _is_cheap(node) or not _has_no_effect(node) or runs_once(node):
+            is_dear = is_matmul(node) or name in _DEAR or "linalg" in name
+            if is_dear or not _has_no_effect(node) or runs_once(node):
                 continue
             changing_inputs = frozenset[fx.Node]().union(
                 *(changing_behind[source] for source in inputs)
@@ -75,8 +76,3 @@ def _has_no_effect(node: fx.Node) -> bool:
     if is_write(node) or is_random(node) or is_collective(node):
         return False
     return is_known(node) or isinstance(node.target, torch._ops.OpOverload)
-
-
-def _is_cheap(node: fx.Node) -> bool:
-    name = op_name(node)
-    return not (is_matmul(node) or name in _DEAR or "linalg" in name)

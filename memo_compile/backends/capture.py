@@ -512,6 +512,7 @@ class StepCapture:
         return forward
 
     def _backward(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        """Assembles the step, of which ``gm`` is the last half; returns what runs this half."""
         assert self._forward is not None, "the backward is compiled after its forward"
         assert self._units is not None, "the partitioner runs before the inner compiler"
         autograd.allow_second_backward()
@@ -585,6 +586,7 @@ def _note_masks(joint: fx.GraphModule) -> None:
 
 
 def _require_known(joint: fx.GraphModule) -> None:
+    """Raises UnsupportedGraph: sizes, layouts or memory of a value are not known before it runs."""
     for node in joint.graph.nodes:
         if why := fx_graphs.wrong_fake(node):
             raise UnsupportedGraph(f"{node.name}: {why}")

@@ -307,6 +307,7 @@ def large_blocks_leave_the_heap() -> None:
 def _planned_once(
     gm: fx.GraphModule, inputs: Sequence[Any], config: MemoConfig, finish: Finish
 ) -> PlannedGraph:
+    """Captures and compiles ``gm``; its memory and its plan go when the compiled graph goes."""
     capture = StepCapture(config, GraphFacts(inputs), next_graph_name(), finish)
     run = capture.run(gm, inputs)
     if capture.steps is None:

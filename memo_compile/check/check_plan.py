@@ -85,6 +85,8 @@ class _Storage:
 
 
 class _Replay:
+    """Replays the calls of a step at the addresses of its plan; ``run`` returns the faults."""
+
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem = problem
         self.plan = plan
@@ -492,6 +494,7 @@ class _LeavingGradients:
                 yield owner
 
     def _leaves(self, gradient: _Gradient, reads_left: Mapping[str, int]) -> bool:
+        """True where no later call uses it, or an input that it is the gradient of."""
         results = gradient.values & self._inputs_of.keys()
         if not results or not results <= set(self.problem.leaving):
             return False

@@ -304,6 +304,7 @@ class StepWatch:
         return sum({id(own): num_bytes for own, num_bytes in found if own is not None}.values())
 
     def _look_for_gradients(self, index: int) -> None:
+        """Notes for call ``index`` which parameters of ``around`` have a gradient by now."""
         members = {id(own()) for own in self.parameters()}
         waiting = []
         for reference in self.around:

@@ -98,6 +98,7 @@ def overwriting(problem: Problem) -> frozenset[str]:
 def _storage(
     call: StepCall, output: RegionOutput, storage_of: Mapping[str, str | None]
 ) -> str | None:
+    """Returns the arena buffer that the output lies in; None: ordinary memory."""
     if output.index is None or output.storage not in (Storage.ARENA, Storage.INPUT):
         return None
     if output.storage is Storage.INPUT:

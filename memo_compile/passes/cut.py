@@ -405,6 +405,7 @@ class _Border:
         return grows or is_given(base)
 
     def _reach(self, node: fx.Node) -> None:
+        """Adds ``node`` to the inputs, or what it is made of where each region makes it anew."""
         if self._each_region_makes(node):
             for source in node.all_input_nodes:
                 self._reach(source)

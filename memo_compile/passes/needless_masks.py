@@ -104,6 +104,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _has_mask(arguments: Mapping[str, Any]) -> bool:
+    """True for a boolean mask, given with query, key and value and without ``is_causal``."""
     mask = arguments.get("attn_mask")
     value = mask.meta.get("example_value") if isinstance(mask, fx.Node) else None
     return (

@@ -55,7 +55,8 @@ class RoundValues:
         changed = False
         for node in list(gm.graph.nodes):
             reads = not unrounded.isdisjoint(node.all_input_nodes)
-            makes = _is_low(node) and not is_view(node) and _is_fused(node)
+            is_low = is_tensor(node) and node.meta["val"].dtype in _LOW
+            makes = is_low and not is_view(node) and _is_fused(node)
             if is_view(node) and reads:
                 unrounded.add(node)
             elif _is_marked(node) and (reads or (makes and _is_read_twice(node))):
@@ -66,10 +67,6 @@ class RoundValues:
             elif makes:
                 unrounded.add(node)
         return PassResult(gm, changed)
-
-
-def _is_low(node: fx.Node) -> bool:
-    return is_tensor(node) and node.meta["val"].dtype in _LOW
 
 
 def _is_forward(node: fx.Node) -> bool:

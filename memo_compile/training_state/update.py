@@ -131,7 +131,8 @@ class Update:
                 if (
                     name in piece.traits.itemsizes
                     and name not in homes
-                    and _is_state(value, tensor)
+                    and isinstance(value, torch.Tensor)
+                    and value.shape == tensor.shape
                 ):
                     wanted.setdefault(piece.parameter, {})[name] = value.dtype
         self._homes.take_in(wanted)
@@ -228,10 +229,6 @@ def _as_state(piece: UpdatePiece, home: Home, memory: torch.Tensor) -> torch.Ten
     if piece.is_whole:
         return laid_out(piece.parameter, home.tensor.dtype, memory)
     return memory.view(home.tensor.dtype)
-
-
-def _is_state(value: object, tensor: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
 
 
 def _copied(value: Small) -> Small:
