@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memo_compile import errors
 from memo_compile.config import MemoConfig, configure
 from memo_compile.reporting.state import Report, report
+from memo_compile.step.policy_rules import clear_policy_rules, policy_rule
 
 if TYPE_CHECKING:
     from memo_compile.backends.declare_group import group
@@ -30,6 +31,7 @@ __all__ = [
     "MemoConfig",
     "Report",
     "backend",
+    "clear_policy_rules",
     "configure",
     "errors",
     "group",
@@ -40,6 +42,7 @@ __all__ = [
     "pipeline",
     "pipeline_split",
     "plan",
+    "policy_rule",
     "report",
 ]
 

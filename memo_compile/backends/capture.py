@@ -561,11 +561,11 @@ def _never_run(*_: Any) -> Never:
 def _note_users_checkpoints(joint: fx.GraphModule) -> None:
     """Says what becomes of the tags of checkpoint() and of selective checkpointing."""
     tags = [node.meta["recompute"].name for node in joint.graph.nodes if "recompute" in node.meta]
-    prefers = sum(tag.startswith("PREFER_") for tag in tags)
+    obeyed = sum(tag in ("MUST_SAVE", "MUST_RECOMPUTE") for tag in tags)
     if tags:
         state.add_note(
-            f"the model's own checkpoint(): {len(tags) - prefers} MUST_* tags are obeyed, "
-            f"{prefers} PREFER_* tags give way to the plan"
+            f"the model's own checkpoint(): {obeyed} MUST_* tags are obeyed, "
+            f"{len(tags) - obeyed} PREFER_* tags and those to offload give way to the plan"
         )
 
 

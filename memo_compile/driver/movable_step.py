@@ -27,9 +27,21 @@ from memo_compile.passes.cut import Cut, CutCall, unique_name
 from memo_compile.passes.recompute import ClassGraph, layer_ops
 from memo_compile.planners.begin_order import gathers_of
 from memo_compile.planners.gather_again import values_again
+from memo_compile.reporting import state
 from memo_compile.step.communication import handed_on, value_sizes
-from memo_compile.step.movable import Layer, LayerClass, LayerOp, MovableStep, Slot, StepCosts
+from memo_compile.step.movable import (
+    Action,
+    Layer,
+    LayerClass,
+    LayerOp,
+    MovableStep,
+    Slot,
+    StepCosts,
+)
+from memo_compile.step.policy_rules import decision_of, has_rules
 from memo_compile.step.problem import Problem, aliases, arena_values
+
+_PINNED = {"keep": Action.SAVE, "offload": Action.OFFLOAD, "recompute": Action.RECOMPUTE}
 
 MIN_MOVE_BYTES = 1024
 """Tensors of fewer bytes are kept: a copy costs its latency and frees at most one page."""
@@ -227,15 +239,21 @@ class _Builder:
         for slot, (value, node) in enumerate(zip(values, nodes, strict=True)):
             dim = dims.get(node)
             row_bytes = None if dim is None else row_layout(node.meta["val"], dim, graph.num_rows)
+            can_offload = value not in self.again and self._may_move(value)
+            can_recompute = (
+                slot in able
+                and value in self.read_later
+                and value not in self.filled
+                and not self._is_at_hand(call, value)
+            )
+            decision = self._decision(value, can_offload, can_recompute)
             slots.append(
                 Slot(
                     name=self.again.get(value, value),
                     size_bytes=0 if value in self.again else self.sizes[value],
-                    can_offload=value not in self.again and self._may_move(value),
-                    can_recompute=slot in able
-                    and value in self.read_later
-                    and value not in self.filled
-                    and not self._is_at_hand(call, value),
+                    can_offload=can_offload and decision in (None, "offload"),
+                    can_recompute=can_recompute and decision in (None, "recompute"),
+                    pinned=None if decision is None else _PINNED[decision],
                     is_input=slot < len(graph.slot_of_input),
                     is_attention=_is_attention(node),
                     num_rows=graph.num_rows if row_bytes else 1,
@@ -244,6 +262,20 @@ class _Builder:
                 )
             )
         return LayerClass(key=key, slots=tuple(slots), ops=ops)
+
+    def _decision(self, value: str, can_offload: bool, can_recompute: bool) -> str | None:
+        """What the user's rules say of ``value``, if that can be done."""
+        if not has_rules() or value not in self.problem.tensors or value not in self.sizes:
+            return None
+        info = self.problem.tensors[value]
+        decision = decision_of(info, self.sizes[value])
+        if {"offload": can_offload, "recompute": can_recompute}.get(decision or "", True):
+            return decision
+        said = f"{info.role or info.op} {list(info.shape)}"
+        state.add_note(
+            f"policy_rule: the plan decides about {said}: its layer cannot {decision} it"
+        )
+        return None
 
     def _changed(self, call: CutCall) -> frozenset[int]:
         """Positions of inputs of ``call`` that hold something else when the backward runs."""

@@ -50,6 +50,7 @@ from memo_compile.reporting.compiling import say
 from memo_compile.step.communication import has_collectives
 from memo_compile.step.movable import MovableStep, Moves, StepCosts
 from memo_compile.step.plans import Plan
+from memo_compile.step.policy_rules import has_rules
 from memo_compile.step.problem import CallKind, Problem, RegionProfile
 from memo_compile.step.residency import residency, step_constant_bytes
 from memo_compile.step.simulate import peak_live_bytes, simulate
@@ -224,7 +225,7 @@ class StepPlanner:
         """The step that keeps everything if that fits and is allowed, else the fastest one."""
         budget_bytes = self._budget_bytes()
         keeps = self.config.policy in ("auto", "save") and not self.request.shares
-        if keeps and not self.problem.host_weights:
+        if keeps and not (self.problem.host_weights or self._moves_pinned()):
             may_fit = budget_bytes is None or peak_live_bytes(self.kept) <= budget_bytes
             if may_fit or self._can_only_save():
                 saved = self._place_within(self.kept, budget_bytes)
@@ -373,6 +374,11 @@ class StepPlanner:
             if better.calls not in tried:
                 tried.append(better.calls)
                 yield better
+
+    def _moves_pinned(self) -> bool:
+        """True where a rule of the user says what becomes of a tensor."""
+        classes = self.step.classes.values() if has_rules() else ()
+        return any(slot.pinned for cls in classes for slot in cls.slots)
 
     def _can_only_save(self) -> bool:
         return self.config.policy == "save" or not self.step.layers

@@ -47,6 +47,8 @@ class Slot:
     """Rows (tokens) along which the buffer can be split; 1 for a tensor that moves whole."""
     row_bytes: int = 0
     """Row r is bytes ``[r * row_bytes, (r + 1) * row_bytes)`` of the storage, when num_rows > 1."""
+    pinned: "Action | None" = None
+    """What every plan does with it, by a rule or a tag of the user; None: the plan decides."""
     first_read: int = 0
     """Index of the first backward call that reads it, among those of the class's first layer: a
     backward in tiles is several calls."""
@@ -277,6 +279,7 @@ class MovableStep:
     def save_all(self) -> Moves:
         """Returns the decisions that keep everything."""
         modes = (
-            Mode(actions=(Action.SAVE,) * len(self.class_of(layer).slots)) for layer in self.layers
+            Mode(actions=tuple(slot.pinned or Action.SAVE for slot in self.class_of(layer).slots))
+            for layer in self.layers
         )
         return Moves(modes=tuple(modes), policy="save")

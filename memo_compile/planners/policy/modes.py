@@ -525,12 +525,16 @@ def make_mode(
     offload: Iterable[int] = (),
     rows: int | None = None,
 ) -> Mode:
-    """The mode that recomputes and offloads these slots and saves the others."""
+    """The mode that recomputes and offloads these slots and saves the others.
+
+    What the user has pinned is done, whatever is asked for.
+    """
     actions = [Action.SAVE] * len(cls.slots)
     for slot in offload:
         actions[slot] = Action.OFFLOAD
     for slot in recompute:
         actions[slot] = Action.RECOMPUTE
+    actions = [slot.pinned or action for slot, action in zip(cls.slots, actions, strict=True)]
     return Mode(actions=tuple(actions), recompute_rows=rows)
 
 

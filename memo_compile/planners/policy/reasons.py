@@ -58,6 +58,8 @@ class _Weighed:
         count = sum(other.actions[slot] is action for other in self.modes)
         total = len(self.modes)
         where = "" if count == total else f"in {count} of {total} layers: "
+        if self.cls.slots[slot].pinned is action:
+            return f"{where}pinned: by a policy_rule, or by the model's checkpoint policy"
         if action is Action.SAVE:
             return where + self._kept(slot, moves_elsewhere=count != total)
         if action is Action.OFFLOAD:

@@ -81,7 +81,7 @@ def _changes(step: MovableStep, modes: Sequence[Sequence[ModeCost]]) -> Iterator
 def _actions(cls: LayerClass, rights: Rights) -> Iterator[tuple[int, Action]]:
     least = MIN_SIZE * max((slot.size_bytes for slot in cls.slots), default=0)
     for slot in sorted(rights.offload | rights.recompute):
-        if cls.slots[slot].size_bytes < least:
+        if cls.slots[slot].size_bytes < least or cls.slots[slot].pinned is not None:
             continue
         yield slot, Action.SAVE
         if slot in rights.offload:
