@@ -36,7 +36,7 @@ class StepCounters:
     offloaded_bytes: int = 0
     recomputed_bytes: int = 0
     stall_s: float = 0.0
-    """Seconds in which computation waited for copies (row 16 of docs/situations.md)."""
+    """Seconds in which computation waited for copies (number 16 of docs/situations.md)."""
     comm_wait_s: float = 0.0
     """Seconds in which it waited for other ranks."""
 
