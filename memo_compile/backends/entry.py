@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from memo_runtime.host_state import move_updates_to_host
 from memo_runtime.leases import leases
 from memo_runtime.pages import occupy_free_places
 from torch import fx
@@ -59,7 +60,7 @@ from memo_compile.reporting.compiling import compiling, is_terminal
 from memo_compile.reporting.write import write_pictures
 from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import to_json
-from memo_compile.torch_private import compile_caches, distributed, dynamo, inductor_api
+from memo_compile.torch_private import compile_caches, distributed, dynamo, fx_graphs, inductor_api
 from memo_compile.units import format_bytes
 
 log = logging.getLogger("memo")
@@ -292,10 +293,28 @@ def _planned(
             graph, inputs, options, lambda step: _compiled_step(step, options, probes, request)
         )
 
-    planned = first_that_fits(gm, facts, config, once)
+    try:
+        planned = first_that_fits(gm, facts, config, once)
+    except Infeasible:
+        if not _updates_moved(inputs):
+            raise
+        planned = first_that_fits(gm, GraphFacts(inputs), config, once)
     if in_heap:
         large_blocks_leave_the_heap()  # in which planning's small blocks have left free places
     return planned
+
+
+def _updates_moved(inputs: Sequence[Any]) -> bool:
+    """True where an optimizer of a step that does not fit updates on the host from now on."""
+    parameters = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
+    with fx_graphs.real_tensors():
+        moved = move_updates_to_host(parameters)
+    if moved:
+        state.add_note(
+            "the optimizer updates on the host, where gradients go as they are made: with both on "
+            "the device the step does not fit"
+        )
+    return moved
 
 
 def large_blocks_leave_the_heap() -> None:

@@ -10,6 +10,7 @@ the plain optimizer, to the last bit: the same kernels run on the same device.
 
 import contextlib
 import functools
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ from memo_compile.training_state.traits import StateTraits, traits_of
 from memo_compile.training_state.update import ChunkedUpdate
 from memo_compile.training_state.update_pieces import UpdatePiece, chunks_of, pieces_of
 
+log = logging.getLogger("memo")
+
 _PLACES = ("auto", "host", "device")
 
 
@@ -51,8 +54,9 @@ def offload(
     Args:
         optimizer: One of torch.optim whose ``step()`` needs no closure.
         state: ``"host"`` (also ``"auto"``), or ``"device"`` to leave it where it is.
-        update: Where parameters are updated: ``"device"`` (also ``"auto"``), or ``"host"``; then
-            each gradient goes to the host as soon as it is made.
+        update: Where parameters are updated: ``"device"``, or ``"host"``; then each gradient goes
+            to the host as soon as it is made. ``"auto"``: on the host where a step of the model
+            does not fit its ``memory_budget`` otherwise.
 
     Raises:
         ConfigError: the optimizer or its parameters cannot be treated so; the message says why.
@@ -72,22 +76,24 @@ def offload(
                 "offload: update='host' needs state='host': the update reads it there"
             )
         return optimizer
-    return OffloadedOptimizer(optimizer, resolve(None, None), updates_on_host=update == "host")
+    offloaded = OffloadedOptimizer(optimizer, resolve(None, None), may_move=update == "auto")
+    if update == "host":
+        offloaded.send_gradients_home()
+    return offloaded
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
     """The optimizer ``inner``, whose state is on the host between updates."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer, config: MemoConfig, *, updates_on_host: bool = False
+        self, inner: torch.optim.Optimizer, config: MemoConfig, *, may_move: bool = False
     ) -> None:
         self.inner = inner
         self._config = config
+        self._may_move = may_move
+        """The update moves to the host where a step does not fit otherwise."""
         self._gradients: GradientHomes | None = None
         """Where gradients go as they are made, where the update is on the host."""
-        if updates_on_host:
-            kind_on = functools.partial(_kind_on, config)
-            self._gradients = GradientHomes(kind_on=kind_on, engine_on=self._engine)
         self._homes: dict[torch.device, Homes] = {}
         self._traits: dict[tuple[int, torch.dtype], StateTraits] = {}
         """By parameter group and dtype, for the groups' options in ``_options``."""
@@ -96,6 +102,27 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self._step_supports_amp_scaling = getattr(inner, "_step_supports_amp_scaling", False)
         self._share()
+
+    def send_gradients_home(self) -> None:
+        """Lets gradients go to the host as they are made, and updates there.
+
+        Raises ConfigError: the optimizer or a parameter cannot be treated so.
+        """
+        kind_on, engine_on = functools.partial(_kind_on, self._config), self._engine
+        self._gradients = GradientHomes(kind_on=kind_on, engine_on=engine_on)
+        self._learn_traits()
+
+    def move_update_to_host(self) -> bool:
+        """Does so if the program has left the choice; called where a step does not fit."""
+        if self._gradients is not None or not self._may_move:
+            return False
+        try:
+            self.send_gradients_home()
+        except ConfigError as error:
+            log.info("memo: updates stay on the device: %s", error)
+            self._gradients = None
+            self._learn_traits()
+        return self._gradients is not None
 
     def _share(self) -> None:
         """Uses the inner optimizer's groups and state as its own, and moves the state to the host.

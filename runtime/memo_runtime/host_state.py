@@ -8,6 +8,7 @@ added it, where it goes to the host then. Parameters are held weakly.
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -29,10 +30,19 @@ class HostState:
     on the device until the program frees it."""
 
 
+class MovableUpdate(Protocol):
+    """An optimizer that may update on the device or on the host."""
+
+    def move_update_to_host(self) -> bool:
+        """Sends gradients to the host from now on; True if it did not before, and does now."""
+
+
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def keep_on_host(parameter: torch.Tensor, state: HostState, optimizer: object = None) -> None:
+def keep_on_host(
+    parameter: torch.Tensor, state: HostState, optimizer: MovableUpdate | None = None
+) -> None:
     """Plans count ``state`` for ``parameter`` from now on, while ``optimizer`` is there."""
     _states[parameter] = state, None if optimizer is None else weakref.ref(optimizer)
 
@@ -47,6 +57,13 @@ def update_bytes(parameters: Iterable[torch.Tensor]) -> int:
     """The least that updates of these parameters borrow of the device, one after another."""
     states = map(host_state, parameters)
     return max((state.update_bytes for state in states if state is not None), default=0)
+
+
+def move_updates_to_host(parameters: Iterable[torch.Tensor]) -> bool:
+    """Asks the optimizers of ``parameters``, whose step does not fit; True if one of them moved."""
+    references = (_states.get(parameter, (None, None))[1] for parameter in parameters)
+    optimizers = {id(ref()): ref() for ref in references if ref is not None and ref() is not None}
+    return any([optimizer.move_update_to_host() for optimizer in optimizers.values()])
 
 
 def gradient_goes_home(parameter: torch.Tensor) -> bool:

@@ -423,12 +423,68 @@ def test_gradients_leave_as_they_are_made(
     ours, planned_bytes = trained("host", budget, microbatches, debug=("poison", schedule))
     assert planned_bytes <= budget
     for mine, theirs in zip(ours, plain, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)  # in tiles of tokens
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)  # in tiles of tokens
     state = memo_compile.report().training_state
     assert state is not None
     assert state.gradients.device_bytes == 0
     assert state.gradients.host_bytes == parameters_bytes
     assert state.update == "host"
+
+
+def test_the_update_moves_to_the_host_where_a_step_does_not_fit(
+    trained: Callable[..., tuple[list[torch.Tensor], int]],
+) -> None:
+    plain, _ = trained("auto")
+    state = memo_compile.report().training_state
+    assert state is not None
+    assert state.update == "device"
+    budget = int(2.4 * sum(each.nbytes for each in plain))
+    ours, planned_bytes = trained("auto", budget, exact=True)
+    state = memo_compile.report().training_state
+    assert state is not None
+    assert state.update == "host"
+    assert any("the optimizer updates on the host" in note for note in memo_compile.report().notes)
+    assert planned_bytes <= budget
+    assert all(map(torch.equal, ours, plain))
+
+
+def test_gradients_that_the_program_makes_or_keeps_itself() -> None:
+    """One set by hand, one of a graph of gradients, zeros kept, a forward before the update."""
+    plain, ours = pair(OPTIMIZERS["adamw"], update="host")
+    for each in (plain, ours):
+        parameters = list(each.model.parameters())
+        for seed in range(4):
+            loss = each.backward(seed)
+            if seed == 1:
+                parameters[0].grad = torch.ones_like(parameters[0])
+            if seed == 2:
+                loss = each.model(torch.ones(2, 250)).sum()
+                made = torch.autograd.grad(loss, parameters, create_graph=True)
+                torch.stack([one.square().sum() for one in made]).sum().backward()
+            each.model(torch.ones(2, 250))
+            each.optimizer.step()
+            each.optimizer.zero_grad(set_to_none=seed % 2 == 0)
+    assert_equal(plain, ours)
+
+
+def test_a_layer_is_frozen_at_first_and_the_optimizer_goes() -> None:
+    model = net()
+    weight = model[0].weight
+    weight.requires_grad_(False)
+    optimizer = memo_compile.offload(torch.optim.SGD(model.parameters(), lr=0.1), update="host")
+    x = torch.ones(2, 250)
+    model(x).sum().backward()
+    assert weight.grad is None
+    optimizer.step()
+    weight.requires_grad_(True)
+    model(x).sum().backward()
+    assert weight.grad is not None
+    assert place_of(weight.grad) is not None
+    optimizer.zero_grad()
+    del optimizer
+    gc.collect()
+    model(x).sum().backward()
+    assert place_of(weight.grad) is None
 
 
 def test_host_memory_of_gradients_is_used_again_once_nobody_holds_them() -> None:
