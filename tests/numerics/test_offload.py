@@ -460,7 +460,7 @@ def test_gradients_that_the_program_makes_or_keeps_itself() -> None:
             if seed == 2:
                 loss = each.model(torch.ones(2, 250)).sum()
                 made = torch.autograd.grad(loss, parameters, create_graph=True)
-                torch.stack([one.square().sum() for one in made]).sum().backward()
+                torch.stack([gradient.square().sum() for gradient in made]).sum().backward()
             each.model(torch.ones(2, 250))
             each.optimizer.step()
             each.optimizer.zero_grad(set_to_none=seed % 2 == 0)
