@@ -35,6 +35,9 @@ def test_pages_of_the_root_are_those_that_the_hooks_add():
 
 def test_the_site_loads_nothing_from_elsewhere():
     assert re.search(r"^  font: false", SETTINGS, re.MULTILINE)
+    shim = "iframe-worker/shim.js"  # else the plugin `offline` names an address for it
+    assert re.search(rf"^    - {shim}$", SETTINGS, re.MULTILINE)
+    assert "/*! iframe-worker" in (ROOT / "docs" / shim).read_text()
     styles = (ROOT / "docs" / "site.css").read_text()
     assert "://" not in re.sub(r"^#.*$", "", SETTINGS, flags=re.MULTILINE) + styles
     pictures = (re.findall(r"!\[[^\]]*\]\(([^)]+)\)", path.read_text()) for path in PAGES.values())
