@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import memo_compile
 from memo_compile.config import local_world_size
 from memo_compile.costs.host import host_memory, processor_name
 from memo_compile.errors import MemoError
@@ -86,7 +87,7 @@ def _versions() -> Iterator[Finding]:
         yield version("triton", triton, "not installed", health=Health.BROKEN, remedy=remedy)
     else:
         yield version("triton", triton, "not needed without CUDA")
-    remedy = "placement searches faster with it: pip install memo-compile[fast]"
+    remedy = "placement searches faster with it: pip install numba"
     yield version("numba", _version("numba"), "not installed", health=Health.LIMITED, remedy=remedy)
 
 
@@ -128,7 +129,7 @@ def _devices() -> Iterator[Finding]:
 def _entry_point() -> Iterator[Finding]:
     """Whether ``torch.compile(backend="memo")`` finds and loads the backend."""
     finding = functools.partial(Finding, group="backend", name="memo")
-    remedy = "install memo into this Python: pip install memo-compile"
+    remedy = f"install memo into this Python: pip install {_where_memo_is_from()}"
     try:
         import torch
     except (ImportError, OSError):
@@ -143,10 +144,19 @@ def _entry_point() -> Iterator[Finding]:
     # Loading runs memo's own modules and torch's private ones: whatever it raises is the finding.
     except Exception as error:
         text = f"found, but does not load: {type(error).__name__}: {error}"
-        remedy = f"memo and torch do not fit together; {remedy} --upgrade"
+        remedy = (
+            f"memo and torch do not fit together: a newer memo ({remedy} --upgrade), or torch "
+            + "{}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TRIED_TORCH)
+        )
         yield finding(value=None, text=text, health=Health.BROKEN, remedy=remedy)
         return
     yield finding(value="loaded", text='torch.compile(backend="memo") finds it')
+
+
+def _where_memo_is_from() -> str:
+    """Returns what pip installs memo from: the folder that this code runs from, or the package."""
+    folder = Path(memo_compile.__file__).parents[1]
+    return str(folder) if (folder / "pyproject.toml").is_file() else "memo-compile"
 
 
 def _compiler() -> Iterator[Finding]:

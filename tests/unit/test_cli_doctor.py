@@ -42,11 +42,11 @@ def test_exit_code_says_whether_memo_can_run(health, code, argv, capsys, monkeyp
 
 
 def test_remedies_are_printed_as_they_are(capsys, monkeypatch):
-    broken = finding(Health.BROKEN, text="[Errno 2] gone", remedy="pip install memo-compile[fast]")
+    broken = finding(Health.BROKEN, text="[Errno 2] gone", remedy="pip install numba[x]")
     monkeypatch.setattr(checkup, "examine", lambda: [broken])
     _code, out = run([], capsys)
     assert "[Errno 2] gone" in out
-    assert "torch: pip install memo-compile[fast]" in out
+    assert "torch: pip install numba[x]" in out
     assert "memo cannot run here" in out
 
 

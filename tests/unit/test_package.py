@@ -1,6 +1,7 @@
 """What an install holds: a light core, extras for the rest, and nothing imported before its use."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -77,7 +78,53 @@ def test_the_source_distribution_has_what_a_reader_looks_for():
     included = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert {"/*.md", "/tests", "/docs", "/Makefile"} <= set(included)
     assert (ROOT / "CHANGELOG.md").exists()
+    assert {"/CITATION.cff", "/hatch_build.py"} <= set(included)
+    assert (ROOT / "SECURITY.md").exists()
     assert PROJECT["project"]["license-files"] == ["LICENSE"]
+
+
+def test_authors_and_version_are_told_alike():
+    project, citation = PROJECT["project"], (ROOT / "CITATION.cff").read_text()
+    (author,) = project["authors"]
+    assert f'name: "{author["name"]}"' in citation
+    assert f"\nversion: {project['version']}\n" in citation
+    assert f"\nlicense: {project['license']}\n" in citation
+
+
+@pytest.fixture
+def build_hook(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("hatch_build")
+
+
+def test_the_readmes_links_lead_to_the_repository_wherever_that_is(build_hook):
+    text = (
+        "See [docs](docs/a.md#b), [torch](https://pytorch.org) and [below](#more). "
+        '![plot](docs/p.svg) <img src="docs/q.png">'
+    )
+    there = build_hook.absolute_links(text, "https://x.org/memo")
+    assert there == (
+        "See [docs](https://x.org/memo/blob/main/docs/a.md#b), [torch](https://pytorch.org) and "
+        "[below](#more). ![plot](https://x.org/memo/raw/main/docs/p.svg) "
+        '<img src="https://x.org/memo/raw/main/docs/q.png">'
+    )
+    assert (
+        build_hook.absolute_links("[docs](a.md) [b](https://b.org)", "")
+        == "docs [b](https://b.org)"
+    )
+
+
+@pytest.mark.parametrize("repository", ["", "https://x.org/memo/"])
+def test_the_package_page_has_the_readme_and_links_where_the_address_is_known(
+    build_hook, repository
+):
+    metadata = {}
+    hook = build_hook.RepositoryHook(str(ROOT), {"repository": repository})
+    hook.update(metadata)
+    assert metadata["readme"]["content-type"] == "text/markdown"
+    assert "](docs/" not in metadata["readme"]["text"]
+    assert bool(metadata["urls"]) == bool(repository)
+    assert metadata["urls"].get("Source", "https://x.org/memo") == "https://x.org/memo"
 
 
 def test_a_plain_install_solves_integer_programs():
