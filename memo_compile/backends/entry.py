@@ -29,7 +29,7 @@ from memo_compile.backends.negated import resolving
 from memo_compile.backends.retile import PlannedGraph, Retiled
 from memo_compile.backends.specialise import Specialised, symbol_positions
 from memo_compile.config import MemoConfig, misspelt_variables, resolve
-from memo_compile.costs.host import missing_store
+from memo_compile.costs.host import missing_store, processor_name
 from memo_compile.costs.measure import MIN_OWN_BLOCK_BYTES, keep_large_blocks_apart
 from memo_compile.driver.agreement import RankStep, graph_key, job_rank, orders_of
 from memo_compile.driver.around import has_fsdp_modules
@@ -74,6 +74,8 @@ OF_PIECE = (
     "into several. Once all of them have run, they are planned as one step, and a refusal names "
     "its floor"
 )
+MOST_SHAPES = 4
+"""Inputs that a report's head names."""
 CUDA_GRAPHS = "triton.cudagraphs"
 """Inductor's setting behind ``mode="reduce-overhead"``."""
 
@@ -346,9 +348,41 @@ def _compiled_step(
         step.runner.write("step-forward.txt", graph_text(step.forward.half_graph))
         step.runner.write("step-backward.txt", graph_text(step.backward.half_graph))
         step.runner.write("step-program.txt", program_text(assembly.problem))
-        write_pictures(step.runner.dump, assembly.problem, assembly.reported, assembly.costs())
+        about = _about(step, config)
+        write_pictures(
+            step.runner.dump, assembly.problem, assembly.reported, assembly.costs(), about
+        )
     trace_plan(step.name, lambda: to_json(assembly.reported))
     return assembly
+
+
+def _about(step: CutStep, config: MemoConfig) -> dict[str, str]:
+    """Says in a report's head what was planned: inputs, device, and options that are no default."""
+    tensors = [value for value in step.facts.inputs() if isinstance(value, torch.Tensor)]
+    inputs = [value for value in tensors if not isinstance(value, torch.nn.Parameter)]
+    weights = sum(value.numel() for value in tensors if isinstance(value, torch.nn.Parameter))
+    shapes = [f"{_dtype(value)} {list(value.shape)}" for value in inputs[:MOST_SHAPES]]
+    dtypes = dict.fromkeys(_dtype(value) for value in tensors if value.requires_grad)
+    defaults = MemoConfig()
+    options = [
+        f"{option.name}={value!r}"
+        for option in dataclasses.fields(config)
+        if option.name not in ("attempt", "dump")
+        and (value := getattr(config, option.name)) != getattr(defaults, option.name)
+    ]
+    device = step.facts.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    return {
+        "model": f"{weights / 1e6:.4g} million parameters",
+        "dtype": ", ".join(dtypes),
+        "inputs": ", ".join(shapes) + (" ..." if len(inputs) > MOST_SHAPES else ""),
+        "device": f"{device.type}: {name}",
+        "options": ", ".join(options) or "defaults",
+    }
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def trace_plan(name: str, plan: Callable[[], str]) -> None:

@@ -154,9 +154,31 @@ def _host_budget(given: str | None, device: HardwareProfile) -> str | int | None
 def _write(answer: "Forecast", report: Path | None, out: Path | None) -> None:
     """Writes the report and the plan to the files that were asked for."""
     if report is not None:
-        write_text(report, render_html(answer.step.problem, answer.step.plan))
+        page = render_html(answer.step.problem, answer.step.plan, _about(answer))
+        write_text(report, page)
     if out is not None:
         write_text(out, to_json(answer.step.plan))
+
+
+def _about(answer: "Forecast") -> dict[str, str]:
+    """Says in a report's head what was planned: model, shape, device and options."""
+    question = answer.question
+    hardware, degrees = question.hardware, dataclasses.asdict(question.degrees)
+    options = {
+        "policy": question.policy,
+        "optimizer": question.optimizer,
+        "offload": question.offload,
+        "budget": format_bytes(question.budget_bytes),
+        **{name: str(degree) for name, degree in degrees.items() if degree > 1},
+    }
+    if question.host_budget_bytes is not None:
+        options["host budget"] = format_bytes(question.host_budget_bytes)
+    about = {"model": answer.name, "dtype": question.dtype}
+    if question.seq is not None:
+        about["shape"] = f"{question.batch} x {question.seq} tokens"
+    about["device"] = f"{hardware.name}, {format_bytes(hardware.memory_bytes)} (planned, not run)"
+    about["options"] = ", ".join(f"{name} {text}" for name, text in options.items())
+    return about
 
 
 def _show(answer: "Forecast", max_seq: int | None, *, as_json: bool, verbose: bool) -> None:

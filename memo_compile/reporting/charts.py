@@ -1,5 +1,6 @@
 """The pictures of the HTML report as data for its template: paths, ticks, texts for hovering."""
 
+import bisect
 import itertools
 import operator
 from collections import Counter
@@ -11,12 +12,15 @@ from memo_compile.reporting import svg
 from memo_compile.reporting.svg import HEIGHT, WIDTH, Shape
 from memo_compile.reporting.view import Box, Role, StepView, short_source
 from memo_compile.step.halves import half_keys, half_starts
-from memo_compile.step.plans import Plan, Span
+from memo_compile.step.plans import FrontierPoint, Plan, Span
 from memo_compile.step.problem import CallKind, Problem
 from memo_compile.units import format_bytes, format_seconds
 
 ROOM = 1.14
 """A picture is this many times as high as its highest value, for the budget's label."""
+
+MIN_TICK_PERCENT = 12
+"""Ticks nearer than this would touch on a phone."""
 
 NUM_HUES = 8
 """Steps of the scale that colours layers."""
@@ -61,15 +65,43 @@ LANE_KINDS = (
 """CSS class of a span and its words in the legend, in the legend's order."""
 
 
-def program_axis(view: StepView) -> dict[str, Any]:
-    """The x axis shared by memory and arena: the two phases, and layers as ticks."""
+def program_axis(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any]:
+    """The x axis shared by memory and arena: the two phases, layers as ticks, and seconds."""
     end = max(view.starts[-1], 1)
     backward = 100 * view.backward_start / end
     ticks = [
         *_layer_ticks(view, 0, view.backward_start, backward),
         *_layer_ticks(view, view.backward_start, end, 100 - backward),
     ]
-    return {"turn": round(backward, 2), "ticks": ticks}
+    return {
+        "turn": round(backward, 2),
+        "ticks": ticks,
+        "times": _times(problem, plan, view),
+    }
+
+
+def _times(problem: Problem, plan: Plan, view: StepView) -> list[dict[str, Any]]:
+    """Ticks of the program's axis: which second of the simulated step lies where.
+
+    Calls are drawn as wide as their code is long, so that equal times are not equally far apart.
+    """
+    if plan.timeline is None or plan.timeline.step_s <= 0:
+        return []
+    calls = {call.name: index for index, call in enumerate(problem.calls)}
+    computing = [span for span in plan.timeline.spans if span.lane == "compute"]
+    points = sorted((span.start_s, view.starts[calls[span.name]]) for span in computing)
+    points.append((plan.timeline.step_s, view.starts[-1]))
+    end = max(view.starts[-1], 1)
+    ticks: list[dict[str, Any]] = []
+    for second in svg.nice_ticks(plan.timeline.step_s):
+        after = bisect.bisect_left(points, (second, -1))
+        (time_b, line_b) = points[min(after, len(points) - 1)]
+        (time_a, line_a) = points[after - 1] if after else (0.0, 0)
+        share = (second - time_a) / (time_b - time_a) if time_b > time_a else 0.0
+        at = 100 * (line_a + (line_b - line_a) * min(share, 1.0)) / end
+        if not ticks or at - ticks[-1]["at"] >= MIN_TICK_PERCENT:
+            ticks.append({"at": round(at, 2), "text": _short_seconds(second, digits=2)})
+    return ticks
 
 
 def _layer_ticks(view: StepView, start: int, end: int, percent: float) -> list[dict[str, Any]]:
@@ -276,27 +308,69 @@ def frontier(plan: Plan) -> dict[str, Any] | None:
         return None
     budget = plan.budget_bytes
     left, right = _range([point.peak_bytes for point in points] + ([budget] if budget else []))
-    low, high = _range([point.step_s for point in points])
+    fastest_s = points[0].step_s or 1.0
+    above = [100 * (point.step_s / fastest_s - 1) for point in points]
+    high = 1.16 * max(above) or 1.0
+    low = -0.12 * high  # the fastest plan's dot lies whole in the picture
+    digits = 1 if max(above) >= 10 else 2
     dots = [
         {
             "x": _percent(point.peak_bytes, left, right),
-            "y": _percent(point.step_s, low, high),
+            "y": _percent(percent, low, high),
             "policy": point.policy,
             "step": format_seconds(point.step_s),
+            "slower": f"+{percent:.{digits}f} %",
+            "what": _layers_moved(point),
             "peak": format_bytes(point.peak_bytes),
             "host": format_bytes(point.host_bytes),
             "chosen": point.chosen,
         }
-        for point in points
+        for point, percent in zip(points, above, strict=True)
     ]
     byte_ticks = svg.nice_ticks(right, base=2, low=left)
     return {
         "dots": dots,
         "chosen": next((dot for dot in dots if dot["chosen"]), None),
+        "next": _next_gain(points),
         "x_ticks": _ticks(byte_ticks, left, right, _short_bytes),
-        "y_ticks": _second_ticks(svg.nice_ticks(high, low=low), low, high),
+        "y_ticks": _ticks(svg.nice_ticks(high), low, high, lambda one: f"+{one:g} %"),
         "budget": _percent(budget, left, right) if budget else None,
     }
+
+
+def _layers_moved(point: FrontierPoint) -> str:
+    """What a plan does: ``4 layers to the host, 2 recomputed``."""
+    parts = []
+    if point.layers_to_host:
+        parts.append(f"{point.layers_to_host} layer{'s' * (point.layers_to_host > 1)} to the host")
+    if point.layers_recomputed:
+        parts.append(f"{point.layers_recomputed} recomputed")
+    return ", ".join(parts) or "all kept"
+
+
+def _next_gain(points: Sequence[FrontierPoint]) -> str:
+    """What more memory buys, beyond the chosen plan: ``1.00 GiB more buys 3.0 %``; "": nothing.
+
+    Of the faster plans that need more, the one that gains most for a byte.
+    """
+    chosen = next((point for point in points if point.chosen), None)
+    if chosen is None:
+        return ""
+    larger = [
+        point
+        for point in points
+        if point.peak_bytes > chosen.peak_bytes and point.step_s < chosen.step_s
+    ]
+    if not larger:
+        return ""
+
+    def gain_for_a_byte(point: FrontierPoint) -> float:
+        return (chosen.step_s - point.step_s) / (point.peak_bytes - chosen.peak_bytes)
+
+    best = max(larger, key=gain_for_a_byte)
+    gain = 100 * (1 - best.step_s / chosen.step_s)
+    more = format_bytes(best.peak_bytes - chosen.peak_bytes)
+    return f"{more} more buys {gain:.{1 if gain >= 1 else 2}f} %"
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

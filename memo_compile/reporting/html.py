@@ -1,9 +1,13 @@
 """A plan as one HTML page: numbers, memory, arena, lanes, frontier, decisions. It loads nothing."""
 
+import datetime
 import json
+import platform
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
+from memo_compile.gpus import version_of
 from memo_compile.reporting import charts
 from memo_compile.reporting.charts import instances
 from memo_compile.reporting.render import render
@@ -13,8 +17,11 @@ from memo_compile.step.problem import CallKind, Problem
 from memo_compile.units import format_bytes, format_seconds
 
 
-def render_html(problem: Problem, plan: Plan) -> str:
-    """The page for ``plan``, under 2 MB for 80 layers; InputError if it is not of ``problem``."""
+def render_html(problem: Problem, plan: Plan, about: Mapping[str, str] | None = None) -> str:
+    """The page for ``plan``, under 2 MB for 80 layers; InputError if it is not of ``problem``.
+
+    ``about`` says in its head what was planned, by whom and when: name -> text.
+    """
     view = view_step(problem, plan)
     arena, memory = charts.arena_map(view, plan), charts.memory_chart(view, plan)
     lanes, frontier = charts.lanes(problem, plan, view), charts.frontier(plan)
@@ -33,11 +40,13 @@ def render_html(problem: Problem, plan: Plan) -> str:
         "report.html.j2",
         plan=plan,
         title=plan.name or "training step",
+        groups=_groups(plan),
         sentence=_sentence(problem, plan),
         verdict=_verdict(plan),
         cards=_cards(plan, view),
         parts=_parts(plan, view),
-        program=charts.program_axis(view),
+        about={**(about or {}), **written_by()},
+        program=charts.program_axis(problem, plan, view),
         arena=arena,
         memory=memory,
         instances=members,
@@ -50,6 +59,25 @@ def render_html(problem: Problem, plan: Plan) -> str:
         bytes=format_bytes,
         seconds=format_seconds,
     )
+
+
+def written_by() -> dict[str, str]:
+    """Returns which versions made a page, and when."""
+    versions = {"memo": version_of("memo-compile"), "torch": version_of("torch")}
+    texts = [f"{name} {version}" for name, version in versions.items() if version]
+    texts.append(f"Python {platform.python_version()}")
+    now = datetime.datetime.now().astimezone()
+    return {"versions": ", ".join(texts), "date": now.strftime("%Y-%m-%d %H:%M %Z")}
+
+
+def _groups(plan: Plan) -> list[str]:
+    """What repeats in the step: one line for each class of equal layers."""
+    return [
+        f"{cls.num_layers} x {cls.module_path or 'layers'}"
+        + (f", {cls.period} blocks each" if cls.period > 1 else "")
+        + f": compiled once, as {cls.num_regions} regions"
+        for cls in plan.layer_classes
+    ]
 
 
 def _sentence(problem: Problem, plan: Plan) -> str:
@@ -129,7 +157,9 @@ def _parts(plan: Plan, view: StepView) -> list[dict[str, Any]]:
 def _decision_row(row: Decision) -> dict[str, Any]:
     name, _, shape = row.tensor.partition(" ")
     return {
-        "tensor": name,
+        "tensor": row.role or name,
+        "value": name if row.role else "",
+        "num_bytes": row.bytes,
         "shape": shape,
         "layers": row.layer_class,
         "size": format_bytes(row.bytes),

@@ -21,6 +21,7 @@ from memo_compile.step.problem import (
     Phase,
     Problem,
     StepCall,
+    TensorInfo,
     aliases,
     arena_buffers,
     arena_values,
@@ -252,11 +253,12 @@ def _boxes(
         role = _role(problem.calls[buffer.call], buffer, offloaded, backward_start)
         decision, info = names.decision(value, role), problem.tensors.get(value)
         about = "" if info is None else f"{list(info.shape)} {info.dtype}, {info.op}"
+        about += f" ({value})" if info is not None and info.role else ""
         source = (info.source if info else None) or (decision.source if decision else None)
         boxes.append(
             Box(
                 id=buffer.id,
-                name=value or buffer.id.split("/", 1)[1],
+                name=_name(info, value) or buffer.id.split("/", 1)[1],
                 call=buffer.call,
                 start=buffer.start,
                 end=buffer.end,
@@ -270,6 +272,11 @@ def _boxes(
             )
         )
     return tuple(boxes)
+
+
+def _name(info: TensorInfo | None, value: str) -> str:
+    """Returns the name of a tensor for people: by its module (``mlp.up``), else the value's."""
+    return value if info is None or not info.role else info.role
 
 
 def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, backward_start: int) -> Role:

@@ -114,6 +114,10 @@ class FrontierPoint:
     """Host memory for offloaded tensors."""
     chosen: bool = False
     """True for the plan that was taken."""
+    layers_to_host: int = field(default=0, metadata=LEFT_OUT)
+    """How many layers copy something to the host."""
+    layers_recomputed: int = field(default=0, metadata=LEFT_OUT)
+    """How many layers recompute something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

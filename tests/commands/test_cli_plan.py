@@ -198,6 +198,8 @@ def test_the_answer_is_one_screen_and_tables_are_verbose(capsys, tmp_path, monke
     assert len(out.splitlines()) <= 40
     assert max(map(len, out.splitlines())) <= 100
     assert "layers 0-1: " in out
+    assert "<dt>shape</dt><dd>1 x 1024 tokens</dd>" in report.read_text()
+    assert "<dt>device</dt><dd>a100, 80.00 GiB (planned, not run)</dd>" in report.read_text()
     assert " and " in out
     assert "kept, " in out
     code, verbose, _ = plan(capsys, "tiny-gpt", "--seq", "1024", "--verbose")

@@ -4,6 +4,7 @@ The pictures are left in the folder that MEMO_SCREENSHOTS names, to be looked at
 """
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -121,3 +122,28 @@ def test_pointing_at_a_block_names_it(browser, tmp_path):
     assert "saved for the backward" in said
     assert "layer" in said
     assert "MiB at" in said
+
+
+def test_the_table_of_decisions_sorts_and_filters(browser, tmp_path):
+    script = """<script>addEventListener("load", () => {
+      const table = document.getElementById("table"), said = document.createElement("p");
+      const sizes = () => [...table.tBodies[0].rows].filter((row) => !row.hidden)
+        .map((row) => Number(row.cells[2].dataset.sort));
+      const before = sizes();
+      table.tHead.rows[0].cells[2].firstElementChild.click();
+      const sorted = sizes();
+      const filter = document.getElementById("filter");
+      filter.value = "recompute";
+      filter.dispatchEvent(new Event("input"));
+      said.textContent = "SAID " + JSON.stringify([before, sorted, sizes()])
+        + document.getElementById("shown").textContent;
+      document.querySelector("main").append(said);
+    });</script>"""
+    html = render_html(*layered()).replace("</body>", f"{script}</body>")
+    with browser.page(html, tmp_path, width=1400, dark=False) as page:
+        found = page.layout()
+    said = next(box.text for box in found.boxes if box.text.startswith("SAID "))
+    (before, in_order, filtered), end = json.JSONDecoder().raw_decode(said, 5)
+    assert before != in_order == sorted(before)
+    assert 0 < len(filtered) < len(before)
+    assert said[end:] == f"{len(filtered)} of {len(before)} rows"

@@ -221,6 +221,8 @@ def _frontier(plan: Plan, step_s: float) -> tuple[FrontierPoint, ...]:
             peak_bytes=int(plan.peak_bytes * peak),
             host_bytes=int(plan.host_bytes * host),
             chosen=policy == "memo",
+            layers_to_host=int(4 * host),
+            layers_recomputed=0 if policy == "save" else 12,
         )
         for policy, time, peak, host in (*points, *more)
     )

@@ -68,6 +68,20 @@ def test_a_fresh_dump_is_replayed_to_the_same_plan(tmp_path, capsys, options):
     assert left.value.code == 0
     (plan,) = memo_compile.report().plans
     assert all(point.peak_bytes == plan.peak_bytes for point in plan.frontier if point.chosen)
+    chosen = {
+        (point.layers_to_host > 0, point.layers_recomputed > 0)
+        for point in plan.frontier
+        if point.chosen
+    }
+    policy = options.get("policy")
+    moves = {(policy == "full-offload", policy == "full-recompute")} if policy else set()
+    assert chosen == moves
+    page = (folder / "report.html").read_text()
+    head = page[page.index('<dl class="about">') : page.index("</dl>")]
+    assert "<dt>model</dt><dd>0.01248 million parameters</dd>" in head
+    assert "<dt>inputs</dt><dd>float32 [512, 64]</dd>" in head
+    assert "lowering=&#39;aten&#39;" in head
+    assert "<dt>device</dt><dd>cpu: " in head
 
 
 def test_plans_of_models_that_are_gone_do_not_pile_up():

@@ -8,7 +8,9 @@ from importlib import resources
 
 import pytest
 
+from memo_compile.reporting import charts
 from memo_compile.reporting.html import render_html
+from memo_compile.reporting.view import view_step
 from memo_compile.step.plans import CheckVerdict, Decision
 from tests.steps.pictures import layered
 from tests.steps.small import planned, two_layers
@@ -102,6 +104,54 @@ def test_80_layers_stay_under_two_megabytes():
     html = render_html(*layered(80))
     assert len(html.encode()) < MOST_BYTES
     outline(html)
+
+
+def test_the_head_says_what_was_planned_when_and_by_which_versions():
+    about = {"model": "llama-7b", "shape": "1 x 4096 tokens", "options": "budget <60GiB>"}
+    html = render_html(*layered(), about)
+    text = words(html)
+    for name, said in about.items():
+        assert f"{name} {said}" in text
+    assert re.search(
+        r"versions memo [\d.]+, torch [\d.+a-z]+, Python [\d.]+ date 20\d\d-\d\d", text
+    )
+    assert "12 x model.layers: compiled once, as " in text
+
+
+def test_the_frontier_says_in_percent_what_a_plan_costs_and_what_it_moves():
+    problem, plan = layered()
+    text = words(render_html(problem, plan))
+    assert "Chosen: 4 layers to the host, 12 recomputed , +16.3 % (" in text
+    assert "all kept save" in text  # the fastest one: nothing moves
+    assert re.search(r"[\d.]+ [KMG]iB more buys 14.0 % of the step", text)
+    fastest = dataclasses.replace(plan.frontier[1], step_s=plan.frontier[0].step_s / 2)
+    plan = dataclasses.replace(plan, frontier=(plan.frontier[0], fastest))
+    assert "more buys" not in words(render_html(problem, plan))
+
+
+def test_the_axis_has_the_seconds_of_the_simulated_step():
+    problem, plan = layered()
+    view = view_step(problem, plan)
+    times = charts.program_axis(problem, plan, view)["times"]
+    assert len(times) >= 2
+    assert times[0] == {"at": 0.0, "text": "0"}
+    places = [tick["at"] for tick in times]
+    assert places == sorted(places)
+    assert all(0 <= place <= 100 for place in places)
+    bare = dataclasses.replace(plan, timeline=None)
+    assert charts.program_axis(problem, bare, view)["times"] == []
+
+
+def test_a_tensor_has_the_name_of_its_module():
+    problem, plan = layered(2)
+    name = plan.decisions[0].tensor.partition(" ")[0]
+    tensors = dict(problem.tensors)
+    tensors[name] = dataclasses.replace(tensors[name], role="mlp.up")
+    rows = (dataclasses.replace(plan.decisions[0], role="mlp.up"), *plan.decisions[1:])
+    problem = dataclasses.replace(problem, tensors=tensors)
+    plan = dataclasses.replace(plan, decisions=rows)
+    assert "mlp.up" in {box.name for box in view_step(problem, plan).boxes}
+    assert '<b>mlp.up</b> <span class="shape">' in render_html(problem, plan)
 
 
 def test_what_is_missing_is_said_and_not_drawn():

@@ -9,7 +9,7 @@ from memo_compile.errors import Infeasible
 from memo_compile.planners.policy.candidate import Candidate
 from memo_compile.planners.policy.named import NAMED
 from memo_compile.step.interludes import MEASURED_BYTES
-from memo_compile.step.movable import MEASURED, Mode, MovableStep, Moves, Schedule
+from memo_compile.step.movable import MEASURED, Action, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.plans import FrontierPoint, Plan
 from memo_compile.step.problem import Problem
 from memo_compile.units import format_bytes, format_enough
@@ -169,6 +169,8 @@ class Chooser:
                     peak_bytes=point.live_bytes if placed is None else placed.peak_bytes,
                     host_bytes=point.host_bytes,
                     chosen=point is chosen,
+                    layers_to_host=_num_layers(point.moves, copies=True),
+                    layers_recomputed=_num_layers(point.moves, copies=False),
                 )
             )
         return tuple(frontier)
@@ -335,3 +337,13 @@ def is_steady(candidate: Candidate) -> bool:
 
 def _bytes_first(candidate: Candidate) -> tuple[int, float]:
     return candidate.live_bytes, candidate.cost_s
+
+
+def _num_layers(moves: Moves, *, copies: bool) -> int:
+    """Counts the layers that copy something to the host, or that recompute something."""
+    action = Action.OFFLOAD if copies else Action.RECOMPUTE
+    return sum(
+        bool(mode.slots(action))
+        or (copies and mode.recompute_rows is not None and bool(mode.slots(Action.RECOMPUTE)))
+        for mode in moves.modes
+    )

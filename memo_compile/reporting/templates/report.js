@@ -53,6 +53,35 @@
     dot.addEventListener("focus", focus);
     dot.addEventListener("blur", hide);
   }
+  const table = document.getElementById("table");
+  if (table) {
+    const body = table.tBodies[0];
+    const heads = [...table.tHead.rows[0].cells];
+    const key = (row, column) => {
+      const cell = row.cells[column];
+      return cell.dataset.sort === undefined ? cell.textContent.trim() : Number(cell.dataset.sort);
+    };
+    const compare = (a, b) => (typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true }));
+    heads.forEach((head, column) => head.firstElementChild.addEventListener("click", () => {
+      const up = head.getAttribute("aria-sort") !== "ascending";
+      for (const one of heads) one.setAttribute("aria-sort", "none");
+      head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const rows = [...body.rows].sort((a, b) => (up ? 1 : -1) * compare(key(a, column), key(b, column)));
+      body.replaceChildren(...rows);
+    }));
+    const filter = document.getElementById("filter");
+    const shown = document.getElementById("shown");
+    filter.addEventListener("input", () => {
+      const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let count = 0;
+      for (const row of body.rows) {
+        const text = row.textContent.toLowerCase();
+        row.hidden = !words.every((word) => text.includes(word));
+        count += !row.hidden;
+      }
+      shown.textContent = words.length ? `${count} of ${body.rows.length} rows` : "";
+    });
+  }
   const buttons = document.querySelectorAll("[data-by]");
   for (const button of buttons) {
     button.addEventListener("click", () => {
