@@ -361,8 +361,8 @@ def _about(step: CutStep, config: MemoConfig) -> dict[str, str]:
     tensors = [value for value in step.facts.inputs() if isinstance(value, torch.Tensor)]
     inputs = [value for value in tensors if not isinstance(value, torch.nn.Parameter)]
     weights = sum(value.numel() for value in tensors if isinstance(value, torch.nn.Parameter))
-    shapes = [f"{_dtype(value)} {list(value.shape)}" for value in inputs[:MOST_SHAPES]]
-    dtypes = dict.fromkeys(_dtype(value) for value in tensors if value.requires_grad)
+    shapes = [f"{value.dtype} {list(value.shape)}" for value in inputs[:MOST_SHAPES]]
+    dtypes = dict.fromkeys(str(value.dtype) for value in tensors if value.requires_grad)
     defaults = MemoConfig()
     options = [
         f"{option.name}={value!r}"
@@ -379,10 +379,6 @@ def _about(step: CutStep, config: MemoConfig) -> dict[str, str]:
         "device": f"{device.type}: {name}",
         "options": ", ".join(options) or "defaults",
     }
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def trace_plan(name: str, plan: Callable[[], str]) -> None:

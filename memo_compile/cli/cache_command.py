@@ -15,7 +15,7 @@ from memo_compile.units import format_bytes
 group = typer.Typer(help="What memo remembers on disk: show it, clear it.")
 
 
-@group.command(epilog=example("memo cache show"))
+@group.command(epilog=example("cache show"))
 def show(as_json: AsJson = False) -> None:
     """What is remembered, of which models, in how many bytes; files that are not used are named."""
     store = _store()
@@ -39,7 +39,7 @@ def show(as_json: AsJson = False) -> None:
             console.print(f"{entry.path.name}: not used: {entry.fault}", markup=False)
 
 
-@group.command(epilog=example("memo cache clear"))
+@group.command(epilog=example("cache clear"))
 def clear() -> None:
     """Forget everything: plans are traced, and models lowered, anew."""
     store = _store()

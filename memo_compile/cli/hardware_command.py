@@ -20,7 +20,7 @@ DEFAULT_FILE = Path("memo-hardware.json")
 group = typer.Typer(help="Profiles of devices: what is known, and what is here.")
 
 
-@group.command(name="list", epilog=example("memo hardware list"))
+@group.command(name="list", epilog=example("hardware list"))
 def list_command(as_json: AsJson = False) -> None:
     """Every named profile, with its figures in one line."""
     if as_json:
@@ -44,7 +44,7 @@ def list_command(as_json: AsJson = False) -> None:
     print("\nOne device, one direction, nominal. `memo hardware show NAME` says who says so.")
 
 
-@group.command(name="show", epilog=example("memo hardware show h200"))
+@group.command(name="show", epilog=example("hardware show h200"))
 def show_command(
     name: Annotated[str, typer.Argument(help="A name, or the path of a measured profile.")],
     as_json: AsJson = False,
@@ -53,7 +53,7 @@ def show_command(
     _print_profile(find_hardware(name), as_json)
 
 
-@group.command(name="measure", epilog=example("memo hardware measure --out here.json"))
+@group.command(name="measure", epilog=example("hardware measure --out here.json"))
 def measure_command(
     out: Annotated[
         Path | None,

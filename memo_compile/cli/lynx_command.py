@@ -31,7 +31,7 @@ TimeLimit = Annotated[float, typer.Option(help="Seconds for the solver.", min=0.
 AsJson = Annotated[bool, typer.Option("--json", help="Accepted: the output is always JSON.")]
 
 
-@lynx.command(name="heu", epilog=example("memo lynx heu layer.json"))
+@lynx.command(name="heu", epilog=example("lynx heu layer.json"))
 def heu(
     file: InstanceFile,
     token_split: TokenSplit = False,
@@ -49,7 +49,7 @@ def heu(
     )
 
 
-@lynx.command(name="opt", epilog=example("memo lynx opt graph.json --time-limit 60"))
+@lynx.command(name="opt", epilog=example("lynx opt graph.json --time-limit 60"))
 def opt(
     file: InstanceFile,
     token_split: TokenSplit = False,

@@ -22,7 +22,7 @@ from memo_compile.gpus import version_of
 app = typer.Typer(
     name="memo",
     help="Plan activation memory for torch.compile.",
-    epilog=example("memo doctor"),
+    epilog=example("doctor"),
     context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -39,58 +39,45 @@ class _Command(NamedTuple):
     """Its heading in ``memo --help``."""
     target: str
     """Module of memo_compile.cli, and what it holds: a function, or a group of commands."""
-    example: str
-    """What its ``--help`` ends with."""
+    example: str = ""
+    """Arguments with which its ``--help`` ends."""
 
 
 _USE, _INSPECT, _PAPERS = "Use", "Inspect", "Papers"
 _LLAMA = "--model llama-7b --gpus 8 --seq 65536"
 
 _COMMANDS = {
-    "doctor": _Command(_USE, "doctor_command:doctor", "memo doctor"),
-    "plan": _Command(
-        _USE, "plan_command:plan_command", "memo plan llama3-8b --seq 65536 --hardware h100"
-    ),
-    "fit": _Command(_USE, "fit_command:fit", "memo fit --memory 60GiB train.py --its --options"),
-    "explain": _Command(_USE, "explain_command:explain", "memo explain train.py --its --options"),
-    "verify": _Command(
-        _USE, "verify_command:verify", "memo verify --steps 3 train.py --its --options"
-    ),
-    "compare": _Command(
-        _INSPECT, "compare_command:compare_files", "memo compare dump/graph0/plan.json peak.pickle"
-    ),
-    "diff": _Command(
-        _INSPECT, "diff_command:diff_files", "memo diff old/graph0/plan.json new/graph0/plan.json"
-    ),
-    "replay": _Command(_INSPECT, "replay_command:replay", "memo replay dump/graph0 --out pictures"),
-    "hardware": _Command(_INSPECT, "hardware_command:group", "memo hardware list"),
-    "cache": _Command(_INSPECT, "cache_command:group", "memo cache show"),
-    "place": _Command(_PAPERS, "place_command:place_file", "memo place buffers.csv --svg a.svg"),
+    "doctor": _Command(_USE, "doctor_command:doctor"),
+    "plan": _Command(_USE, "plan_command:plan_command", "llama3-8b --seq 65536 --hardware h100"),
+    "fit": _Command(_USE, "fit_command:fit", "--memory 60GiB train.py --its --options"),
+    "explain": _Command(_USE, "explain_command:explain", "train.py --its --options"),
+    "verify": _Command(_USE, "verify_command:verify", "--steps 3 train.py --its --options"),
+    "compare": _Command(_INSPECT, "compare_command:compare_files", "plan.json peak.pickle"),
+    "diff": _Command(_INSPECT, "diff_command:diff_files", "before/plan.json after/plan.json"),
+    "replay": _Command(_INSPECT, "replay_command:replay", "dump/graph0 --out pictures"),
+    "hardware": _Command(_INSPECT, "hardware_command:group", "list"),
+    "cache": _Command(_INSPECT, "cache_command:group", "show"),
+    "place": _Command(_PAPERS, "place_command:place_file", "buffers.csv --svg arena.svg"),
     "alpha": _Command(
         _PAPERS,
         "pipeline_command:alpha",
-        "memo alpha --hidden 4096 --layers 32 --seq 524288 --tp 4 --cp 2 --bandwidth 32e9 "
+        "--hidden 4096 --layers 32 --seq 524288 --tp 4 --cp 2 --bandwidth 32e9 "
         "--host-bytes 240e9 --flops 150e12",
     ),
     "pareto": _Command(
         _PAPERS,
         "pipeline_command:pareto",
-        "memo pareto --model llama-7b --seq 4096 --gemm-efficiency 0.8 --hbm-efficiency 0.6",
+        "--model llama-7b --seq 4096 --gemm-efficiency 0.8 --hbm-efficiency 0.6",
     ),
     "offload-fraction": _Command(
         _PAPERS,
         "pipeline_command:offload_fraction",
-        f"memo offload-fraction {_LLAMA} --tp 4 --cp 1 --pp 2 --layers-per-chunk 4 "
-        "--checkpoint none --budget 80%",
+        f"{_LLAMA} --tp 2 --cp 1 --pp 4 --layers-per-chunk 1 --checkpoint full --budget 80%",
     ),
-    "search": _Command(
-        _PAPERS, "search_command:search_command", f"memo search {_LLAMA} --global-batch 8 --top 5"
-    ),
-    "calibrate": _Command(
-        _PAPERS, "search_command:calibrate_command", "memo calibrate measured.csv --hardware h800"
-    ),
-    "stages": _Command(_PAPERS, "lynx_command:stages", "memo stages stages.json"),
-    "lynx": _Command(_PAPERS, "lynx_command:lynx", "memo lynx heu layer.json"),
+    "search": _Command(_PAPERS, "search_command:search_command", f"{_LLAMA} --global-batch 8"),
+    "calibrate": _Command(_PAPERS, "search_command:calibrate_command", "measured.csv"),
+    "stages": _Command(_PAPERS, "lynx_command:stages", "stages.json"),
+    "lynx": _Command(_PAPERS, "lynx_command:lynx", "heu layer.json"),
 }
 """Every command by its name, in the order of the help."""
 
@@ -126,7 +113,10 @@ def _register(name: str) -> None:
     command = _COMMANDS[name]
     module, attribute = command.target.split(":")
     function = getattr(importlib.import_module(f"memo_compile.cli.{module}"), attribute)
-    shown: dict[str, Any] = {"rich_help_panel": command.panel, "epilog": example(command.example)}
+    shown: dict[str, Any] = {
+        "rich_help_panel": command.panel,
+        "epilog": example(name, command.example),
+    }
     if isinstance(function, typer.Typer):
         app.add_typer(function, name=name, **shown)
     else:

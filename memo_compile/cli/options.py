@@ -39,9 +39,9 @@ def parse_count(text: str | int) -> int:
     )
 
 
-def example(command: str) -> str:
+def example(*words: str) -> str:
     """Returns the last line of a command's help."""
-    return f"Example: {command}"
+    return f"Example: memo {' '.join(words)}".rstrip()
 
 
 def require_script(context: typer.Context, script: Path) -> None:

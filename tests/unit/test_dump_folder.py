@@ -79,7 +79,7 @@ def test_a_fresh_dump_is_replayed_to_the_same_plan(tmp_path, capsys, options):
     page = (folder / "report.html").read_text()
     head = page[page.index('<dl class="about">') : page.index("</dl>")]
     assert "<dt>model</dt><dd>0.01248 million parameters</dd>" in head
-    assert "<dt>inputs</dt><dd>float32 [512, 64]</dd>" in head
+    assert "<dt>inputs</dt><dd>torch.float32 [512, 64]</dd>" in head
     assert "lowering=&#39;aten&#39;" in head
     assert "<dt>device</dt><dd>cpu: " in head
 
