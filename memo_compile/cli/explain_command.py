@@ -40,8 +40,8 @@ def explain(
     report = state.report()
     if not code and not report.plans and not report.notes:
         raise InputError(
-            f'{script}: nothing in it went through torch.compile(backend="memo"); compile the '
-            'model with it: model = torch.compile(model, backend="memo"), and train a step'
+            f'{script}: nothing in it went through torch.compile(backend="memo") (processes that '
+            "it starts are not seen); compile the model with it, and train a step"
         )
     raise typer.Exit(code=code)
 

@@ -207,6 +207,8 @@ def _advice(answer: "Forecast") -> Iterator[str]:
         if seq:
             cut = 1 - seq / question.seq
             yield f"about {cut:.0%} shorter, --seq {seq}; --max-seq finds the longest that fits"
+    if question.host_budget_bytes is not None and question.hardware.name != "cpu":
+        yield "more host memory may hold it: --host-budget none says how much"
     if peak_bytes > device_bytes:
         yield f"a device with {least} holds this plan, the smallest one"
     if question.degrees.pp == 1:

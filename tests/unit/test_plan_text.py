@@ -187,6 +187,14 @@ def test_what_to_change_is_said_with_numbers():
     assert "what to change" not in text(20 * GIB, 30 * GIB)
 
 
+def test_more_host_memory_is_advised_where_it_has_a_bound():
+    plan = answer(30 * GIB, 20 * GIB)
+    advice = "more host memory may hold it: --host-budget none says how much"
+    assert advice not in plan_text._advice(plan)
+    bounded = dataclasses.replace(plan.question, host_budget=GIB)
+    assert advice in plan_text._advice(dataclasses.replace(plan, question=bounded))
+
+
 def test_a_model_that_alone_is_too_large_is_told_so():
     said = text(400 * GIB, 100 * GIB, constant=120 * GIB)
     assert "no sequence is short enough" in said
