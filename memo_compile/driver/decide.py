@@ -12,9 +12,9 @@ from collections.abc import Callable, Set
 from memo_compile.config import MemoConfig
 from memo_compile.driver.recompute_library import RecomputeLibrary
 from memo_compile.planners.policy import Choice, choose
-from memo_compile.planners.policy.candidates import SearchedMoves, SearchMemory
+from memo_compile.planners.policy.candidates import DecisionMemory, SearchMemory
 from memo_compile.planners.policy.chooser import Decisions, NothingFits
-from memo_compile.planners.policy.frontier import confirmed
+from memo_compile.planners.policy.frontier import TimeLimits, confirmed
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import Problem
@@ -47,12 +47,17 @@ def decide(
         Infeasible: nothing fits; the message names the floor (of lowered regions) and its parts.
             All candidates near the budget were lowered by then, so that the named floor will fit.
     """
-    sparing = memory is not None  # what is kept for other budgets is no picture of this one
+    short_frontier = memory is not None  # what is kept for other budgets is no picture of this one
     memory = memory or SearchMemory()
-    searched, num_refused = SearchedMoves(memory=memory), len(library.refused)
+    searched, num_refused = DecisionMemory(of_step=memory), len(library.refused)
+    limits = TimeLimits(
+        max_step_s=config.attempt.max_step_s,
+        wanted_s=wanted_s,
+        enough_s=config.attempt.enough_s or math.inf,
+    )
     for number in itertools.count(1):
         if len(library.refused) != num_refused:  # a plan found before may call what is refused now
-            searched, num_refused = SearchedMoves(memory=memory), len(library.refused)
+            searched, num_refused = DecisionMemory(of_step=memory), len(library.refused)
         searched.regions = library.known_names()
         only_lowered = number == LOWERED_ROUND
         try:
@@ -65,11 +70,9 @@ def decide(
                 exact=config.exact,
                 recompute=library.known if only_lowered else library,
                 place=place,
-                searched=None if only_lowered else searched,
-                max_step_s=config.attempt.max_step_s,
-                wanted_s=wanted_s,
-                enough_s=config.attempt.enough_s or math.inf,
-                sparing=sparing,
+                memory=None if only_lowered else searched,
+                limits=limits,
+                short_frontier=short_frontier,
                 refused=refused,
             )
         except NothingFits as error:

@@ -8,7 +8,7 @@ import pytest
 from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy import modes as policy_modes
 from memo_compile.planners.policy.candidate import simulated
-from memo_compile.planners.policy.candidates import ONCE, CandidateSource
+from memo_compile.planners.policy.candidates import NO_LAYER, CandidateSource
 from memo_compile.planners.policy.model import MAX_LAST, build_model, last_layer_kept
 from memo_compile.planners.policy.modes import class_modes, layer_modes, outside_room
 from memo_compile.planners.policy.slot_by_slot import MAX_WAYS, slot_by_slot
@@ -95,12 +95,12 @@ def test_a_plan_whose_layers_copy_all_gets_quicker_in_its_bytes(speed):
     step = movable_step(5, bytes_per_s=speed)
     modes = layer_modes(step, recomputer(step))
     copying = max(modes[0], key=lambda cost: cost.host_bytes).mode
-    moves = Moves(modes=(copying,) * 5, schedule=ONCE, policy="greedy")
+    moves = Moves(modes=(copying,) * 5, schedule=NO_LAYER, policy="greedy")
     start = simulated(step, moves, recomputer(step))
     quicker, count = by_slot(step, start)
     assert quicker.live_bytes <= start.live_bytes
     assert quicker.cost_s < 0.97 * start.cost_s
-    assert quicker.moves.schedule == ONCE
+    assert quicker.moves.schedule == NO_LAYER
     ways = {tuple(recompute_keys(step.classes["L"], mode)) for mode in quicker.moves.modes}
     assert len(ways - {()}) <= MAX_WAYS
     again, _ = by_slot(step, start)
@@ -112,7 +112,7 @@ def test_a_plan_whose_layers_copy_all_gets_quicker_in_its_bytes(speed):
 def test_near_the_floor_the_last_layer_may_do_something_else():
     step = movable_step(6, bytes_per_s=20 * KIB)
     modes = layer_modes(step, recomputer(step))
-    model = build_model(step, modes, ONCE, 0.2)
+    model = build_model(step, modes, NO_LAYER, 0.2)
     chosen = (int(model.deltas[0].sum(axis=1).argmin()),) * 6
     above = model.peak_bytes((0,) * 6)
     others = list(last_layer_kept(model, chosen, above))
@@ -142,7 +142,7 @@ def test_where_the_host_is_short_small_plans_get_quicker_as_well():
     source = allocating_source(12, 64 * KIB)
     host = min(plan.host_bytes for plan in source.plans("steady") if plan.host_bytes)
     source = allocating_source(12, 64 * KIB, host_budget_bytes=host)
-    assert source.is_short
+    assert source.host_is_short
     small = [plan for plan in source.plans("steady") if plan.host_bytes <= host]
     near = [plan for plan in source.plans("near floor") if plan.host_bytes <= host]
     for plan in small:

@@ -11,7 +11,7 @@ from memo_compile.costs.models import find_model
 from memo_compile.planners.move_rules import can_split, recompute_keys
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidate import simulated
-from memo_compile.planners.policy.candidates import ONCE, CandidateSource
+from memo_compile.planners.policy.candidates import NO_LAYER, CandidateSource
 from memo_compile.planners.policy.cheapest_first import (
     MAX_KEYS,
     NUM_CHUNKS,
@@ -236,7 +236,7 @@ def test_what_is_left_of_the_host_is_filled_by_one_layer():
 def test_all_layers_of_a_mode_move_where_no_few_of_them_can(num_layers, speed):
     """Some recompute in two ways, and a third is none of them: they leave one of those together."""
     step = movable_step(num_layers, bytes_per_s=speed * KIB)
-    model = build_model(step, layer_modes(step, recomputer(step)), ONCE)
+    model = build_model(step, layer_modes(step, recomputer(step)), NO_LAYER)
     plans = greedy_sequence(model, host_budget_bytes=40 * KIB * num_layers)
     changed = [
         sum(a != b for a, b in zip(before, after, strict=True))
@@ -264,7 +264,7 @@ def test_of_a_short_host_each_layer_may_have_a_share():
 def test_what_is_left_of_the_host_is_filled_with_copies_that_are_quicker():
     step = movable_step(3, bytes_per_s=256 * KIB)
     modes = layer_modes(step, recomputer(step), fills_host=True)
-    model = build_model(step, modes, ONCE, 0.2)
+    model = build_model(step, modes, NO_LAYER, 0.2)
     recomputes = next(
         at
         for at, cost in enumerate(modes[0])

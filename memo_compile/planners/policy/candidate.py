@@ -30,8 +30,8 @@ class Figures:
     """Bytes of the step's host frame."""
     cost_s: float
     """Seconds of the step, and a little for each second of copying; cheaper plans come first."""
-    next_times: float = math.inf
-    """With how many times its peak its copies get more time."""
+    next_widen: float = math.inf
+    """The least ``Schedule.widen`` with which its copies get more time; infinite: none does."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,68 +68,73 @@ class Candidate:
         return self.figures.cost_s
 
     @property
-    def next_times(self) -> float:
+    def next_widen(self) -> float:
         """As of ``Figures``."""
-        return self.figures.next_times
+        return self.figures.next_widen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """The step program of some decisions before its copies get more time."""
+class UntimedProgram:
+    """The step program of some moves before its copies and collectives get their time."""
 
     problem: Problem
     costs: StepCosts
     alive: Any
-    """Per call the most bytes alive during it; None where the copies' times stay as they are."""
+    """Per call the most bytes alive during it; None where the schedule gives copies no time."""
     tables: CallTables | None
     """Of the programs of the same step."""
     has_windows: bool
     """True where recomputations may move to where the step waits for other ranks."""
 
-    def widened(self, schedule: Schedule) -> tuple[TimedProgram, float]:
-        """The program whose copies get as much time as ``schedule`` says, and ``next_times``.
+    def timed(self, schedule: Schedule) -> tuple[TimedProgram, float]:
+        """The program whose transfers have their time, and ``Figures.next_widen``.
 
-        Likewise recomputations move into the windows of collectives.
+        Copies last as long as ``schedule.widen`` times the peak allows, and recomputations move
+        into the windows of collectives. Copies of weights, which no policy decides, get their time
+        within the peak even where ``schedule`` gives others none.
         """
-        times = schedule.widen or float(bool(self.problem.host_weights))  # weights are no policy's
+        widen = schedule.widen or float(bool(self.problem.host_weights))
         program = TimedProgram(self.problem, self.costs, self.tables, self.alive)
-        if not times:
+        if not widen:
             return program, math.inf
         peak_bytes = program.peak_bytes
         placed = with_time(
             program,
-            int(times * peak_bytes),
+            int(widen * peak_bytes),
             collectives=self.has_windows,
             spare_bytes=int(schedule.spare * peak_bytes),
         )
-        return placed.program, times + placed.lacking_bytes / peak_bytes
+        return placed.program, widen + placed.lacking_bytes / peak_bytes
 
 
 def simulated(
     step: MovableStep,
     moves: Moves,
     recompute: RecomputeOf,
-    find: Callable[[], Program] | None = None,
+    make_untimed: Callable[[], UntimedProgram] | None = None,
 ) -> Candidate:
-    """The step program of ``moves``, simulated; ``find`` gives what ``program_before`` does."""
-    before = program_before(step, moves, recompute) if find is None else find()
-    program, next_times = before.widened(moves.schedule)
+    """The candidate of ``moves``: its step program, simulated.
+
+    ``make_untimed`` gives what ``untimed_program`` does: plans that differ in ``widen`` share it.
+    """
+    untimed = make_untimed() if make_untimed else untimed_program(step, moves, recompute)
+    program, next_widen = untimed.timed(moves.schedule)
     problem, timeline = program.problem, program.timeline
     figures = Figures(
         timeline=timeline,
         live_bytes=program.peak_bytes,
         host_bytes=problem.host_bytes,
         cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
-        next_times=next_times,
+        next_widen=next_widen,
     )
     return Candidate(moves=moves, figures=figures, make=lambda: problem)
 
 
-def program_before(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> Program:
-    """The program of ``moves`` before copies get more time."""
+def untimed_program(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> UntimedProgram:
+    """The program of ``moves`` before its transfers get their time."""
     problem = apply_moves(step, moves, recompute)
     alive = most_per_call(problem, facts_of(step).tables) if moves.schedule.widen else None
-    return Program(
+    return UntimedProgram(
         problem=problem,
         costs=costs_with(step, moves, recompute),
         alive=alive,
@@ -141,9 +146,9 @@ def program_before(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> P
 def program_of(
     step: MovableStep, moves: Moves, recompute: RecomputeOf
 ) -> tuple[Problem, StepCosts]:
-    """The step program of ``moves``, and its costs."""
-    program = program_before(step, moves, recompute)
-    return program.widened(moves.schedule)[0].problem, program.costs
+    """The step program of ``moves`` as it runs, and its costs."""
+    program = untimed_program(step, moves, recompute)
+    return program.timed(moves.schedule)[0].problem, program.costs
 
 
 def costs_with(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> StepCosts:

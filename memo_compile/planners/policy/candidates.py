@@ -1,6 +1,8 @@
 """The plans among which a budget chooses, each with its simulated step and its bytes.
 
-The set does not depend on the budget, which makes the choice monotone (``frontier.py``).
+The set does not depend on the budget, so that a smaller one never gives a larger peak
+(``frontier.py``). In a plan bytes are *in flight* between where a copy begins and where it is
+waited for.
 """
 
 import contextlib
@@ -17,10 +19,10 @@ from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_ke
 from memo_compile.planners.policy.candidate import (
     Candidate,
     Figures,
-    Program,
-    program_before,
+    UntimedProgram,
     program_of,
     simulated,
+    untimed_program,
 )
 from memo_compile.planners.policy.cheapest_first import greedy_sequence, refilled
 from memo_compile.planners.policy.lynx_policies import LYNX, lynx_moves
@@ -47,72 +49,72 @@ from memo_compile.step.problem import Problem
 
 log = logging.getLogger("memo")
 
-WIDE = Schedule(layers=2, widen=1.0)
+TWO_LAYERS = Schedule(layers=2, widen=1.0)
 """A copy may last two layers, so that layers with much to copy use others' time."""
 
-NEXT = Schedule(layers=1, widen=1.0)
+ONE_LAYER = Schedule(layers=1, widen=1.0)
 """A copy may last until the next layer ends, as with MEMO's rotating buffers."""
 
-ONCE = Schedule(layers=0, widen=1.0)
+NO_LAYER = Schedule(layers=0, widen=1.0)
 """Nothing is in flight beside a call, until waits and reloads are moved to where bytes allow it."""
 
-SPARES = (0.02, 0.06)
-"""Shares of the peak that copies to the host leave free, for plans that cannot be placed without
-holes, where the next plan may take half as long again (Llama-3-70B, tp 8, near its floor: three
-gathered inputs of 2 GiB, and copies of 0.25 between; 0.02 costs 0.2 % of the step, 0.06 12 %)."""
+SPARE_SHARES = (0.02, 0.06)
+"""Shares of the peak that copies to the host leave free in spared plans: for those that cannot be
+placed without holes, where the next plan may take half as long again (Llama-3-70B, tp 8, near its
+floor: gathered inputs of 2 GiB, and copies of 0.25 between; 0.02 costs 0.2 %, 0.06 12 %)."""
 
 COPY_PRICES = (0.2, 1.0)
 """Near the floor some of each copy stalls, the more the fewer bytes are free: greedy's plans for
-``ONCE`` are made for several prices of a second of copying, and simulated."""
+``NO_LAYER`` are made for several prices of a second of copying, and simulated."""
 
-NEAR_FLOOR = 3
-"""The last plans of each such sequence are simulated, of those that have a smaller peak than all
-before; with more bytes others are faster."""
+MAX_NEAR_FLOOR = 3
+"""So many last plans of each such sequence are simulated, of those that have a smaller peak than
+all before; with more bytes other plans are faster."""
 
-FULL, NEAR_FULL = 0.9, 16
-"""Where they fill this share of the host, so many are: from there on they only recompute more, and
-each takes much longer than the one before."""
+FULL_HOST, MAX_FULL_HOST = 0.9, 16
+"""Where a sequence fills this share of the host, so many of its last plans are simulated instead:
+from there on they only recompute more, and each takes much longer than the one before."""
 
-GRIDS = {
-    NEXT: (0.001, 0.05, 0.12, 0.3),
-    WIDE: (0.05, 0.12, 0.22, 0.45),
-    ONCE: (0.001, 0.02),
+BOUND_SHARES = {
+    ONE_LAYER: (0.001, 0.05, 0.12, 0.3),
+    TWO_LAYERS: (0.05, 0.12, 0.22, 0.45),
+    NO_LAYER: (0.001, 0.02),
 }
 """Per schedule the bounds in bytes at which the program is solved, from its floor (0) to save-all
 (1). They are denser near the floor, where plans are slow and a byte is worth most."""
 
-WIDER = (0.002, 0.004, 0.002, 0.002, 0.004, 0.01, 0.02, 0.04, 0.08, 0.2, 0.4)
-"""A plan that copies stall is also tried with more bytes in flight: one time after the other by at
-least this share of its peak, and by as much as it takes to give a copy more time."""
+IN_FLIGHT_STEPS = (0.002, 0.004, 0.002, 0.002, 0.004, 0.01, 0.02, 0.04, 0.08, 0.2, 0.4)
+"""A plan that stalls for its copies is also tried with more bytes in flight, one step after the
+other: by at least this share of its peak, and by as much as it takes to give a copy more time."""
 
-MOST = 2.0
+MOST_IN_FLIGHT = 2.0
 """And at most with this many times its peak."""
 
-GRAIN = 1000
-"""Such times are rounded up to this part of one. So a plan that just gives a copy more time still
-does when its regions are lowered and a few bytes larger."""
+IN_FLIGHT_GRAIN = 1000
+"""``Schedule.widen`` is rounded up to a multiple of one part in so many. So a plan that just gives
+a copy more time still does when its regions are lowered and a few bytes larger."""
 
-STALLED = 0.001
-"""A plan that stalls for at most this share of its step is left as it is."""
+STALLED_SHARE = 0.001
+"""A plan that stalls for at most this share of its step is not tried with more in flight."""
 
 MAX_GREEDY = 20
 """Most plans of one greedy sequence that are simulated; they are spread evenly over it."""
 
 MAX_BY_SLOT = 6
-"""Likewise of those near the floor that are changed slot by slot."""
+"""Most plans near the floor that are changed slot by slot."""
 
 MAX_BY_SLOT_CALLS = 300_000
-"""Most calls of all steps that are simulated for it together: some five seconds."""
+"""Most calls of all steps that are simulated for that together: some five seconds."""
 
 
 def _spread_over(count: int, most: int) -> list[int]:
-    """At most so many of the first ``count`` numbers, evenly; the first and the last of them."""
+    """At most ``most`` of the first ``count`` numbers, evenly: 3 of 9 are 0, 4, 8."""
     num_taken = min(most, count)
     return sorted({(count - 1) * at // max(1, num_taken - 1) for at in range(num_taken)})
 
 
 def _unbeaten(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those of which no other needs as few bytes and seconds, the fewest bytes first."""
+    """The plans that no other beats in bytes and in cost, the fewest bytes first."""
     plans: list[Candidate] = []
     for plan in sorted(candidates, key=lambda plan: (plan.live_bytes, plan.cost_s)):
         if not plans or plan.cost_s < plans[-1].cost_s:
@@ -120,61 +122,62 @@ def _unbeaten(candidates: Iterable[Candidate]) -> list[Candidate]:
     return plans
 
 
-def _spread_bytes(plans: Sequence[Candidate], most: int) -> list[Candidate]:
-    """At most so many of ``plans``, which need ever more bytes: the last in each equal share."""
+def _spread_over_bytes(plans: Sequence[Candidate], most: int) -> list[Candidate]:
+    """At most ``most`` of ``plans``, which ascend in bytes, evenly over the range of bytes."""
     if not plans:
         return []
     first, last = plans[0].live_bytes, plans[-1].live_bytes
-    shares = [first + (last - first) * at // (most - 1) for at in range(most)]
-    below = ([plan for plan in plans if plan.live_bytes <= share] for share in shares)
-    return list(dict.fromkeys(small_plans[-1] for small_plans in below))
+    bounds = [first + (last - first) * at // (most - 1) for at in range(most)]
+    within = ([plan for plan in plans if plan.live_bytes <= bound] for bound in bounds)
+    return list(dict.fromkeys(small_plans[-1] for small_plans in within))
 
 
 def _stalls(candidate: Candidate) -> bool:
-    return candidate.timeline.stall_s > STALLED * candidate.timeline.step_s
+    return candidate.timeline.stall_s > STALLED_SHARE * candidate.timeline.step_s
 
 
 @dataclass(slots=True, kw_only=True)
 class SearchMemory:
-    """What was found for one step, one bound on the host and one ``exact``: for every budget."""
+    """What searches of one step gave, for all budgets; of one bound on the host, one ``exact``."""
 
     moves: dict[tuple[str, ...], tuple[Moves, ...]] = field(default_factory=dict)
-    """By which search found them, and what was known of the step's regions then."""
+    """(search, then the names of ``DecisionMemory.regions``) -> the moves that it gave."""
     figures: dict[tuple[Moves, tuple[str, ...]], Figures] = field(default_factory=dict)
-    """Of moves, and of which of the regions that they recompute with are estimated."""
+    """(moves, those of their recompute regions that are estimated) -> their figures."""
 
 
 @dataclass(slots=True, kw_only=True)
-class SearchedMoves:
-    """The moves that were found for one step; a later round simulates them with better costs."""
+class DecisionMemory:
+    """What searches gave during one decision: its later rounds, which know more costs, reuse it."""
 
-    memory: SearchMemory = field(default_factory=SearchMemory)
+    of_step: SearchMemory = field(default_factory=SearchMemory)
+    """Lives longer: decisions for other budgets share it."""
     regions: tuple[str, ...] = ()
-    """What is known of the step's regions: those that are lowered, and those that are refused."""
-    found: dict[str, tuple[Moves, ...]] = field(default_factory=dict)
-    """By the searches that were asked in an earlier round."""
+    """The names of the step's regions that are lowered or refused by now."""
+    moves: dict[str, tuple[Moves, ...]] = field(default_factory=dict)
+    """Search -> the moves that it gave in an earlier round."""
 
     def once(self, search: str, make: Callable[[], Iterable[Moves]]) -> tuple[Moves, ...]:
-        """All that ``make`` finds, where the same ``search`` has not found it before."""
-        if search not in self.found:
+        """The moves of ``search``: ``make`` runs only where it has not run before."""
+        if search not in self.moves:
             key = search, *self.regions
-            if key not in self.memory.moves:
-                self.memory.moves[key] = tuple(dict.fromkeys(make()))
-            self.found[search] = self.memory.moves[key]
-        return self.found[search]
+            if key not in self.of_step.moves:
+                self.of_step.moves[key] = tuple(dict.fromkeys(make()))
+            self.moves[search] = self.of_step.moves[key]
+        return self.moves[search]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateSource:
-    """Makes the plans of one step: by searches that know no budget, each by its name."""
+    """Makes the plans of one step, by searches that know no budget; each has a name."""
 
     step: MovableStep
     recompute: RecomputeOf
     host_budget_bytes: int | None = None
     exact: bool = False
     solver: bool = True
-    searched: SearchedMoves = field(default_factory=SearchedMoves)
-    _evaluations: dict[Moves, Candidate] = field(default_factory=dict)
+    memory: DecisionMemory = field(default_factory=DecisionMemory)
+    _candidates: dict[Moves, Candidate] = field(default_factory=dict)
     _least_bytes: dict[Moves, int] = field(default_factory=dict)
     _least_costs: dict[tuple[Mode, ...], float] = field(default_factory=dict)
 
@@ -193,11 +196,11 @@ class CandidateSource:
         return (*self.quick, *solved, "named", "steady", "widened", *lynx)
 
     def moves(self, *searches: str) -> tuple[Moves, ...]:
-        """What the ``searches`` find, before it is simulated."""
+        """The moves that ``searches`` give, before they are simulated."""
         all_moves: dict[Moves, None] = {}
         for search in searches:
             make = functools.partial(self._search, search)
-            all_moves.update(dict.fromkeys(self.searched.once(search, make)))
+            all_moves.update(dict.fromkeys(self.memory.once(search, make)))
         return tuple(all_moves)
 
     def _search(self, search: str) -> Iterable[Moves]:
@@ -205,7 +208,7 @@ class CandidateSource:
             "greedy": self._greedy_moves,
             "near floor": self._floor_moves,
             "filled": self._filled_moves,
-            "program": self._milp_moves,
+            "program": self._program_moves,
             "named": self._named_moves,
             "steady": lambda: steady_moves(self.step, self.recompute),
             "widened": self._widened_moves,
@@ -215,7 +218,7 @@ class CandidateSource:
         return searches[search]()
 
     def plans(self, *searches: str) -> list[Candidate]:
-        """What the ``searches`` find, simulated."""
+        """The candidates of the moves that ``searches`` give."""
         return self.valid(self.moves(*searches))
 
     def least_bytes(self, moves: Moves) -> int:
@@ -232,60 +235,67 @@ class CandidateSource:
         return self._least_costs[key]
 
     def spared(self, candidate: Candidate) -> list[Candidate]:
-        """``candidate`` with copies to the host that leave a share of the peak free.
+        """The spared plans of ``candidate``: its copies to the host leave a share of the peak free.
 
-        Only where they have their time within the peak, so that as many bytes are alive.
+        Only where copies have their time within the peak, so that as many bytes are alive.
         """
         moves = candidate.moves
         schedule = moves.schedule
         if schedule.widen != 1 or schedule.spare or not candidate.host_bytes:
             return []
-        others = (replace(schedule, spare=spare) for spare in SPARES)
-        return [self._evaluated(replace(moves, schedule=other)) for other in others]
+        others = (replace(schedule, spare=spare) for spare in SPARE_SHARES)
+        return [self._candidate_of(replace(moves, schedule=other)) for other in others]
 
     def _floor_moves(self) -> Iterator[Moves]:
+        """Search ``near floor``: the last plans of greedy, changed slot by slot where that helps.
+
+        It does where regions allocate more beside the arena than there is room for in the backward.
+        """
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
         near_floor = []
         for price in COPY_PRICES:
-            model = build_model(self.step, modes, ONCE, price)
+            model = build_model(self.step, modes, NO_LAYER, price)
             near_floor += [model.moves(chosen, "greedy") for chosen in self._near_floor_of(model)]
         outside = (size for costs in modes for cost in costs for size in cost.recompute_outside)
         room = outside_room(self.step)
         least_room = min((room[at] for at in facts_of(self.step).backward_at), default=math.inf)
-        raises = max(outside, default=0) > least_room
         yield from near_floor
-        if raises:
+        if max(outside, default=0) > least_room:
             yield from self._slot_by_slot(near_floor, modes)
 
     def _slot_by_slot(
         self, near_floor: Iterable[Moves], modes: Sequence[Sequence[ModeCost]]
     ) -> Iterator[Moves]:
-        """Some of ``near_floor`` that none beats, with slots moved otherwise."""
+        """Up to ``MAX_BY_SLOT`` unbeaten plans of ``near_floor``, made faster slot by slot.
+
+        Each gets an equal share of the simulations that are left, and begins with the plan before
+        it where that is cheaper: it may use the bytes that this one needs more.
+        """
         starts = [
-            *_spread_bytes(_unbeaten(self.valid(near_floor)), MAX_BY_SLOT),
-            *(self._smallest_steady() if self.is_short else ()),
+            *_spread_over_bytes(_unbeaten(self.valid(near_floor)), MAX_BY_SLOT),
+            *(self._smallest_steady() if self.host_is_short else ()),
         ]
         best: Candidate | None = None
-        left = MAX_BY_SLOT_CALLS // max(1, len(self.step.problem.calls))
+        num_left = MAX_BY_SLOT_CALLS // max(1, len(self.step.problem.calls))
         starts.sort(key=lambda plan: plan.live_bytes)
-        for done, plan in enumerate(starts):
+        for num_done, plan in enumerate(starts):
             most_bytes = plan.live_bytes
-            start = plan if best is None else min(best, plan, key=self._cost)
+            start = plan if best is None else min(best, plan, key=self._host_then_cost)
             best, num_simulated = slot_by_slot(
                 self.step,
                 start,
                 modes,
-                functools.partial(self._perhaps_simulated, most_bytes),
+                functools.partial(self._if_better, most_bytes),
                 functools.partial(self._fits, most_bytes),
-                left // (len(starts) - done),
+                num_left // (len(starts) - num_done),
             )
-            left -= num_simulated
+            num_left -= num_simulated
             yield best.moves
             if best.moves.schedule.widen > 1:  # what helps here may help with fewer bytes too
                 yield replace(best.moves, schedule=replace(best.moves.schedule, widen=1.0))
 
     def _smallest_steady(self) -> list[Candidate]:
-        """The plan of fewest bytes of those that are the same for all costs and fit the host.
+        """The steady plan of fewest bytes that fits the host; at most one.
 
         Where little may be copied, greedy's sequence may have no plan that is as small.
         """
@@ -296,7 +306,7 @@ class CandidateSource:
         fitting = [plan for plan in self.valid(steady) if self._has_host(plan)]
         return sorted(fitting, key=lambda plan: (plan.live_bytes, plan.cost_s))[:1]
 
-    def _perhaps_simulated(self, most_bytes: int, moves: Moves, below_s: float) -> Candidate | None:
+    def _if_better(self, most_bytes: int, moves: Moves, below_s: float) -> Candidate | None:
         """``moves`` simulated; None where they surely need more bytes, or cost ``below_s``."""
         with contextlib.suppress(InvalidPlan, UnsupportedGraph):
             if least_bytes(self.step, moves) <= most_bytes and self.least_s(moves) < below_s:
@@ -306,37 +316,40 @@ class CandidateSource:
     def _fits(self, most_bytes: int, candidate: Candidate) -> bool:
         return candidate.live_bytes <= most_bytes and self._has_host(candidate)
 
-    def _cost(self, candidate: Candidate) -> tuple[bool, float]:
-        """What fits the host first."""
+    def _host_then_cost(self, candidate: Candidate) -> tuple[bool, float]:
+        """The order of plans in which those that fit the host come first, the cheapest first."""
         return not self._has_host(candidate), candidate.cost_s
 
     def _has_host(self, candidate: Candidate) -> bool:
-        most = self.host_budget_bytes
-        return most is None or candidate.host_bytes <= most
+        most_bytes = self.host_budget_bytes
+        return most_bytes is None or candidate.host_bytes <= most_bytes
 
     def _filled_moves(self) -> Iterator[Moves]:
-        most = self.host_budget_bytes
-        if most is None or not self.is_short:
+        """Search ``filled``: greedy's plans, with layers that fill the rest of a short host."""
+        most_bytes = self.host_budget_bytes
+        if most_bytes is None or not self.host_is_short:
             return
-        models = [(model, self._spread(model)) for model in self._models((NEXT, WIDE)).values()]
-        near = (build_model(self.step, self._modes(), ONCE, price) for price in COPY_PRICES)
-        models += [(model, self._near_floor_of(model)) for model in near]
+        by_schedule = self._models((ONE_LAYER, TWO_LAYERS))
+        models = [(model, self._spread_choices(model)) for model in by_schedule.values()]
+        priced = (build_model(self.step, self._modes(), NO_LAYER, price) for price in COPY_PRICES)
+        models += [(model, self._near_floor_of(model)) for model in priced]
         for model, choices in models:
-            for chosen in dict.fromkeys(refilled(model, chosen, most) for chosen in choices):
+            for chosen in dict.fromkeys(refilled(model, chosen, most_bytes) for chosen in choices):
                 yield model.moves(chosen, "greedy")
 
     @property
-    def is_short(self) -> bool:
+    def host_is_short(self) -> bool:
         """True where the host has no room for all that may be copied."""
         most = self.host_budget_bytes
-        return most is not None and most < sum(map(self._copied_bytes, self.step.layers))
+        return most is not None and most < sum(map(self._copyable_bytes, self.step.layers))
 
     def _modes(self) -> tuple[tuple[ModeCost, ...], ...]:
-        """Per layer the modes that the program chooses from."""
-        return layer_modes(self.step, self.recompute, exact=self.exact, fills_host=self.is_short)
+        """Per layer the modes that the integer program and search ``filled`` choose from."""
+        fills_host = self.host_is_short
+        return layer_modes(self.step, self.recompute, exact=self.exact, fills_host=fills_host)
 
-    def _copied_bytes(self, layer: Layer) -> int:
-        """What a layer copies that copies all it can."""
+    def _copyable_bytes(self, layer: Layer) -> int:
+        """Bytes of the slots of a layer that may be copied."""
         slots = self.step.class_of(layer).slots
         return sum(slot.size_bytes for slot in slots if slot.can_offload)
 
@@ -345,30 +358,28 @@ class CandidateSource:
         return {schedule: build_model(self.step, modes, schedule) for schedule in schedules}
 
     def _named_moves(self) -> Iterator[Moves]:
+        """Search ``named``: the papers' policies, with each alpha that they may have."""
         alphas = {"memo": QUANTA, "kwai": () if self.step.problem.has_one_turn else QUANTA}
         for policy in NAMED:
             for alpha in alphas.get(policy, (None,)):
                 yield self.named_plan(policy, alpha).moves
 
     def _widened_moves(self) -> Iterator[Moves]:
-        """Named plans with more time for their copies; MEMO's keep two rotating buffers."""
+        """Search ``widened``: named plans with more time for copies; MEMO's keep their schedule."""
         for moves in self.moves("named", "steady"):
             if moves.policy != "memo" and any(mode.slots(Action.OFFLOAD) for mode in moves.modes):
                 yield replace(moves, policy="widened", schedule=replace(moves.schedule, widen=1.0))
 
     def named(self, policy: str, alphas: Sequence[float | None] = (None,)) -> list[Candidate]:
         """The plan of a named policy, for each of ``alphas``. Raises InvalidPlan: it is none."""
-        return [self._evaluated(self.named_plan(policy, alpha).moves) for alpha in alphas]
+        return [self._candidate_of(self.named_plan(policy, alpha).moves) for alpha in alphas]
 
     def saved(self) -> list[Candidate]:
-        """The plans that keep everything, cheapest first.
-
-        Where weights are on the host their copies hide the better the more bytes are in flight.
-        """
+        """The plan that keeps everything; cheapest first several, where copies of weights stall."""
         if not self.step.problem.host_weights:
             return self.named("save")
-        kept = replace(self.step.save_all(), schedule=ONCE)
-        return sorted(self.valid([kept]), key=lambda plan: (plan.cost_s, plan.live_bytes))
+        save_all = replace(self.step.save_all(), schedule=NO_LAYER)
+        return sorted(self.valid([save_all]), key=lambda plan: (plan.cost_s, plan.live_bytes))
 
     def named_plan(self, policy: str, alpha: float | None = None) -> NamedPlan:
         """The decisions of a named policy, and what it could not do."""
@@ -386,38 +397,42 @@ class CandidateSource:
         candidates: list[Candidate] = []
         for moves in all_moves:
             try:
-                candidates += self._with_wider(moves)
+                candidates += self._with_more_in_flight(moves)
             except InvalidPlan as error:
                 log.warning("memo: a plan of policy %s is left out: %s", moves.policy, error)
         return candidates
 
-    def _with_wider(self, moves: Moves) -> Iterator[Candidate]:
-        program = functools.cache(lambda: program_before(self.step, moves, self.recompute))
-        candidate = self._evaluated(moves, program=program)
+    def _with_more_in_flight(self, moves: Moves) -> Iterator[Candidate]:
+        """The candidate of ``moves``; while the last one stalls, another with more in flight."""
+        untimed = functools.cache(lambda: untimed_program(self.step, moves, self.recompute))
+        candidate = self._candidate_of(moves, untimed)
         yield candidate
         if not moves.schedule.widen:
             return
-        wider, times = candidate, 1.0
-        for step_share in WIDER:
-            if wider.next_times > MOST or not _stalls(wider):  # more bytes gain nothing
-                return
-            times = max(times + step_share, math.ceil(wider.next_times * GRAIN) / GRAIN)
-            schedule = replace(moves.schedule, widen=times)
-            wider = self._evaluated(replace(moves, schedule=schedule), program=program)
-            yield wider
+        widen = 1.0
+        for step_share in IN_FLIGHT_STEPS:
+            if candidate.next_widen > MOST_IN_FLIGHT or not _stalls(candidate):
+                return  # more bytes gain nothing
+            next_widen = math.ceil(candidate.next_widen * IN_FLIGHT_GRAIN) / IN_FLIGHT_GRAIN
+            widen = max(widen + step_share, next_widen)
+            schedule = replace(moves.schedule, widen=widen)
+            candidate = self._candidate_of(replace(moves, schedule=schedule), untimed)
+            yield candidate
 
-    def _evaluated(self, moves: Moves, program: Callable[[], Program] | None = None) -> Candidate:
-        """``moves`` simulated, or with the figures that are known from another budget."""
-        if moves not in self._evaluations:
-            self._evaluations[moves] = self._known_or_simulated(moves, program)
-        return self._evaluations[moves]
+    def _candidate_of(
+        self, moves: Moves, untimed: Callable[[], UntimedProgram] | None = None
+    ) -> Candidate:
+        """``moves`` simulated, or with the figures that a decision for another budget gave."""
+        if moves not in self._candidates:
+            self._candidates[moves] = self._remembered(moves, untimed)
+        return self._candidates[moves]
 
-    def _known_or_simulated(self, moves: Moves, program: Callable[[], Program] | None) -> Candidate:
-        key = moves, self._estimated(moves)
-        figures = self.searched.memory.figures.get(key)
+    def _remembered(self, moves: Moves, untimed: Callable[[], UntimedProgram] | None) -> Candidate:
+        key = moves, self._estimated_regions(moves)
+        figures = self.memory.of_step.figures.get(key)
         if figures is None:
-            candidate = simulated(self.step, moves, self.recompute, program)
-            self.searched.memory.figures[key] = candidate.figures
+            candidate = simulated(self.step, moves, self.recompute, untimed)
+            self.memory.of_step.figures[key] = candidate.figures
             return candidate
 
         def make() -> Problem:
@@ -425,8 +440,8 @@ class CandidateSource:
 
         return Candidate(moves=moves, figures=figures, make=make)
 
-    def _estimated(self, moves: Moves) -> tuple[str, ...]:
-        """The regions of ``moves`` that are not lowered: what is known of a region changes then."""
+    def _estimated_regions(self, moves: Moves) -> tuple[str, ...]:
+        """The recompute regions of ``moves`` that are not lowered: their costs will change."""
         classes = (layer.class_key for layer in self.step.layers)
         pairs = dict.fromkeys(zip(classes, moves.modes, strict=False))
         keys = (recompute_keys(self.step.classes[class_key], mode) for class_key, mode in pairs)
@@ -438,46 +453,47 @@ class CandidateSource:
         return tuple(sorted(regions))
 
     def _greedy_moves(self) -> Iterator[Moves]:
+        """Search ``greedy``: plans of the greedy sequences of two schedules."""
         modes = layer_modes(self.step, self.recompute, exact=self.exact)
-        for schedule in (NEXT, WIDE):
+        for schedule in (ONE_LAYER, TWO_LAYERS):
             model = build_model(self.step, modes, schedule)
-            for chosen in self._spread(model):
+            for chosen in self._spread_choices(model):
                 yield model.moves(chosen, "greedy")
 
-    def _spread(self, model: StepModel) -> Iterator[tuple[int, ...]]:
-        """Plans of greedy's sequence, spread evenly over it."""
+    def _spread_choices(self, model: StepModel) -> Iterator[tuple[int, ...]]:
+        """Modes of layers by number, from ``model``'s greedy sequence, evenly over it."""
         sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
         for number in _spread_over(len(sequence), MAX_GREEDY):
             yield sequence[number]
 
     def _near_floor_of(self, model: StepModel) -> Iterator[tuple[int, ...]]:
-        """The last plans of greedy's sequence; of each some with other modes of the last layer."""
-        sequence = greedy_sequence(model, host_budget_bytes=self.host_budget_bytes)
-        most = self.host_budget_bytes
-        if most is not None and model.host_bytes(sequence[-1]) > FULL * most:
-            yield from sequence[-NEAR_FULL:]
+        """The last of ``model``'s greedy sequence, also with faster modes of the last layer."""
+        most_bytes = self.host_budget_bytes
+        sequence = greedy_sequence(model, host_budget_bytes=most_bytes)
+        if most_bytes is not None and model.host_bytes(sequence[-1]) > FULL_HOST * most_bytes:
+            yield from sequence[-MAX_FULL_HOST:]
             return
-        smaller = list(ever_smaller(model, sequence))[-NEAR_FLOOR - 1 :]
-        for (above, _), (_, small) in itertools.pairwise([smaller[0], *smaller]):
-            yield small
-            for other in last_layer_kept(model, small, above):
-                if most is None or model.host_bytes(other) <= most:
+        smaller = list(ever_smaller(model, sequence))[-MAX_NEAR_FLOOR - 1 :]
+        for (peak_before, _), (_, chosen) in itertools.pairwise([smaller[0], *smaller]):
+            yield chosen
+            for other in last_layer_kept(model, chosen, peak_before):
+                if most_bytes is None or model.host_bytes(other) <= most_bytes:
                     yield other
 
-    def _milp_moves(self) -> Iterator[Moves]:
-        """The program's answers, floor to save-all; solving frees the GIL, hence threads."""
-        models = self._models(GRIDS)
-        top = models[NEXT].peak_bytes([0] * models[NEXT].num_layers)
-        with ThreadPoolExecutor(max_workers=len(GRIDS)) as pool:
+    def _program_moves(self) -> Iterator[Moves]:
+        """Search ``program``: the integer program's answers. Solving frees the GIL: threads."""
+        models = self._models(BOUND_SHARES)
+        save_bytes = models[ONE_LAYER].peak_bytes([0] * models[ONE_LAYER].num_layers)
+        with ThreadPoolExecutor(max_workers=len(BOUND_SHARES)) as pool:
             solved = [
-                pool.submit(self._solved, models[schedule], top, shares)
-                for schedule, shares in GRIDS.items()
+                pool.submit(self._solved, models[schedule], save_bytes, shares)
+                for schedule, shares in BOUND_SHARES.items()
             ]
             for answer in solved:
                 yield from answer.result()
 
-    def _solved(self, model: StepModel, top: int, shares: Sequence[float]) -> list[Moves]:
-        """One schedule's answers at each of ``shares`` between its floor and ``top`` bytes."""
+    def _solved(self, model: StepModel, save_bytes: int, shares: Sequence[float]) -> list[Moves]:
+        """Answers of one schedule, bounded at ``shares`` between its floor and ``save_bytes``."""
         host_bytes = self.host_budget_bytes
         lowest = lowest_peak(model, host_budget_bytes=host_bytes)
         if not lowest.status.has_solution:
@@ -485,7 +501,7 @@ class CandidateSource:
         floor = model.peak_bytes(lowest.chosen)
         solutions = []
         for share in shares:
-            bound_bytes = int(floor + share * (top - floor))
+            bound_bytes = int(floor + share * (save_bytes - floor))
             solution = solve_modes(model, bound_bytes=bound_bytes, host_budget_bytes=host_bytes)
             chosen = solution.chosen if solution.status.has_solution else lowest.chosen
             solutions.append(model.moves(chosen, "program"))

@@ -17,16 +17,15 @@ from memo_compile.units import format_bytes, format_enough
 MAX_FLOOR_PLACEMENTS = 6
 """Most placements that are made only to name the floor; each takes seconds for a large step."""
 
-MAX_MORE = 6
-"""Most other plans that are tried when neither the best nor the named ones fit, which is rare."""
-
+MAX_BEATEN = 6
+"""Most plans that others beat and no policy names, tried when nothing else fits, which is rare."""
 
 FLOOR_MARGIN = 0.005
 """A named policy's floor is raised by this share where costs are measured: in the next process they
 differ a little, and so does the policy's program, which must keep the named floor there too.
 Policies that search have plans that are the same in every process (``steady_moves``)."""
 
-ESTIMATED_OVER = 0.1
+ESTIMATE_ERROR = 0.1
 """An estimated step's bytes alive may exceed those with lowered regions by this share."""
 
 
@@ -62,19 +61,20 @@ class NothingFits(Infeasible):
 
 @dataclass(slots=True)
 class Chooser:
-    """Places candidates, each at most once, and remembers their peaks."""
+    """Takes the first candidate that fits; each is placed at most once, and its peak remembered."""
 
     budget_bytes: int | None
     host_budget_bytes: int | None
     _place: Callable[[Problem], Plan]
-    _spared: Callable[[Candidate], Sequence[Candidate]]
+    _make_spared: Callable[[Candidate], Sequence[Candidate]]
+    """Gives the spared plans of a candidate (``CandidateSource.spared``)."""
     max_step_s: float = math.inf
     refused: Set[Decisions] = frozenset()
     """These are never chosen: the checker has refused their programs."""
-    least_left_s: float | None = None
-    """Seconds of the fastest plan that was left because it takes ``max_step_s`` or more."""
+    fastest_too_slow_s: float | None = None
+    """Seconds of the fastest plan that was refused for ``max_step_s``; None: none was."""
     _lowest_bytes: float = math.inf
-    """Of all peaks that were placed so far and fit the host."""
+    """The smallest placed peak so far of plans that fit the host."""
     _placed: dict[Decisions, Plan] = field(default_factory=dict)
 
     def pick(
@@ -82,56 +82,59 @@ class Chooser:
     ) -> tuple[Candidate, Plan] | None:
         """The first candidate that fits, with its placement.
 
-        What ``_spared`` makes of one that has no place comes before the next that is slower. It is
-        left out where it costs ``below_s``: it comes later.
+        Where the placement of one has holes and does not fit, its spared plans are tried as well,
+        each before the next candidate that is slower. Those that cost ``below_s`` or more are left
+        out: the caller calls again, once all cheaper plans are simulated.
         """
-        spared: list[Candidate] = []
+        spared_plans: list[Candidate] = []  # sorted by ``preference``
         for candidate in ordered:
-            while spared and spared[0].cost_s <= candidate.cost_s:
-                if fitting := self._fitting(spared.pop(0)):
+            while spared_plans and spared_plans[0].cost_s <= candidate.cost_s:
+                if fitting := self._fitting(spared_plans.pop(0)):
                     return fitting
             if fitting := self._fitting(candidate):
                 return fitting
-            for other in self._spared_of(candidate):
-                if other.cost_s < below_s:
-                    bisect.insort(spared, other, key=preference)
-        return next(filter(None, map(self._fitting, spared)), None)
+            for spared in self._spared_plans_of(candidate):
+                if spared.cost_s < below_s:
+                    bisect.insort(spared_plans, spared, key=preference)
+        return next(filter(None, map(self._fitting, spared_plans)), None)
 
     def _fitting(self, candidate: Candidate) -> tuple[Candidate, Plan] | None:
-        """``candidate`` with its placement, where it fits."""
+        """``candidate`` with its placement; None where it may not be chosen or does not fit."""
         if not self._host_fits(candidate) or not self.may_fit(candidate):
             return None
         if decisions_of(candidate.moves) in self.refused:
             return None
         step_s = candidate.timeline.step_s
         if step_s >= self.max_step_s:
-            self.least_left_s = min(step_s, self.least_left_s or step_s)
+            self.fastest_too_slow_s = min(step_s, self.fastest_too_slow_s or step_s)
             return None
         plan = self._plan_of(candidate)
         fits = self.budget_bytes is None or plan.peak_bytes <= self.budget_bytes
         return (candidate, plan) if fits else None
 
-    def _spared_of(self, candidate: Candidate) -> Sequence[Candidate]:
-        """What ``_spared`` makes of a candidate whose placement has holes."""
+    def _spared_plans_of(self, candidate: Candidate) -> Sequence[Candidate]:
+        """The spared plans of a candidate whose placement has holes; none before it is placed."""
         plan = self._placed_already(candidate)
         has_holes = plan is not None and plan.peak_bytes > candidate.live_bytes
-        return self._spared(candidate) if has_holes else ()
+        return self._make_spared(candidate) if has_holes else ()
 
-    def least_s(self, candidates: Iterable[Candidate]) -> float:
-        """Seconds of the fastest of the plans that may fit; 0 where none may."""
+    def fastest_s(self, candidates: Iterable[Candidate]) -> float:
+        """Seconds of the fastest of ``candidates`` that may fit; 0 where none may."""
         may_fit = (plan for plan in candidates if self._host_fits(plan) and self.may_fit(plan))
         return min((plan.timeline.step_s for plan in may_fit), default=0.0)
 
-    def most_of_floor(self, candidates: Iterable[Candidate]) -> int | None:
-        """Bytes of the budget, or of the lowest peak known; None: the host has no room.
+    def floor_bound_bytes(self, candidates: Iterable[Candidate]) -> int | None:
+        """The budget, or the lowest placed peak where that is more; None: nothing fits the host.
 
-        One of ``candidates`` is placed where none has been.
+        With more bytes no plan can lower the floor. Where nothing is placed yet, some plan is.
         """
         assert self.budget_bytes is not None, "without a budget every plan fits"
         if self._lowest_bytes == math.inf:
-            self._lowest([candidate for candidate in candidates if self._host_fits(candidate)])
-        lowest = self._lowest_bytes
-        return None if lowest == math.inf else max(self.budget_bytes, int(lowest))
+            self._lowest_placed(
+                [candidate for candidate in candidates if self._host_fits(candidate)]
+            )
+        lowest_bytes = self._lowest_bytes
+        return None if lowest_bytes == math.inf else max(self.budget_bytes, int(lowest_bytes))
 
     def _host_fits(self, candidate: Candidate) -> bool:
         return self.host_budget_bytes is None or candidate.host_bytes <= self.host_budget_bytes
@@ -179,14 +182,14 @@ class Chooser:
         """The error: the smallest peak that can be had, what makes it, and what to change."""
         assert self.budget_bytes is not None, "without a budget only the host's memory is short"
         considered = [plan for plan in considered if decisions_of(plan.moves) not in self.refused]
-        within = [candidate for candidate in considered if self._host_fits(candidate)]
-        beyond = [candidate for candidate in considered if not self._host_fits(candidate)]
-        lowest = self._floor(step, within)
-        enough = [candidate for candidate in beyond if self.may_fit(candidate)]
+        within_host = [candidate for candidate in considered if self._host_fits(candidate)]
+        beyond_host = [candidate for candidate in considered if not self._host_fits(candidate)]
+        lowest = self._floor(step, within_host)
+        lacking_host = [candidate for candidate in beyond_host if self.may_fit(candidate)]
         budget = format_bytes(self.budget_bytes)
-        if enough:
+        if lacking_host:
             assert self.host_budget_bytes is not None
-            need = min(enough, key=lambda candidate: (candidate.host_bytes, candidate.cost_s))
+            need = min(lacking_host, key=lambda candidate: (candidate.host_bytes, candidate.cost_s))
             floor = "" if lowest is None else f" (floor {format_enough(lowest[0])} with it)"
             return NothingFits(
                 f"budget {budget}: can be kept with {format_bytes(need.host_bytes)} of host memory "
@@ -196,11 +199,11 @@ class Chooser:
                 floor_bytes=None if lowest is None else lowest[0],
                 problem=need.problem if lowest is None else lowest[1],
             )
-        lowest = lowest or self._floor(step, beyond)
+        lowest = lowest or self._floor(step, beyond_host)
         assert lowest is not None, "there is no candidate at all"
         floor_bytes, problem = lowest
         # A steady plan near the budget may fit once lowered: it did where its floor was named.
-        near = self.budget_bytes * (1 + ESTIMATED_OVER)
+        near_bytes = self.budget_bytes * (1 + ESTIMATE_ERROR)
         return NothingFits(
             f"budget {budget} < floor {format_enough(floor_bytes)} ({_floor_parts(step)}); "
             "raise memory_budget or shorten the sequence",
@@ -208,69 +211,74 @@ class Chooser:
             problem=problem,
             candidates_within_budget=[
                 candidate.problem
-                for candidate in within
-                if candidate.live_bytes <= (near if is_steady(candidate) else self.budget_bytes)
+                for candidate in within_host
+                if candidate.live_bytes
+                <= (near_bytes if is_steady(candidate) else self.budget_bytes)
             ],
         )
 
     def _floor(
         self, step: MovableStep, candidates: Sequence[Candidate]
     ) -> tuple[int, Problem] | None:
-        """The smallest budget that can surely be kept, and the step that keeps it.
+        """The smallest budget that can surely be kept, and the step that keeps it; None: no plan.
 
-        In another process too, where interludes are measured anew. But no more is named than the
-        plan needs that is taken without a budget.
+        It is kept in another process too, where interludes are measured anew and may take
+        ``MEASURED_BYTES`` more. But no more is named than the plan needs that is taken without a
+        budget.
         """
-        lowest = self._floor_here(step, candidates)
+        lowest = self._floor_in_this_process(step, candidates)
         if lowest is None or not step.problem.interludes:
             return lowest
         floor_bytes, problem = lowest
         enough_bytes = min(candidates, key=preference).live_bytes
         return max(floor_bytes, min(floor_bytes + MEASURED_BYTES, enough_bytes)), problem
 
-    def _floor_here(
+    def _floor_in_this_process(
         self, step: MovableStep, candidates: Sequence[Candidate]
     ) -> tuple[int, Problem] | None:
+        """``_floor`` but for interludes. Measured seconds change all plans but the steady ones."""
         if step.costs.source != MEASURED:
-            return self._lowest(candidates)
-        steady = self._lowest([candidate for candidate in candidates if is_steady(candidate)])
+            return self._lowest_placed(candidates)
+        steady = self._lowest_placed(
+            [candidate for candidate in candidates if is_steady(candidate)]
+        )
         if steady is not None:
             return steady
-        lowest = self._lowest(candidates)
+        lowest = self._lowest_placed(candidates)
         return None if lowest is None else (int(lowest[0] * (1 + FLOOR_MARGIN)), lowest[1])
 
-    def _lowest(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
+    def _lowest_placed(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
         """The smallest placed peak among ``candidates``, and its step.
 
         Steady plans come first: their placements have the fewest holes. Then the others in the
         order of bytes alive, if they can be lower; at most ``MAX_FLOOR_PLACEMENTS`` of those that
         were not placed yet.
         """
-        best = self._lowest_of_all(candidates)
-        if best is not None:
-            return best
-        left = MAX_FLOOR_PLACEMENTS
+        lowest = self._certainly_lowest(candidates)
+        if lowest is not None:
+            return lowest
+        num_left = MAX_FLOOR_PLACEMENTS
         for candidate in sorted(
             candidates, key=lambda choice: (not is_steady(choice), *_bytes_first(choice))
         ):
-            if best is not None and candidate.live_bytes >= best[0]:
+            if lowest is not None and candidate.live_bytes >= lowest[0]:
                 continue
             if not is_steady(candidate) and self._placed_already(candidate) is None:
-                if not left:
+                if not num_left:
                     continue
-                left -= 1
-            for choice in (candidate, *self._spared_of(candidate)):
-                peak = self._plan_of(choice).peak_bytes
-                if best is None or peak < best[0]:
-                    best = peak, choice.problem
-        return best
+                num_left -= 1
+            for choice in (candidate, *self._spared_plans_of(candidate)):
+                peak_bytes = self._plan_of(choice).peak_bytes
+                if lowest is None or peak_bytes < lowest[0]:
+                    lowest = peak_bytes, choice.problem
+        return lowest
 
-    def _lowest_of_all(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
-        """The peak and step of one that is placed with no more bytes than any other has alive."""
-        least = min((candidate.live_bytes for candidate in candidates), default=0)
+    def _certainly_lowest(self, candidates: Sequence[Candidate]) -> tuple[int, Problem] | None:
+        """Peak and step of a plan placed in no more bytes than any has alive; None without one."""
+        least_bytes = min((candidate.live_bytes for candidate in candidates), default=0)
         for candidate in candidates:
             plan = self._placed_already(candidate)
-            if plan is not None and plan.peak_bytes <= least:
+            if plan is not None and plan.peak_bytes <= least_bytes:
                 return plan.peak_bytes, candidate.problem
         return None
 
@@ -314,22 +322,23 @@ def unbeaten(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> 
 
 
 def beaten(candidates: Sequence[Candidate], best: Sequence[Candidate]) -> list[Candidate]:
-    """What is tried after ``best``: named and steady plans and the smallest others, fastest first.
+    """What is tried after ``best``, which none beats: the plans that some beat, fastest first.
 
-    With named plans no choice needs more than full recomputation; steady ones keep a named floor.
+    All named and steady ones, and of the others the ``MAX_BEATEN`` smallest. With named plans no
+    choice needs more than full recomputation; steady ones keep a named floor.
     """
     best_ids = {id(candidate) for candidate in best}
-    named: list[Candidate] = []
+    always_tried: list[Candidate] = []
     others: list[Candidate] = []
     for candidate in sorted(candidates, key=_bytes_first):
         is_named = candidate.moves.policy in NAMED or is_steady(candidate)
         if id(candidate) not in best_ids:
-            (named if is_named else others).append(candidate)
-    return sorted([*named, *others[:MAX_MORE]], key=preference)
+            (always_tried if is_named else others).append(candidate)
+    return sorted([*always_tried, *others[:MAX_BEATEN]], key=preference)
 
 
 def is_steady(candidate: Candidate) -> bool:
-    """True for a plan that is the same whatever seconds are measured."""
+    """True for a steady plan: it is the same whatever seconds are measured."""
     schedule = candidate.moves.schedule
     at_once = not schedule.layers and not schedule.widen
     return at_once or candidate.moves.policy == "full-recompute"

@@ -1,18 +1,21 @@
-"""Chooses the fastest plan that fits a bound in bytes.
+"""Chooses the fastest plan that fits a bound in bytes. A smaller budget never gives a larger peak.
 
-A smaller budget never gives a larger peak. Proof: the candidates and their order (by ``cost_s``)
-do not depend on the budget, and placing a candidate always gives the same peak (effort is spared
-only where less already fits, and the chosen plan gets it in the end). Let B1 <= B2, and
-let ci with peak pi be the first candidate in order whose placed peak is within Bi. If p2 <= B1,
-then c2 fits B1, and no earlier one does (it would have fitted B2), so that c1 = c2 and p1 = p2.
-Else p1 <= B1 < p2. Candidates whose bytes alive exceed the budget are skipped unplaced, because a
-placed peak is never below the bytes alive. It may be far above them, and a plan with more bytes
-alive may have the smaller peak: so some more plans follow those that none beats (``beaten``).
-And where a plan's peak is above its bytes alive, the same plan comes again, behind all that are as
-fast, with fewer bytes alive beside its peak (``CandidateSource.spared``). It has the plan's own
-bytes alive, so that both are skipped or neither is, and the proof holds for the longer order: each
-of the two parts, those that none beats and what follows them, is in the order of cost, so that what
-is skipped leaves the others in their places. Of two such choices the faster is one as well.
+Proof. The candidates and their order (by ``cost_s``) do not depend on the budget, and placing a
+candidate always gives the same peak (the placement stops early only where less already fits, and
+the chosen plan gets its full effort in the end). Let B1 <= B2, and let ci with peak pi be the first
+candidate in order whose placed peak is within Bi. If p2 <= B1, then c2 fits B1, and no earlier one
+does (it would have fitted B2), so that c1 = c2 and p1 = p2. Else p1 <= B1 < p2. For example, plans
+with peaks 9, 7, 5 in the order of cost: a budget of 8 takes 7, one of 7 the same, one of 6 takes 5.
+
+Skipped plans. Candidates whose bytes alive exceed the budget are not placed, because a placed peak
+is never below the bytes alive. It may be far above them, and a plan with more bytes alive may have
+the smaller peak: so ``beaten`` plans follow those that none beats. Each of these two parts is in
+the order of cost, so that what is skipped leaves the others in their places.
+
+Spared plans. Where a plan's peak is above its bytes alive, it comes again behind all that are as
+fast, with copies that leave a share of the peak free (``CandidateSource.spared``). As many of its
+bytes are alive, so that both are skipped or neither is, and the proof holds for the longer order.
+Of two such choices, greedy's and that with the solver's plans, the faster is one as well.
 """
 
 import math
@@ -22,7 +25,7 @@ from dataclasses import dataclass, replace
 from memo_compile.errors import ConfigError, TooSlow
 from memo_compile.planners.move_rules import RecomputeOf
 from memo_compile.planners.policy.candidate import Candidate, costs_with, program_of
-from memo_compile.planners.policy.candidates import CandidateSource, SearchedMoves
+from memo_compile.planners.policy.candidates import CandidateSource, DecisionMemory
 from memo_compile.planners.policy.chooser import (
     Chooser,
     Decisions,
@@ -45,14 +48,14 @@ saves a third of a percent. The proof above holds: at a smaller budget greedy's 
 and just as near, or it does not fit."""
 
 
-NUM_SMALL = 4
+NUM_SMALLEST = 4
 """Where nothing fits, so many plans that may need the fewest bytes are simulated, and one of them
 is placed: what needs more than that is no floor."""
 
 ROUNDING = 1e-9
 """Sums of the same seconds in other orders differ by less than this share."""
 
-SAME = 0.01
+CONFIRMED_SHARE = 0.01
 """A choice stands if its lowered step is slower than estimated by at most this share."""
 
 
@@ -72,6 +75,19 @@ class Choice:
     """What a named policy could not do."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLimits:
+    """Seconds that a step may take, as other tiles of its graph leave it."""
+
+    max_step_s: float = math.inf
+    """Plans that take so long, or longer, are not placed."""
+    wanted_s: float = math.inf
+    """If greedy has no plan of at most this that may fit, no plan is placed: the choice waits until
+    it is known how fast other tiles are."""
+    enough_s: float = math.inf
+    """Likewise, but only where the host has room for all copies: elsewhere ``auto`` has better."""
+
+
 def choose(
     step: MovableStep,
     *,
@@ -83,11 +99,9 @@ def choose(
     alpha: float | None = None,
     exact: bool = False,
     solver: bool = True,
-    searched: SearchedMoves | None = None,
-    max_step_s: float = math.inf,
-    wanted_s: float = math.inf,
-    enough_s: float = math.inf,
-    sparing: bool = False,
+    memory: DecisionMemory | None = None,
+    limits: TimeLimits = TimeLimits(),
+    short_frontier: bool = False,
     refused: Set[Decisions] = frozenset(),
 ) -> Choice:
     """The fastest plan of ``policy`` whose placed peak is at most ``budget_bytes``.
@@ -96,15 +110,12 @@ def choose(
     when that fits. A named policy is one plan; ``memo`` without ``alpha`` and with a budget may
     take a smaller alpha than its own program's. ``recompute`` raises UnsupportedGraph for a region
     that cannot be used; ``exact`` forbids recomputing a slice of rows. The same inputs give the
-    same choice. What ``searched`` holds is not searched again, and what is found is added to it.
-    Plans of ``max_step_s`` or more are not placed. If greedy has no plan of at most ``wanted_s``
-    that may fit, no plan is placed: the choice waits until it is known how fast other tiles are.
-    Likewise with ``enough_s``, where the host has room for all copies: for a short one ``auto`` has
-    better plans. With ``sparing`` the frontier lacks plans that surely come behind the chosen one,
-    or do not fit: they are not simulated. What is ``refused`` is not chosen.
+    same choice. What ``memory`` holds is not searched again, and what is searched is added to it.
+    With ``short_frontier`` plans are not simulated that surely come behind the chosen one, or do
+    not fit, and the frontier lacks them. What is ``refused`` is not chosen.
 
     Raises:
-        TooSlow: all plans are slower.
+        TooSlow: all plans are slower than ``limits`` allow.
         NothingFits: no plan fits the budget and the host budget; the message names the floor.
         ConfigError: the policy is unknown.
     """
@@ -115,31 +126,34 @@ def choose(
         host_budget_bytes=host_budget_bytes,
         exact=exact,
         solver=solver,
-        searched=searched or SearchedMoves(),
+        memory=memory or DecisionMemory(),
     )
+    max_step_s = limits.max_step_s
     chooser = Chooser(budget_bytes, host_budget_bytes, place, source.spared, max_step_s, refused)
     notes: tuple[str, ...] = ()
     if policy in ("auto", "greedy"):
-        fast_s = min(wanted_s if source.is_short else min(wanted_s, enough_s), max_step_s)
-        considered, picked = _searched(source, chooser, policy, fast_s)
-        if picked is not None and len(considered) > 1 and not sparing:
+        fast_s = min(max_step_s, limits.wanted_s)
+        fast_s = fast_s if source.host_is_short else min(fast_s, limits.enough_s)
+        considered, pick = _pick_of_searches(source, chooser, policy, fast_s)
+        if pick is not None and len(considered) > 1 and not short_frontier:
             considered = list(dict.fromkeys([*considered, *source.plans(*source.quick)]))
     elif policy in NAMED:
         notes = source.named_plan(policy, alpha).notes
         considered = source.saved() if policy == "save" else source.named(policy, (alpha,))
         if policy == "memo" and alpha is None and budget_bytes is not None:
             considered += sorted(source.named(policy, QUANTA), key=preference)
-        picked = chooser.pick(considered)
+        pick = chooser.pick(considered)
     elif policy in LYNX:
-        considered, picked = _picked(source.plans(policy), chooser)
+        considered, pick = _pick_of(source.plans(policy), chooser)
     else:
         policies = ", ".join((*NAMED, *LYNX))
         raise ConfigError(f"policy: expected auto, greedy, {policies}, got {policy!r}")
-    if picked is None and chooser.least_left_s is not None:
-        raise TooSlow("all other plans of these tiles are slower", step_s=chooser.least_left_s)
-    if picked is None:
+    too_slow_s = chooser.fastest_too_slow_s
+    if pick is None and too_slow_s is not None:
+        raise TooSlow("all other plans of these tiles are slower", step_s=too_slow_s)
+    if pick is None:
         raise chooser.infeasible(step, considered)
-    candidate, plan = picked
+    candidate, plan = pick
     timeline = simulate(candidate.problem, costs_with(step, candidate.moves, recompute))
     return Choice(
         moves=replace(candidate.moves, policy=policy),
@@ -159,15 +173,15 @@ def confirmed(
     recompute: RecomputeOf,
     place: Callable[[Problem], Plan],
 ) -> Choice | None:
-    """``choice`` with what is known of its regions now; None where the choice must be made anew.
+    """``choice`` after its regions are lowered; None where the choice must be made anew.
 
-    It must be where it no longer fits, or is slower by more than ``SAME`` of the step. The module's
-    proof is about choices with estimates; lowered regions may shift a peak.
+    That is where it no longer fits, or is slower by more than ``CONFIRMED_SHARE`` of the step. The
+    module's proof is about choices with estimates; lowered regions may shift a peak.
     """
     recompute = with_launches(step, recompute)
     problem, costs = program_of(step, choice.moves, recompute)
     timeline = simulate(problem, costs)
-    if timeline.step_s > choice.timeline.step_s * (1 + SAME):
+    if timeline.step_s > choice.timeline.step_s * (1 + CONFIRMED_SHARE):
         return None
     plan = place(problem)
     if budget_bytes is not None and plan.peak_bytes > budget_bytes:
@@ -181,27 +195,31 @@ def confirmed(
     return replace(choice, problem=problem, timeline=timeline, plan=plan, frontier=tuple(points))
 
 
-_Found = tuple[Candidate, Plan] | None
+_Pick = tuple[Candidate, Plan] | None
 """The chosen plan with its placement; None where none fits."""
 
 
-def _searched(
+def _pick_of_searches(
     source: CandidateSource, chooser: Chooser, policy: str, fast_s: float
-) -> tuple[list[Candidate], _Found]:
-    """The plans that were simulated, and the chosen one: of all, or without the solver's."""
+) -> tuple[list[Candidate], _Pick]:
+    """The plans that were simulated, and the pick of ``auto`` or ``greedy``.
+
+    Save-all first, then the quick searches, then all of them: until a pick is good enough. Raises
+    TooSlow: no plan takes ``fast_s``.
+    """
     saved = source.saved()
-    picked = chooser.pick(saved)
-    if picked is not None:
-        return saved, picked
+    pick = chooser.pick(saved)
+    if pick is not None:
+        return saved, pick
     quick = source.quick if policy == "auto" else (*source.quick, "steady")
-    plans, picked = _cheapest_first(source, chooser, saved, source.moves(*quick), fast_s)
-    is_near = picked is not None and picked[0].cost_s <= saved[0].cost_s * (1 + GOOD_ENOUGH)
+    plans, pick = _cheapest_first(source, chooser, saved, source.moves(*quick), fast_s)
+    is_near = pick is not None and pick[0].cost_s <= saved[0].cost_s * (1 + GOOD_ENOUGH)
     if policy == "greedy" or is_near:
-        return plans, picked
-    plans, best = _cheapest_first(source, chooser, saved, source.moves(*source.all))
-    # What beats the first choice in cost and in bytes alive may have no place, nor what follows it.
-    both = [choice for choice in (best, picked) if choice is not None]
-    return plans, min(both, key=lambda choice: choice[0].cost_s, default=None)
+        return plans, pick
+    plans, solver_pick = _cheapest_first(source, chooser, saved, source.moves(*source.all))
+    # What beats the first pick in cost and in bytes alive may not fit once placed: both count.
+    picks = [choice for choice in (solver_pick, pick) if choice is not None]
+    return plans, min(picks, key=lambda choice: choice[0].cost_s, default=None)
 
 
 def _cheapest_first(
@@ -210,55 +228,57 @@ def _cheapest_first(
     saved: Sequence[Candidate],
     moves: Sequence[Moves],
     fast_s: float = math.inf,
-) -> tuple[list[Candidate], _Found]:
+) -> tuple[list[Candidate], _Pick]:
     """Simulates ``moves`` in the order of what each costs at least, until the choice is certain.
 
-    It is when a plan fits that costs less than all others cost at least. Where none fits, those
-    follow that may need no more than the smallest peak. Raises TooSlow: no plan takes ``fast_s``.
+    It is when a plan fits that costs less than all others cost at least: if the next takes 11 s at
+    least, a plan of 10 s may be picked, one of 12 not yet. Where none fits, those follow that may
+    need no more than the smallest peak. Raises TooSlow: no plan takes ``fast_s``.
     """
     plans, budget_bytes = [*saved], chooser.budget_bytes
-    left = [
+    waiting = [
         proposal
         for proposal in moves
         if budget_bytes is None or source.least_bytes(proposal) <= budget_bytes
     ]
-    left.sort(key=source.least_s)
+    waiting.sort(key=source.least_s)
     is_fast = fast_s == math.inf
-    for number in range(len(left) + 1):
+    for number in range(len(waiting) + 1):
         next_s = math.inf
-        if number < len(left):
-            next_s = source.least_s(left[number]) * (1 - ROUNDING)
+        if number < len(waiting):
+            next_s = source.least_s(waiting[number]) * (1 - ROUNDING)
         if not is_fast:
-            is_fast = _is_fast(chooser.least_s(plans), next_s, fast_s)
+            is_fast = _is_fast(chooser.fastest_s(plans), next_s, fast_s)
         if is_fast:
             best = unbeaten(plans, chooser.host_budget_bytes)
             safe = [plan for plan in best if plan.cost_s < next_s]
-            if picked := chooser.pick(safe, below_s=next_s):
-                return plans, picked
-        if number < len(left):
-            plans += source.valid([left[number]])
-    small = source.valid(sorted(moves, key=source.least_bytes)[:NUM_SMALL])
-    most_bytes = None if budget_bytes is None else chooser.most_of_floor([*plans, *small])
-    near = [
+            if pick := chooser.pick(safe, below_s=next_s):
+                return plans, pick
+        if number < len(waiting):
+            plans += source.valid([waiting[number]])
+    small = source.valid(sorted(moves, key=source.least_bytes)[:NUM_SMALLEST])
+    bound_bytes = None if budget_bytes is None else chooser.floor_bound_bytes([*plans, *small])
+    near_floor = [
         proposal
         for proposal in moves
-        if most_bytes is None or source.least_bytes(proposal) <= most_bytes
+        if bound_bytes is None or source.least_bytes(proposal) <= bound_bytes
     ]
-    return _picked(list(dict.fromkeys([*plans, *small, *source.valid(near)])), chooser)
+    return _pick_of(list(dict.fromkeys([*plans, *small, *source.valid(near_floor)])), chooser)
 
 
-def _is_fast(least_s: float, next_s: float, fast_s: float) -> bool:
-    """True where a plan that may fit takes ``fast_s``, or none may; False: it is not known yet.
+def _is_fast(fastest_s: float, next_s: float, fast_s: float) -> bool:
+    """True where a plan that may fit takes ``fast_s``, or none may fit; False: not known yet.
 
-    The fastest of them takes ``least_s``, others at least ``next_s``. Raises TooSlow: none does.
+    The fastest simulated one that may fit takes ``fastest_s`` (0: none), what is not simulated at
+    least ``next_s``. Raises TooSlow: none takes ``fast_s``.
     """
-    if fast_s < least_s <= next_s:
-        raise TooSlow("no plan is fast enough", step_s=least_s, is_bound=True)
-    return 0 < least_s <= fast_s or (not least_s and next_s == math.inf)
+    if fast_s < fastest_s <= next_s:
+        raise TooSlow("no plan is fast enough", step_s=fastest_s, is_bound=True)
+    return 0 < fastest_s <= fast_s or (not fastest_s and next_s == math.inf)
 
 
-def _picked(candidates: Sequence[Candidate], chooser: Chooser) -> tuple[list[Candidate], _Found]:
-    """The plans to try, and the first that fits; those that some beat after all others."""
+def _pick_of(candidates: Sequence[Candidate], chooser: Chooser) -> tuple[list[Candidate], _Pick]:
+    """The plans to try, and the first that fits; ``beaten`` plans come after all others."""
     best = unbeaten(candidates, chooser.host_budget_bytes)
     slower = beaten(candidates, best)
     return [*best, *slower], chooser.pick(best) or chooser.pick(slower)
