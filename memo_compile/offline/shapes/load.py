@@ -51,15 +51,9 @@ class Loaded:
 
 
 def load(
-    model: str,
-    *,
-    seq: int | None,
-    batch: int,
-    dtype: torch.dtype,
-    degrees: Degrees,
-    lora: int = 0,
+    model: str, *, seq: int | None, batch: int, dtype: torch.dtype, degrees: Degrees
 ) -> Loaded:
-    """``model`` built on fake tensors: nothing is allocated. ``lora``: the rank of its adapters.
+    """``model`` built on fake tensors: nothing is allocated.
 
     Raises:
         InputError: it is unknown, lacks a field, or cannot be cut as ``degrees`` say.
@@ -70,7 +64,6 @@ def load(
     shape = shape_of(model)
     if shape is None:
         return _of_config(Path(model), seq=seq, batch=batch, dtype=dtype)
-    shape = replace(shape, adapter_rank=lora)
     with fake_mode():
         built, inputs = first_stage(shape, degrees, seq=seq, batch=batch, dtype=dtype)
         shorter = _shorter(built, shape, degrees, seq=seq, batch=batch, dtype=dtype)
