@@ -79,6 +79,10 @@ def plan_command(
             "weights too; auto: as fits."
         ),
     ] = "none",
+    lora: Annotated[
+        int | None,
+        typer.Option(metavar="RANK", help="Train adapters of this rank beside frozen weights."),
+    ] = None,
     policy: Annotated[str, typer.Option(help="auto, or a named one for ablation.")] = "auto",
     max_seq: Annotated[bool, typer.Option(help="Search the longest sequence that fits.")] = False,
     sweep: Annotated[
@@ -123,6 +127,7 @@ def plan_command(
         host_budget=_host_budget(host_budget, device),
         optimizer=optimizer,
         offload=offload,
+        lora=lora,
         policy=policy,
         remembers=not fresh,
     )

@@ -33,6 +33,8 @@ class ModelShape:
     vocab: int
     gated: bool
     """True: gate, up and down projections (SwiGLU). False: two projections around a GELU."""
+    adapter_rank: int = 0
+    """LoRA: the weights are frozen, and adapters of this rank are trained; 0: all is trained."""
 
     def __post_init__(self) -> None:
         require_at_least(1, {name: getattr(self, name) for name in _SIZES})

@@ -93,6 +93,8 @@ class GraphFacts:
     _names: tuple[str, ...] = ()
     """Of the inputs, in the forward; empty where it has others."""
     _parameter_bytes: int = field(init=False)
+    _all_trained_bytes: int = field(init=False)
+    """Of parameters that are trained, wherever their gradients are."""
     _bytes_on_host: int = field(init=False)
     """Of parameters."""
     _trained_bytes: int = field(init=False)
@@ -120,6 +122,7 @@ class GraphFacts:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._state = OptimizerState.of(trained, self._allocated_bytes)
         self._parameter_bytes = sum(map(self._allocated_bytes, parameters))
+        self._all_trained_bytes = sum(map(self._allocated_bytes, trained))
         self._bytes_on_host = sum(parameter.nbytes for parameter in on_host)
         self._trained_bytes = sum(map(self._allocated_bytes, staying(trained)))
         self._untraced_bytes = sum(map(self._allocated_bytes, untraced))
@@ -174,6 +177,10 @@ class GraphFacts:
     def inputs(self) -> list[torch.Tensor | None]:
         """Returns the graph's inputs by position; None where it is no tensor, or is freed."""
         return [None if ref is None else ref() for ref in self._inputs]
+
+    def trains_most(self) -> bool:
+        """True unless most of the parameters' bytes are frozen."""
+        return self._all_trained_bytes >= self._parameter_bytes // 2
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns the inputs that are parameters, by their names in the forward."""

@@ -70,6 +70,8 @@ class Question:
     batch: int = 1
     dtype: str = "bfloat16"
     degrees: Degrees = Degrees()  # noqa: RUF009 - frozen
+    lora: int | None = None
+    """Rank of adapters that are trained beside frozen weights; None: all weights are trained."""
     budget: str | int | None = None
     host_budget: str | int | None = None
     optimizer: str = "adamw"
@@ -391,7 +393,7 @@ def _state_bytes(question: Question, model: RecordedModel) -> float:
 
 def _recorded_model(question: Question, say: Say = say_nothing) -> RecordedModel:
     """Returns the model of ``question``, not loaded yet. Raises InputError: there is none."""
-    require_plannable(question.model, question.degrees, question.seq)
+    require_plannable(question.model, question.degrees, question.seq, question.lora)
     if question.seq is None and not is_function(question.model):
         raise InputError("seq: missing; give --seq N, the number of tokens of one sequence")
     return RecordedModel(
@@ -400,6 +402,7 @@ def _recorded_model(question: Question, say: Say = say_nothing) -> RecordedModel
         batch=question.batch,
         dtype=question.dtype,
         degrees=question.degrees,
+        lora=question.lora or 0,
         hardware=question.hardware,
         state_on_host=question.on_host("state"),
         gradients_on_host=question.on_host("gradients"),

@@ -64,6 +64,9 @@ NOTHING_TRAINS = (
 FORWARD_AND_BACKWARD = 3
 """A training step's useful FLOPs over those of its forward: a product has two in the backward."""
 
+OF_FROZEN = 2
+"""The same where weights are frozen, which need no gradients."""
+
 
 def plan(
     model: Callable[..., Any],
@@ -303,9 +306,10 @@ def _without_kernels(hardware: HardwareProfile | None) -> contextlib.AbstractCon
 def offline_facts(step: StepKnowledge) -> OfflineFacts:
     """Costs and counts of a lowered step that answers need beside its plan."""
     cut = step.lowered.cut
+    factor = FORWARD_AND_BACKWARD if cut.facts.trains_most() else OF_FROZEN
     return OfflineFacts(
         costs=step.costs(step.config.host_store),
-        model_flops=FORWARD_AND_BACKWARD * sum(cost.flops for cost in _forward_costs(cut)),
+        model_flops=factor * sum(cost.flops for cost in _forward_costs(cut)),
         exact=step.is_exact(),
         tiled=(*cut.forward.tilings, *cut.backward.tilings),
         lowering_s=step.lowered.lowering_s,

@@ -119,6 +119,8 @@ class RecordedModel:
     """Name of torch's dtype."""
     degrees: Degrees
     hardware: HardwareProfile
+    lora: int = 0
+    """Rank of the adapters that are trained beside frozen weights; 0: all weights are trained."""
     state_on_host: bool = False
     """The optimizer keeps its state on the host, as ``memo_compile.offload`` does."""
     gradients_on_host: bool = False
@@ -150,6 +152,7 @@ class RecordedModel:
             batch=self.batch,
             dtype=self.torch_dtype,
             degrees=self.degrees,
+            lora=self.lora,
         )
 
     @property
@@ -406,6 +409,7 @@ class RecordedModel:
             "code": code_version(),
             "model": model,
             "seq": self.seq,
+            "lora": self.lora,
             "batch": self.batch,
             "dtype": self.dtype,
             "degrees": plain(self.degrees),

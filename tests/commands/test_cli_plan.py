@@ -12,7 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from memo_compile.cli.main import main
-from memo_compile.cli.plan_text import plan_lines
+from memo_compile.cli.plan_text import numbers, plan_lines
 from memo_compile.costs import models
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.costs.models import ModelShape
@@ -23,7 +23,7 @@ from memo_compile.offline.forecast import Need, Question, forecast, longest
 from memo_compile.offline.shapes.parallel import behind
 from memo_compile.offline.shapes.transformer import Degrees, first_stage
 from memo_compile.reporting.emit import Settings, emit
-from memo_compile.step.plans import Decision, Plan
+from memo_compile.step.plans import Decision, Plan, Where
 from memo_compile.step.problem import CallKind, Phase
 from memo_compile.step.serialise import from_json
 from tests.commands.tiny import TINY
@@ -234,6 +234,9 @@ def test_the_answer_is_one_screen_and_tables_are_verbose(capsys, tmp_path, monke
         (("tiny-gpt", "--seq", "1024", "--hardware", "h20000"), "hardware"),
         (("tiny-gpt", "--seq", "1024", "--optimizer", "lion"), "optimizer: expected one of"),
         (("tiny-gpt", "--seq", "1024", "--policy", "luck"), "policy: expected one of"),
+        (("tiny-gpt", "--seq", "1024", "--lora", "0"), "lora: expected at least 1"),
+        (("tiny-gpt", "--seq", "1024", "--lora", "4", "--tp", "2"), "lora: adapters are added to"),
+        (("tiny-gpt", "--seq", "1024", "--offload", "all"), "offload: expected one of none, state"),
         (("tiny-gpt", "--seq", "1024", "--budget", "lots"), "budget: expected bytes"),
         (("tiny-gpt", "--seq", "1024", "--emit", "jax"), "emit: expected one of"),
         (("tiny-gpt", "--seq", "1024", "--emit", "hf", "--json"), "give one of the two"),
@@ -399,6 +402,21 @@ def test_other_devices_are_waited_for_longer_over_a_slower_link():
     assert fast.step_s < slow.step_s
     (line,) = (line for line in plan_lines(slow, None) if "collectives" in line)
     assert f"{slow.step.plan.num_collectives} at 29.80 GiB/s: " in line
+
+
+def test_a_frozen_base_lies_on_the_host_and_adapters_on_the_device():
+    rank, shape = 2, LLAMA
+    answer = forecast(question("tiny-llama", lora=rank, offload="weights"))
+    state, inner, kv = answer.step.plan.training_state, shape.hidden, shape.hidden // 2
+    weights = [(inner, inner), (inner, kv), (inner, kv), (inner, inner)]
+    weights += [(inner, shape.ffn)] * 3
+    large = shape.num_layers * sum(width * height for width, height in weights)
+    small = shape.num_layers * rank * sum(width + height for width, height in weights)
+    rest = 2 * shape.vocab * inner + inner + shape.num_layers * 2 * inner
+    assert state.parameters == Where(device_bytes=2 * (small + rest), host_bytes=2 * large)
+    assert state.gradients.device_bytes + state.gradients.host_bytes == 2 * small
+    assert answer.host_bytes >= 2 * large
+    assert "parameters" in dict(numbers(answer, None))["on the host"]
 
 
 def test_the_operators_of_shapes_do_not_run():

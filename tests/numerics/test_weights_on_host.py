@@ -1,14 +1,19 @@
 """Weights that lie on the host and are copied in before each pass of their layer."""
 
+import contextlib
 import copy
+import gc
 import itertools
 
 import pytest
 import torch
+from memo_runtime.arena import arena_of
 from memo_runtime.host_tensors import place_of
 from torch import nn
 
 import memo_compile
+from memo_compile.costs.measure import watch_memory
+from memo_compile.driver import assemble
 from memo_compile.errors import ConfigError, Infeasible
 from tests.numerics.small import Stack
 from tests.numerics.training import memo_compiled
@@ -185,3 +190,37 @@ def test_what_parameters_on_host_refuses():
         memo_compile.parameters_on_host(model)
     with pytest.raises(ConfigError, match="kind"):
         memo_compile.parameters_on_host(Stack(), kind="file:x")
+
+
+def test_a_budget_below_the_weights_holds_in_memory(monkeypatch):
+    """Ordinary memory of three steps, the first included; the host's is shared memory."""
+    hidden, layers = 256, 8
+    x = torch.randn(TOKENS, hidden)
+    options = {"weights": "host", "exact": True, "gradients": "fresh", "debug": ()}
+    options["optimizer_state_bytes_per_parameter"] = 0
+    with pytest.raises(Infeasible) as refused:
+        memo_compiled(model_of(layers, hidden), memory_budget=1, **options)(x)
+    budget = refused.value.floor_bytes
+    ours, plain = model_of(layers, hidden), model_of(layers, hidden)
+    all_bytes = sum(each.nbytes for each in ours.parameters())
+    assert budget < 1.5 * all_bytes  # gradients take as much, and two layers' weights
+    torch._dynamo.reset()
+    run = memo_compiled(ours, memory_budget=budget, **options)
+    run_forward, peaks = assemble.run_forward, []
+
+    def watched(*args: object) -> object:
+        arena_of(torch.device("cpu")).release_pages()
+        gc.collect()
+        held = sum(each.nbytes for each in ours.parameters() if place_of(each) is None)
+        peaks.append((held + x.nbytes, stack.enter_context(watch_memory())))
+        return run_forward(*args)
+
+    monkeypatch.setattr(assemble, "run_forward", watched)
+    for _ in range(3):
+        with contextlib.ExitStack() as stack:
+            run(x).backward()
+        plain(x).backward()
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+            mine.grad = theirs.grad = None
+    assert max(held + memory.growth_bytes for held, memory in peaks) <= 1.005 * budget

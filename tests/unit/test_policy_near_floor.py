@@ -9,9 +9,9 @@ from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy import modes as policy_modes
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import NO_LAYER, CandidateSource
-from memo_compile.planners.policy.model import MAX_LAST_LAYER_MODES, build_model, last_layer_kept
+from memo_compile.planners.policy.model import MAX_LAST, build_model, last_layer_kept
 from memo_compile.planners.policy.modes import class_modes, layer_modes, outside_room
-from memo_compile.planners.policy.slot_by_slot import MAX_WAYS_BY_SLOT, slot_by_slot
+from memo_compile.planners.policy.slot_by_slot import MAX_WAYS, slot_by_slot
 from memo_compile.step.movable import Action, Moves
 from memo_compile.step.problem import OutsideBuffer
 from memo_compile.step.residency import ordinary_bytes
@@ -102,7 +102,7 @@ def test_a_plan_whose_layers_copy_all_gets_quicker_in_its_bytes(speed):
     assert quicker.cost_s < 0.97 * start.cost_s
     assert quicker.moves.schedule == NO_LAYER
     ways = {tuple(recompute_keys(step.classes["L"], mode)) for mode in quicker.moves.modes}
-    assert len(ways - {()}) <= MAX_WAYS_BY_SLOT
+    assert len(ways - {()}) <= MAX_WAYS
     again, _ = by_slot(step, start)
     assert again.moves == quicker.moves
     _, few = by_slot(step, start, most_simulated=count // 2)
@@ -116,7 +116,7 @@ def test_near_the_floor_the_last_layer_may_do_something_else():
     chosen = (int(model.deltas[0].sum(axis=1).argmin()),) * 6
     above = model.peak_bytes((0,) * 6)
     others = list(last_layer_kept(model, chosen, above))
-    assert 0 < len(others) <= MAX_LAST_LAYER_MODES
+    assert 0 < len(others) <= MAX_LAST
     for other in others:
         assert other[:-1] == chosen[:-1]
         assert model.cost_s(other) < model.cost_s(chosen)

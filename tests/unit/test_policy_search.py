@@ -13,10 +13,10 @@ from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import NO_LAYER, CandidateSource
 from memo_compile.planners.policy.cheapest_first import (
-    MAX_WAYS,
+    MAX_KEYS,
     NUM_CHUNKS,
+    few_keys,
     greedy_sequence,
-    has_few_ways,
     refilled,
 )
 from memo_compile.planners.policy.chooser import is_steady
@@ -24,7 +24,7 @@ from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_m
 from memo_compile.planners.policy.model import StepModel, build_model
 from memo_compile.planners.policy.modes import (
     LAUNCH_S,
-    MAX_APART_MODES,
+    MAX_APART,
     MAX_MODES,
     apart,
     class_modes,
@@ -108,7 +108,7 @@ def test_modes_start_with_save_and_hold_the_extremes():
     step = movable_step(4)
     modes = class_modes(step, "L", recomputer(step))
     assert modes[0].mode.actions == (Action.SAVE,) * 5
-    assert len(modes) <= MAX_MODES + MAX_APART_MODES + 1  # one copies half, to fill the host with
+    assert len(modes) <= MAX_MODES + MAX_APART + 1  # one copies half, to fill the host with
     assert min(priced.kept_bytes for priced in modes) == 0
     bare = [priced for priced in modes if not priced.host_bytes]
     assert min(priced.kept_bytes for priced in bare) == 16 * KIB  # x and a
@@ -243,7 +243,7 @@ def test_all_layers_of_a_mode_move_where_no_few_of_them_can(num_layers, speed):
         for before, after in itertools.pairwise(plans)
     ]
     assert max(changed) > max(1, num_layers // NUM_CHUNKS)
-    assert all(has_few_ways(model, plan, "L") for plan in plans)
+    assert all(few_keys(model, plan, "L") for plan in plans)
     peaks = [model.peak_bytes(plan) for plan in plans]
     assert peaks[-1] == min(peaks)
 
@@ -315,7 +315,7 @@ def cheapest(model: StepModel, bound_bytes: int) -> float | None:
     costs = [
         model.cost_s(chosen)
         for chosen in itertools.product(*(range(len(modes)) for modes in model.modes))
-        if model.peak_bytes(chosen) <= bound_bytes and num_keys(model, chosen) <= MAX_WAYS
+        if model.peak_bytes(chosen) <= bound_bytes and num_keys(model, chosen) <= MAX_KEYS
     ]
     return min(costs, default=None)
 
@@ -338,7 +338,7 @@ def test_the_program_finds_what_brute_force_finds(bytes_per_s):
         found = solve_modes(model, bound_bytes=bound_bytes, gap=0.0)
         assert found.status is SolveStatus.OPTIMAL
         assert model.peak_bytes(found.chosen) <= bound_bytes
-        assert num_keys(model, found.chosen) <= MAX_WAYS
+        assert num_keys(model, found.chosen) <= MAX_KEYS
         # TIE may cost a millionth of the step.
         assert model.cost_s(found.chosen) == pytest.approx(cheapest(model, bound_bytes), rel=1e-5)
 
@@ -375,7 +375,7 @@ def test_greedy_goes_from_save_all_down():
     assert sequence[1][0] != 0  # the first layers move first
     assert sequence[1][1:] == (0,) * 5
     assert model.peak_bytes(sequence[-1]) < 0.75 * model.peak_bytes(sequence[0])
-    assert all(num_keys(model, chosen) <= MAX_WAYS for chosen in sequence)
+    assert all(num_keys(model, chosen) <= MAX_KEYS for chosen in sequence)
     limited = greedy_sequence(model, host_budget_bytes=100 * KIB)
     assert max(model.host_bytes(chosen) for chosen in limited) <= 100 * KIB
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memo_compile.costs.models import ModelShape, find_model
-from memo_compile.errors import InputError
+from memo_compile.errors import InputError, require_at_least
 from memo_compile.offline.shapes.degrees import Degrees
 from memo_compile.text_files import read_json
 
@@ -53,9 +53,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return body
 
 
-def require_plannable(model: str, degrees: Degrees, seq: int | None) -> None:
-    """Raises InputError: ``model`` is unknown, or cannot be cut as ``degrees`` say."""
+def require_plannable(model: str, degrees: Degrees, seq: int | None, lora: int | None) -> None:
+    """Raises InputError: ``model`` is unknown, or cannot be cut or adapted as it is asked."""
     shape = shape_of(model)
+    if lora is not None:
+        require_at_least(1, {"lora": lora})
+        if shape is None or degrees.tp > 1:
+            raise InputError(
+                "lora: adapters are added to named shapes only, without --tp; give a function of "
+                "your own otherwise"
+            )
     if shape is not None:
         if seq is not None:
             degrees.require_divides(shape, seq)

@@ -51,9 +51,15 @@ class Loaded:
 
 
 def load(
-    model: str, *, seq: int | None, batch: int, dtype: torch.dtype, degrees: Degrees
+    model: str,
+    *,
+    seq: int | None,
+    batch: int,
+    dtype: torch.dtype,
+    degrees: Degrees,
+    lora: int = 0,
 ) -> Loaded:
-    """``model`` built on fake tensors: nothing is allocated.
+    """``model`` built on fake tensors: nothing is allocated. ``lora``: the rank of its adapters.
 
     Raises:
         InputError: it is unknown, lacks a field, or cannot be cut as ``degrees`` say.
@@ -64,6 +70,7 @@ def load(
     shape = shape_of(model)
     if shape is None:
         return _of_config(Path(model), seq=seq, batch=batch, dtype=dtype)
+    shape = replace(shape, adapter_rank=lora)
     with fake_mode():
         built, inputs = first_stage(shape, degrees, seq=seq, batch=batch, dtype=dtype)
         shorter = _shorter(built, shape, degrees, seq=seq, batch=batch, dtype=dtype)

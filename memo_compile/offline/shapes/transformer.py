@@ -57,6 +57,18 @@ def _norm(shape: ModelShape) -> nn.Module:
     return nn.LayerNorm(shape.hidden, NORM_EPSILON)
 
 
+class Adapter(nn.Module):
+    """LoRA: the product of two small weights, beside a large one that is frozen."""
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        self.down, self.up = _weight(rank, weight.shape[1]), _weight(weight.shape[0], rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is added to the large weight's result."""
+        return functional.linear(functional.linear(x, self.down), self.up)
+
+
 class Project(nn.Module):
     """Several projections of one input, their output widths cut over tp."""
 
@@ -65,13 +77,21 @@ class Project(nn.Module):
         self.tp = tp
         self.weights = nn.ParameterList(_weight(out, width) for out in outs)
         self.biases = nn.ParameterList(_weight(out) for out in outs) if bias else None
+        self.adapters: nn.ModuleList | None = None
+
+    def adapt(self, rank: int) -> None:
+        """Adds a low-rank adapter to each projection."""
+        self.adapters = nn.ModuleList(Adapter(weight, rank) for weight in self.weights)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """One result for each projection, of all tokens of the context-parallel rank."""
         biases = [None] * len(self.weights) if self.biases is None else list(self.biases)
         if self.tp == 1:
             pairs = zip(self.weights, biases, strict=True)
-            return [functional.linear(x, weight, bias) for weight, bias in pairs]
+            made = [functional.linear(x, weight, bias) for weight, bias in pairs]
+            if self.adapters is None:
+                return made
+            return [out + adapter(x) for out, adapter in zip(made, self.adapters, strict=True)]
         weights = [self.weights[at] for at in range(len(self.weights))]  # 2.11 traces no *list
         made = ColumnParallel.apply(x, self.tp, *weights)
         return [out if b is None else out + b for out, b in zip(made, biases, strict=True)]
@@ -85,11 +105,17 @@ class Close(nn.Module):
         self.tp = tp
         self.weight = _weight(out, width)
         self.bias = _weight(out) if bias else None
+        self.adapter: Adapter | None = None
+
+    def adapt(self, rank: int) -> None:
+        """Adds a low-rank adapter."""
+        self.adapter = Adapter(self.weight, rank)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(batch, seq / (tp * cp), hidden)``."""
         if self.tp == 1:
-            return functional.linear(x, self.weight, self.bias)
+            out = functional.linear(x, self.weight, self.bias)
+            return out if self.adapter is None else out + self.adapter(x)
         made: Tensor = ReduceScatter.apply(functional.linear(x, self.weight), self.tp)
         return made if self.bias is None else made + self.bias
 
@@ -183,6 +209,15 @@ class Transformer(nn.Module):
         half = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies = ROPE_BASE**-half if shape.gated else None
         self.register_buffer("frequencies", frequencies, persistent=False)
+        if shape.adapter_rank:
+            self._adapt(shape.adapter_rank)
+
+    def _adapt(self, rank: int) -> None:
+        """Freezes all weights, and adds adapters to those of attention and MLP."""
+        self.requires_grad_(False)
+        for module in list(self.layers.modules()):
+            if isinstance(module, Project | Close):
+                module.adapt(rank)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """The mean loss of the device's own tokens, ``(batch, seq / (tp * cp))``."""
