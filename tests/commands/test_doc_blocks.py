@@ -36,7 +36,7 @@ PAGES = (
 )
 DEAR_PAGES = (
     *("accumulation", "budgets", "distributed", "does-not-fit", "fit", "host-files", "lengths"),
-    *("report", "stepped-aside", "trainer"),
+    *("regional", "report", "slow", "stepped-aside", "trainer"),
 )
 """Of several compilations, mostly under budgets: run with the marker ``full``."""
 
