@@ -9,7 +9,6 @@ from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy import modes as policy_modes
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import NO_LAYER, CandidateSource
-from memo_compile.planners.policy.model import MAX_LAST, build_model, last_layer_kept
 from memo_compile.planners.policy.modes import class_modes, layer_modes, outside_room
 from memo_compile.planners.policy.slot_by_slot import MAX_WAYS, slot_by_slot
 from memo_compile.step.movable import Action, Moves
@@ -107,20 +106,6 @@ def test_a_plan_whose_layers_copy_all_gets_quicker_in_its_bytes(speed):
     assert again.moves == quicker.moves
     _, few = by_slot(step, start, most_simulated=count // 2)
     assert few == count // 2
-
-
-def test_near_the_floor_the_last_layer_may_do_something_else():
-    step = movable_step(6, bytes_per_s=20 * KIB)
-    modes = layer_modes(step, recomputer(step))
-    model = build_model(step, modes, NO_LAYER, 0.2)
-    chosen = (int(model.deltas[0].sum(axis=1).argmin()),) * 6
-    above = model.peak_bytes((0,) * 6)
-    others = list(last_layer_kept(model, chosen, above))
-    assert 0 < len(others) <= MAX_LAST
-    for other in others:
-        assert other[:-1] == chosen[:-1]
-        assert model.cost_s(other) < model.cost_s(chosen)
-        assert model.peak_bytes(other) < above
 
 
 def allocating_source(num_layers, bytes_per_s, **more):

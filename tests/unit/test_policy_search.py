@@ -17,25 +17,21 @@ from memo_compile.planners.policy.cheapest_first import (
     NUM_CHUNKS,
     few_keys,
     greedy_sequence,
-    refilled,
 )
 from memo_compile.planners.policy.chooser import is_steady
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes
 from memo_compile.planners.policy.model import StepModel, build_model
 from memo_compile.planners.policy.modes import (
     LAUNCH_S,
-    MAX_APART,
-    MAX_MODES,
     apart,
     class_modes,
     layer_modes,
     make_mode,
     mode_cost,
-    reading_late,
     with_launches,
 )
 from memo_compile.planners.policy.named import NAMED
-from memo_compile.planners.policy.subsets import MAX_GROUPS, MAX_SETS, recompute_sets, slot_groups
+from memo_compile.planners.policy.subsets import MAX_GROUPS, recompute_sets, slot_groups
 from memo_compile.planners.solver import SolveStatus
 from memo_compile.step.movable import MEASURED, Action, Moves, RecomputeKey, Schedule
 from memo_compile.step.problem import Problem
@@ -75,20 +71,6 @@ def test_many_slots_are_merged_into_groups():
     assert max(recompute_sets(wide), key=len) == frozenset(range(2, 25))
 
 
-def test_the_set_after_which_a_byte_costs_most_is_kept():
-    """Eight slots of nearly the same price, and one that costs a hundred times as much."""
-    cls = movable_step(2).classes["L"]
-    slots = tuple(replace(cls.slots[4], name=f"e{i}") for i in range(9))
-    ops = tuple(
-        replace(cls.ops[0], name=f"op{i}", slot=i, seconds=100.0 if i == 8 else 1 + 0.1 * i)
-        for i in range(9)
-    )
-    ops = tuple(replace(op, can_recompute=True) for op in ops)
-    sets = recompute_sets(replace(cls, slots=slots, ops=ops, parts={}))
-    assert len(sets) == MAX_SETS
-    assert frozenset(range(8)) in sets
-
-
 def test_costs_of_a_mode():
     step = movable_step(2, bytes_per_s=16 * KIB, copy_latency_s=0.25)
     cls = step.classes["L"]
@@ -108,24 +90,12 @@ def test_modes_start_with_save_and_hold_the_extremes():
     step = movable_step(4)
     modes = class_modes(step, "L", recomputer(step))
     assert modes[0].mode.actions == (Action.SAVE,) * 5
-    assert len(modes) <= MAX_MODES + MAX_APART + 1  # one copies half, to fill the host with
     assert min(priced.kept_bytes for priced in modes) == 0
     bare = [priced for priced in modes if not priced.host_bytes]
     assert min(priced.kept_bytes for priced in bare) == 16 * KIB  # x and a
     assert any(priced.mode.recompute_rows for priced in modes)
     exact = class_modes(step, "L", recomputer(step), exact=True)
     assert not any(priced.mode.recompute_rows for priced in exact)
-
-
-@pytest.mark.parametrize("speed", [KIB, 16 * KIB, 64 * KIB])
-def test_the_smallest_mode_beyond_which_copying_less_costs_most_is_kept(speed):
-    """The largest bend of (KiB copied, seconds): (88, 0), (56, 0.05), (48, 0.1), (16, 0.4).
-
-    On the slowest link it wins for too few prices.
-    """
-    step = movable_step(4, bytes_per_s=speed)
-    modes = {priced.mode for priced in class_modes(step, "L", recomputer(step))}
-    assert make_mode(step.classes["L"], recompute=(4,), offload=(0, 1, 2, 3)) in modes
 
 
 def test_regions_are_kept_apart_by_a_copy_of_what_joins_them():
@@ -158,57 +128,6 @@ def test_what_gains_as_much_as_its_copies_cost_is_copied_where_they_hide():
     assert apart(cls, everything) == everything
     assert apart(cls, everything, 64 * KIB - 1) == everything
     assert apart(cls, everything, 64 * KIB) == {2, 4}
-
-
-def test_what_is_read_first_is_not_made_again_from_what_is_read_last():
-    """b, c and d are made from each other, the first from x; reads are of x, a, b, c and d."""
-    cls = movable_step(2).classes["L"]
-    everything = frozenset((2, 3, 4))
-    for reads, late in (
-        ((0, 0, 0, 0, 0), {2, 3, 4}),
-        ((3, 3, 3, 0, 0), {2, 4}),  # c would be made from b
-        ((3, 3, 3, 3, 0), {2, 3}),
-        ((3, 3, 0, 0, 0), {3, 4}),  # b would be made from x
-    ):
-        slots = tuple(
-            replace(slot, size_bytes=64 * KIB, first_read=first)
-            for slot, first in zip(cls.slots, reads, strict=True)
-        )
-        assert reading_late(replace(cls, parts={}, slots=slots), everything) == late
-
-
-def test_of_two_regions_that_read_early_each_may_run_without_the_other():
-    """b is made from x and d from a; x and a are read last."""
-    cls = movable_step(2).classes["L"]
-    slots = tuple(
-        replace(slot, size_bytes=64 * KIB, first_read=first)
-        for slot, first in zip(cls.slots, (3, 3, 1, 3, 0), strict=True)
-    )
-    ops = tuple(replace(op, inputs=(1,)) if op.slot == 4 else op for op in cls.ops)
-    cls = replace(cls, parts={}, slots=slots, ops=ops)
-    assert reading_late(cls, frozenset((2, 4))) == set()
-    step = movable_step(2)
-    modes = class_modes(replace(step, classes={"L": cls}), "L", recomputer(step))
-    for slot in (2, 4):
-        others = {0, 1, 2, 3, 4} - {slot}
-        assert any(cost.mode == make_mode(cls, recompute=(slot,), offload=others) for cost in modes)
-
-
-def test_small_slots_join_no_regions_that_are_read_at_different_times():
-    """Of b, which d is made from, a few bytes are left; it is kept, so that d is made apart."""
-    cls = movable_step(2).classes["L"]
-    sizes, reads = (64 * KIB, 64 * KIB, 64, 64 * KIB, 64 * KIB), (3, 3, 3, 3, 0)
-    slots = tuple(
-        replace(slot, size_bytes=size, first_read=first)
-        for slot, size, first in zip(cls.slots, sizes, reads, strict=True)
-    )
-    ops = tuple(replace(op, inputs=(2,)) if op.slot in (3, 4) else op for op in cls.ops)
-    cls = replace(cls, parts={}, slots=slots, ops=ops)
-    step = movable_step(2)
-    modes = class_modes(replace(step, classes={"L": cls}), "L", recomputer(step))
-    sets = {mode.mode.slots(Action.RECOMPUTE) for mode in modes}
-    assert (3, 4) in sets
-    assert (2, 3, 4) not in sets
 
 
 def test_without_copies_in_flight_the_model_has_the_programs_bytes():
@@ -246,39 +165,6 @@ def test_all_layers_of_a_mode_move_where_no_few_of_them_can(num_layers, speed):
     assert all(few_keys(model, plan, "L") for plan in plans)
     peaks = [model.peak_bytes(plan) for plan in plans]
     assert peaks[-1] == min(peaks)
-
-
-def test_of_a_short_host_each_layer_may_have_a_share():
-    """Modes that keep least copy c, the dearest to recompute, then b, then d."""
-    step = movable_step(3)
-    some = class_modes(step, "L", recomputer(step))
-    more = class_modes(step, "L", recomputer(step), fills_host=True)
-    assert set(some) < set(more)
-    cls = step.classes["L"]
-    copies_inputs_and_c = make_mode(cls, offload=(0, 1, 3), recompute=(2, 4))
-    assert copies_inputs_and_c in {cost.mode for cost in more}
-    least = min(cost.kept_bytes for cost in some)
-    assert all(cost.kept_bytes == least for cost in set(more) - set(some))
-
-
-def test_what_is_left_of_the_host_is_filled_with_copies_that_are_quicker():
-    step = movable_step(3, bytes_per_s=256 * KIB)
-    modes = layer_modes(step, recomputer(step), fills_host=True)
-    model = build_model(step, modes, NO_LAYER, 0.2)
-    recomputes = next(
-        at
-        for at, cost in enumerate(modes[0])
-        if cost.kept_bytes == 0 and cost.mode.slots(Action.RECOMPUTE) == (2, 3, 4)
-    )
-    chosen = tuple(recomputes if len(some) > recomputes else 0 for some in modes)
-    chosen = refilled(model, chosen, model.host_bytes(chosen))  # the last layer keeps all
-    own = model.host_bytes(chosen)
-    for more in (0, 40 * KIB, 400 * KIB):
-        found = refilled(model, chosen, own + more)
-        assert model.host_bytes(found) <= own + more
-        assert model.peak_bytes(found) <= model.peak_bytes(chosen)
-        assert (model.cost_s(found) < model.cost_s(chosen)) == (more > 0)
-        assert (found == chosen) == (more == 0)
 
 
 def test_a_chain_through_attention_is_not_split():

@@ -49,9 +49,6 @@ MAX_APART = 3
 MAX_LATE = 2
 """Likewise, whose regions read nothing before the backward does."""
 
-MAX_PARTLY_LATE = 2
-"""Likewise, of which all regions but one may: that one runs where the step is at its peak."""
-
 SMALL = 0.002
 """Share of a layer's saved bytes. Copying a tensor of less takes no time, and to make it anew needs
 what may be a thousand times its size: the scale of a norm is made from an activation."""
@@ -229,7 +226,7 @@ def class_modes(
     hidden_s = _hidden_seconds(step, class_key)
     rates = (step.costs.d2h_bytes_per_s, step.costs.h2d_bytes_per_s)
     hideable = int(min(seconds * rate for seconds, rate in zip(hidden_s, rates, strict=True)))
-    sets = tuple(dict.fromkeys(_without_small(cls, slots) for slots in recompute_sets(cls)))
+    sets = recompute_sets(cls)
     mixes = [] if exact else _mixes(cls, sets, hideable, step.token_granule)
     costs = list(_costs(cls, _whole_modes(cls, sets, hideable), recompute))
     limit = MAX_MODES - (MAX_MIXES if mixes else 0)
@@ -244,9 +241,6 @@ def class_modes(
     picked_modes = {cost.mode for cost in picked}
     late_modes = _costs(cls, _late_modes(cls, sets), recompute)
     picked += [cost for cost in late_modes if cost.mode not in picked_modes][:MAX_LATE]
-    picked_modes = {cost.mode for cost in picked}
-    partly_late = _costs(cls, _partly_late_modes(cls, sets), recompute)
-    picked += [cost for cost in partly_late if cost.mode not in picked_modes][:MAX_PARTLY_LATE]
     picked_modes = {cost.mode for cost in picked}
     half = _half_copied(cls, picked, step.costs)
     picked += [cost for cost in _costs(cls, [half], recompute) if cost.mode not in picked_modes]
@@ -386,19 +380,6 @@ def _late_modes(cls: LayerClass, sets: Sequence[frozenset[int]]) -> Iterable[Mod
             yield make_mode(cls, recompute=late, offload=set(offload_order(cls)) - late)
 
 
-def _partly_late_modes(cls: LayerClass, sets: Sequence[frozenset[int]]) -> Iterable[Mode]:
-    """Of sets with several regions that read early those without one of them; smaller sets first.
-
-    Everything else is offloaded.
-    """
-    for recomputed in sets:
-        reading_early = [_reading_early(cls, key) for key in _keys_of(cls, recomputed)]
-        early = [slots for slots in reading_early if slots]
-        for slots in early if len(early) > 1 else ():
-            kept = recomputed - slots
-            yield make_mode(cls, recompute=kept, offload=set(offload_order(cls)) - kept)
-
-
 def reading_late(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
     """``recomputed`` without slots whose region reads another slot before the backward reads it.
 
@@ -467,12 +448,6 @@ def _small(cls: LayerClass, slots: frozenset[int]) -> frozenset[int]:
     return frozenset(
         at for at in slots if cls.slots[at].can_offload and cls.slots[at].size_bytes < most
     )
-
-
-def _without_small(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
-    """``recomputed`` without small slots, where for their sake others would exist too early."""
-    kept = recomputed - _small(cls, recomputed)
-    return kept if _early_bytes(cls, kept) < _early_bytes(cls, recomputed) else recomputed
 
 
 def _early_bytes(cls: LayerClass, recomputed: frozenset[int]) -> int:
