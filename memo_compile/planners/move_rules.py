@@ -209,6 +209,11 @@ def closure_of(
     return recompute_closure(cls, slots, others)
 
 
+def slots_bytes(cls: LayerClass, slots: Iterable[int]) -> int:
+    """Bytes of ``slots`` of one layer."""
+    return sum(cls.slots[slot].size_bytes for slot in slots)
+
+
 def slots_s(cls: LayerClass, slots: Collection[int]) -> float:
     """Seconds to recompute ``slots``, with every other slot at hand."""
     return sum(cls.ops[at].seconds for at in closure_of(cls, slots))

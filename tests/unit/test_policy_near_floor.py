@@ -10,7 +10,7 @@ from memo_compile.planners.policy import modes as policy_modes
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import NO_LAYER, CandidateSource
 from memo_compile.planners.policy.modes import class_modes, layer_modes, outside_room
-from memo_compile.planners.policy.slot_by_slot import MAX_WAYS, slot_by_slot
+from memo_compile.planners.policy.slot_by_slot import MAX_WAYS_BY_SLOT, slot_by_slot
 from memo_compile.step.movable import Action, Moves
 from memo_compile.step.problem import OutsideBuffer
 from memo_compile.step.residency import ordinary_bytes
@@ -101,7 +101,7 @@ def test_a_plan_whose_layers_copy_all_gets_quicker_in_its_bytes(speed):
     assert quicker.cost_s < 0.97 * start.cost_s
     assert quicker.moves.schedule == NO_LAYER
     ways = {tuple(recompute_keys(step.classes["L"], mode)) for mode in quicker.moves.modes}
-    assert len(ways - {()}) <= MAX_WAYS
+    assert len(ways - {()}) <= MAX_WAYS_BY_SLOT
     again, _ = by_slot(step, start)
     assert again.moves == quicker.moves
     _, few = by_slot(step, start, most_simulated=count // 2)

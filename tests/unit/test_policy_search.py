@@ -13,9 +13,9 @@ from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidate import simulated
 from memo_compile.planners.policy.candidates import NO_LAYER, CandidateSource
 from memo_compile.planners.policy.cheapest_first import (
-    MAX_KEYS,
+    MAX_WAYS,
     NUM_CHUNKS,
-    few_keys,
+    has_few_ways,
     greedy_sequence,
 )
 from memo_compile.planners.policy.chooser import is_steady
@@ -162,7 +162,7 @@ def test_all_layers_of_a_mode_move_where_no_few_of_them_can(num_layers, speed):
         for before, after in itertools.pairwise(plans)
     ]
     assert max(changed) > max(1, num_layers // NUM_CHUNKS)
-    assert all(few_keys(model, plan, "L") for plan in plans)
+    assert all(has_few_ways(model, plan, "L") for plan in plans)
     peaks = [model.peak_bytes(plan) for plan in plans]
     assert peaks[-1] == min(peaks)
 
@@ -201,7 +201,7 @@ def cheapest(model: StepModel, bound_bytes: int) -> float | None:
     costs = [
         model.cost_s(chosen)
         for chosen in itertools.product(*(range(len(modes)) for modes in model.modes))
-        if model.peak_bytes(chosen) <= bound_bytes and num_keys(model, chosen) <= MAX_KEYS
+        if model.peak_bytes(chosen) <= bound_bytes and num_keys(model, chosen) <= MAX_WAYS
     ]
     return min(costs, default=None)
 
@@ -224,7 +224,7 @@ def test_the_program_finds_what_brute_force_finds(bytes_per_s):
         found = solve_modes(model, bound_bytes=bound_bytes, gap=0.0)
         assert found.status is SolveStatus.OPTIMAL
         assert model.peak_bytes(found.chosen) <= bound_bytes
-        assert num_keys(model, found.chosen) <= MAX_KEYS
+        assert num_keys(model, found.chosen) <= MAX_WAYS
         # TIE may cost a millionth of the step.
         assert model.cost_s(found.chosen) == pytest.approx(cheapest(model, bound_bytes), rel=1e-5)
 
@@ -261,7 +261,7 @@ def test_greedy_goes_from_save_all_down():
     assert sequence[1][0] != 0  # the first layers move first
     assert sequence[1][1:] == (0,) * 5
     assert model.peak_bytes(sequence[-1]) < 0.75 * model.peak_bytes(sequence[0])
-    assert all(num_keys(model, chosen) <= MAX_KEYS for chosen in sequence)
+    assert all(num_keys(model, chosen) <= MAX_WAYS for chosen in sequence)
     limited = greedy_sequence(model, host_budget_bytes=100 * KIB)
     assert max(model.host_bytes(chosen) for chosen in limited) <= 100 * KIB
 

@@ -4,17 +4,19 @@ A move gives another mode to the first layers of a class that share one mode. Th
 first because their copies have the longest window. Where the host has no room for all of them, it
 gives the mode to the first one alone. The price of a move is the seconds that it adds
 to the step, per byte that it takes off the points above the floor.
+
+``chosen`` is a plan as numbers: layer i takes mode ``chosen[i]`` of ``model.modes[i]``.
 """
 
-from collections.abc import Iterator, Sequence, Set
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from memo_compile.planners.policy.model import StepModel
-from memo_compile.step.movable import RecomputeKey
+from memo_compile.planners.policy.modes import are_few_ways
 
-MAX_KEYS = 2
+MAX_WAYS = 2
 """Most ways to recompute that the layers of a class take in one plan: each is compiled."""
 
 NUM_CHUNKS = 16
@@ -24,52 +26,52 @@ NUM_CHUNKS = 16
 def greedy_sequence(
     model: StepModel, *, host_budget_bytes: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Choices of a mode per layer, save-all first, each with fewer bytes above the floor.
+    """Plans as numbers, save-all first, each with fewer bytes above the floor than the one before.
 
-    Where no layers can move, because their class would recompute in too many ways, all layers that
-    share a mode move together. Deterministic. Cost: steps x modes x layers; 80 layers take half a
-    second.
+    Where no chunk of layers can move, because their class would recompute in too many ways, all
+    layers that share a mode move together. Deterministic. Cost: moves x modes x layers; 80 layers
+    take half a second.
     """
     chosen = (0,) * model.num_layers
     floor = _uniform_floor(model)
     sequence = [chosen]
     while True:
-        best = _cheapest(model, chosen, floor, host_budget_bytes, few=True)
-        best = best or _cheapest(model, chosen, floor, host_budget_bytes, few=False)
+        best = _cheapest_move(model, chosen, floor, host_budget_bytes, in_chunks=True)
+        best = best or _cheapest_move(model, chosen, floor, host_budget_bytes, in_chunks=False)
         if best is None:
             return sequence
         chosen = best
         sequence.append(chosen)
 
 
-def _cheapest(
+def _cheapest_move(
     model: StepModel,
     chosen: tuple[int, ...],
     floor: int,
     host_budget_bytes: int | None,
     *,
-    few: bool,
+    in_chunks: bool,
 ) -> tuple[int, ...] | None:
-    """``chosen`` after the cheapest move, of few layers or of all that share a mode; None: none."""
-    now, cost = model.bytes_at(chosen), model.cost_s(chosen)
-    over = _bytes_over(now, floor)
+    """``chosen`` after the cheapest move; None where no move takes bytes off."""
+    bytes_now, cost_now_s = model.bytes_at(chosen), model.cost_s(chosen)
+    bytes_over = _bytes_over(bytes_now, floor)
     best: tuple[float, float, tuple[int, ...]] | None = None
-    for layers, mode, candidate in _moves(model, chosen, few=few):
-        if exceeds(model, candidate, host_budget_bytes):
-            layers, candidate = layers[:1], moved(chosen, layers[:1], mode)
-            if exceeds(model, candidate, host_budget_bytes):
+    for layers, mode, candidate in _moves(model, chosen, in_chunks=in_chunks):
+        if exceeds_host(model, candidate, host_budget_bytes):
+            layers, candidate = layers[:1], with_mode(chosen, layers[:1], mode)
+            if exceeds_host(model, candidate, host_budget_bytes):
                 continue
         changes = (model.deltas[at][mode] - model.deltas[at][chosen[at]] for at in layers)
-        less = over - _bytes_over(sum(changes, start=now), floor)
-        if less <= 0:
+        bytes_less = bytes_over - _bytes_over(sum(changes, start=bytes_now), floor)
+        if bytes_less <= 0:
             continue
-        price = (model.cost_s(candidate) - cost) / less
-        if best is None or (price, -less) < best[:2]:
-            best = (price, -less, candidate)
+        price = (model.cost_s(candidate) - cost_now_s) / bytes_less
+        if best is None or (price, -bytes_less) < best[:2]:
+            best = (price, -bytes_less, candidate)
     return None if best is None else best[2]
 
 
-def exceeds(model: StepModel, chosen: Sequence[int], host_budget_bytes: int | None) -> bool:
+def exceeds_host(model: StepModel, chosen: Sequence[int], host_budget_bytes: int | None) -> bool:
     """True where the host has no room for the copies."""
     return host_budget_bytes is not None and model.host_bytes(chosen) > host_budget_bytes
 
@@ -81,35 +83,38 @@ def _uniform_floor(model: StepModel) -> int:
 
 
 def refilled(model: StepModel, chosen: tuple[int, ...], host_budget_bytes: int) -> tuple[int, ...]:
-    """``chosen`` with quicker modes of single layers, the first ones first, in the same bytes.
+    """``chosen`` with quicker modes of single layers, the first ones first, within its peak.
 
     A sequence of moves fills the host with what is cheapest at first, and at its end all layers may
-    recompute though there is room for the copies of some.
+    recompute though the host has room for the copies of some.
     """
-    now, cost = model.bytes_at(chosen), model.cost_s(chosen)
-    peak = now.max()
-    for layer, key in enumerate(model.class_keys):
+    bytes_now, cost_s = model.bytes_at(chosen), model.cost_s(chosen)
+    peak = bytes_now.max()
+    for layer, class_key in enumerate(model.class_keys):
         modes, deltas, current = model.modes[layer], model.deltas[layer], chosen[layer]
-        fits = (now - deltas[current] + deltas).max(axis=1) <= peak
+        fits = (bytes_now - deltas[current] + deltas).max(axis=1) <= peak
         best = current
         for mode in range(len(modes)):
             if not fits[mode] or modes[mode].recompute_s >= modes[current].recompute_s:
                 continue
-            other = moved(chosen, [layer], mode)
-            if exceeds(model, other, host_budget_bytes) or not few_keys(model, other, key):
+            other = with_mode(chosen, [layer], mode)
+            if exceeds_host(model, other, host_budget_bytes):
                 continue
-            if (other_s := model.cost_s(other)) < cost:
-                best, cost = mode, other_s
-        chosen, now = moved(chosen, [layer], best), now - deltas[current] + deltas[best]
+            if has_few_ways(model, other, class_key) and (other_s := model.cost_s(other)) < cost_s:
+                best, cost_s = mode, other_s
+        chosen = with_mode(chosen, [layer], best)
+        bytes_now = bytes_now - deltas[current] + deltas[best]
     return chosen
 
 
-def _bytes_over(at: Any, floor: int) -> float:
+def _bytes_over(bytes_at: Any, floor: int) -> float:
     """Bytes above ``floor``, on average over the points; the highest point counts once more."""
-    return float(np.maximum(at - floor, 0).mean()) + float(max(int(at.max()) - floor, 0))
+    return float(np.maximum(bytes_at - floor, 0).mean()) + float(
+        max(int(bytes_at.max()) - floor, 0)
+    )
 
 
-def moved(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int, ...]:
+def with_mode(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int, ...]:
     """``chosen`` with ``mode`` for ``layers``."""
     changed = list(chosen)
     for layer in layers:
@@ -117,36 +122,38 @@ def moved(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int,
     return tuple(changed)
 
 
-def _moves(
-    model: StepModel, chosen: tuple[int, ...], *, few: bool
-) -> Iterator[tuple[list[int], int, tuple[int, ...]]]:
-    """Every move: some layers of a class, another mode for them, and what ``chosen`` becomes."""
+class _Move(NamedTuple):
+    """Layers that change, the mode that they take, and what ``chosen`` becomes."""
+
+    layers: list[int]
+    mode: int
+    after: tuple[int, ...]
+
+
+def _moves(model: StepModel, chosen: tuple[int, ...], *, in_chunks: bool) -> Iterator[_Move]:
+    """Every move of a chunk of layers, or of all that share a mode, with few ways to recompute."""
     groups: dict[tuple[str, int], list[int]] = {}
     for layer, (key, mode) in enumerate(zip(model.class_keys, chosen, strict=True)):
         groups.setdefault((key, mode), []).append(layer)
     for (class_key, mode), layers in groups.items():
         size = max(1, model.class_keys.count(class_key) // NUM_CHUNKS)
-        movable = layers[:size] if few else layers
-        stay = {
+        movable = layers[:size] if in_chunks else layers
+        other_ways = {
             model.modes[layer][chosen[layer]].keys
             for layer, key in enumerate(model.class_keys)
             if key == class_key and layer not in movable
         }
         for other in range(1, len(model.modes[movable[0]])):
-            keys = stay.union(model.modes[layer][other].keys for layer in movable)
-            if other != mode and _are_few(keys):
-                yield movable, other, moved(chosen, movable, other)
+            ways = other_ways.union(model.modes[layer][other].keys for layer in movable)
+            if other != mode and are_few_ways(ways, MAX_WAYS):
+                yield _Move(movable, other, with_mode(chosen, movable, other))
 
 
-def few_keys(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
-    """True when the layers of the class use at most MAX_KEYS ways to recompute."""
-    keys = {
+def has_few_ways(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:
+    """True when the layers of the class recompute in at most MAX_WAYS ways."""
+    ways = {
         model.modes[layer][mode].keys
         for layer, mode in enumerate(chosen)
         if model.class_keys[layer] == class_key
     }
-    return _are_few(keys)
-
-
-def _are_few(keys: Set[tuple[RecomputeKey, ...]]) -> bool:
-    return len(keys - {()}) <= MAX_KEYS
+    return are_few_ways(ways, MAX_WAYS)

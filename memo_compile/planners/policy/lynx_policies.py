@@ -4,8 +4,8 @@
     lynx-opt    each layer recomputes what suits its place; what lynx-heu tries is tried too.
 
 Nothing is copied. What hides behind collectives is found in the step's own program: each plan is
-simulated with its recomputations in windows (``planners.recompute_windows``), within its own peak
-and within ``ROOM`` times that. The papers' programs on instances of their own are ``memo lynx``.
+simulated with its recomputations in windows (``planners.recompute_windows``), within
+``ROOM_FACTORS`` times its peak. The papers' programs on instances of their own are ``memo lynx``.
 """
 
 import itertools
@@ -31,13 +31,13 @@ from memo_compile.step.simulate import STALL, simulate
 
 LYNX = ("lynx-heu", "lynx-opt")
 
-ROOM = (1.0, 1.1, 1.5)
-"""With so many times its peak a plan is tried: what a window makes early is alive for longer."""
+ROOM_FACTORS = (1.0, 1.1, 1.5)
+"""A plan is tried within so many times its peak: what a window makes early is alive for longer."""
 
 MAX_PRODUCT = 64
 """Most combinations of the sets of several classes; beyond, all classes take their n-th set."""
 
-SHARES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.75)
+BOUND_SHARES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.75)
 """Bounds in bytes for which layers are solved apart, from the smallest peak (0) to save-all (1)."""
 
 HIDDEN_PRICE = 0.01
@@ -46,21 +46,21 @@ HIDDEN_PRICE = 0.01
 
 def lynx_moves(step: MovableStep, policy: str, recompute: RecomputeOf) -> list[Moves]:
     """The plans among which ``policy``, one of LYNX, takes the fastest that fits."""
-    modes = _bare_modes(step, recompute)
-    plans = list(_uniform(step, modes))
+    modes = _modes_without_copies(step, recompute)
+    plans = list(_plans_by_class(step, modes))
     if policy == "lynx-opt":
-        plans += _by_place(step, modes)
+        plans += _plans_by_place(step, modes)
     return [
         Moves(modes=plan, schedule=Schedule(widen=room), policy=policy)
         for plan in dict.fromkeys(plans)
-        for room in ROOM
+        for room in ROOM_FACTORS
     ]
 
 
-def _bare_modes(step: MovableStep, recompute: RecomputeOf) -> list[tuple[ModeCost, ...]]:
-    """Per layer what it may do without copies, by the same numbers for a class; 0 keeps all."""
+def _modes_without_copies(step: MovableStep, recompute: RecomputeOf) -> list[tuple[ModeCost, ...]]:
+    """Per layer its modes without copies, alike for a class; the first, or only one, keeps all."""
     repeating = set(repeating_layers(step))
-    sets = {key: _possible(cls, recompute) for key, cls in step.classes.items()}
+    sets = {key: _possible_modes(cls, recompute) for key, cls in step.classes.items()}
     shared: dict[tuple[str, Rights, bool], tuple[ModeCost, ...]] = {}
     modes_of_layers = []
     for index, (layer, rights) in enumerate(zip(step.layers, layer_rights(step), strict=True)):
@@ -74,8 +74,8 @@ def _bare_modes(step: MovableStep, recompute: RecomputeOf) -> list[tuple[ModeCos
     return modes_of_layers
 
 
-def _possible(cls: LayerClass, recompute: RecomputeOf) -> list[Mode]:
-    """What a class may recompute, ascending in bytes freed; nothing first."""
+def _possible_modes(cls: LayerClass, recompute: RecomputeOf) -> list[Mode]:
+    """The modes of a class that only recompute, ascending in bytes freed; the first keeps all."""
     modes = []
     for slots in recompute_sets(cls):
         mode = make_mode(cls, recompute=slots)
@@ -87,10 +87,10 @@ def _possible(cls: LayerClass, recompute: RecomputeOf) -> list[Mode]:
     return modes
 
 
-def _uniform(
+def _plans_by_class(
     step: MovableStep, modes: Sequence[tuple[ModeCost, ...]]
 ) -> Iterator[tuple[Mode, ...]]:
-    """One decision for each class."""
+    """Plans in which all layers of a class recompute the same (see ``MAX_PRODUCT``)."""
     count = {
         layer.class_key: len(costs)
         for layer, costs in zip(step.layers, modes, strict=True)
@@ -101,7 +101,9 @@ def _uniform(
     )
     if len(numbers) > MAX_PRODUCT:
         most = max(count.values())
-        numbers = [tuple(min(at, last - 1) for last in count.values()) for at in range(most)]
+        numbers = [
+            tuple(min(at, num_modes - 1) for num_modes in count.values()) for at in range(most)
+        ]
     for chosen in numbers:
         number_of = dict(zip(count, chosen, strict=True))
         yield tuple(
@@ -110,28 +112,27 @@ def _uniform(
         )
 
 
-def _by_place(
+def _plans_by_place(
     step: MovableStep, modes: Sequence[tuple[ModeCost, ...]]
 ) -> Iterator[tuple[Mode, ...]]:
-    """Each layer by itself: the program of the whole step, where windows make seconds cheap."""
+    """Plans of the integer program, for which seconds within a layer's windows are nearly free."""
     window_s = _window_s(step)
-    once = Schedule(layers=0)
-    cheap: dict[int, tuple[ModeCost, ...]] = {}
+    priced: dict[int, tuple[ModeCost, ...]] = {}  # layers that share modes must share these too
     for costs in modes:
-        cheap.setdefault(id(costs), tuple(_with_window(cost, window_s) for cost in costs))
-    model = build_model(step, [cheap[id(costs)] for costs in modes], once)
+        priced.setdefault(id(costs), tuple(_with_window(cost, window_s) for cost in costs))
+    model = build_model(step, [priced[id(costs)] for costs in modes], Schedule(layers=0))
     lowest = lowest_peak(model)
     if not lowest.status.has_solution:
         return
     floor, top = model.peak_bytes(lowest.chosen), model.peak_bytes([0] * model.num_layers)
-    for share in SHARES:
+    for share in BOUND_SHARES:
         solved = solve_modes(model, bound_bytes=int(floor + share * (top - floor)))
         if solved.status.has_solution:
             yield model.moves(solved.chosen, "lynx-opt").modes
 
 
 def _window_s(step: MovableStep) -> float:
-    """Seconds for which the backward of a layer stands still until other ranks have come."""
+    """Seconds for which the backward of a layer waits for other ranks, on average."""
     problem = step.problem
     backward = {call.name for call in problem.calls[problem.first_backward :]}
     spans = simulate(problem, step.costs).spans

@@ -5,7 +5,8 @@ out, copies back and recomputation. t[c]: when call c starts (stalls lie between
 back[i]: when layer i's copies to and from the host have ended. mem[p]: bytes at point p when all is
 saved; delta[i,m,p]: what mode m adds there (mostly less than 0).
 
-    min  t[end] + COPY_WEIGHT * sum x[i,m] (d[i,m] + h[i,m]) + TIE * sum x[i,m] i / n [m moves]
+    min  t[end] + COPY_WEIGHT * sum x[i,m] (d[i,m] + h[i,m])
+                + TIE_WEIGHT * sum x[i,m] i / n, over the modes m that move something
 
 Named constraints:
     one       every layer takes exactly one mode: sum_m x[i,m] = 1.
@@ -18,7 +19,7 @@ Named constraints:
     back      a copy back begins when it is issued: back[i] >= t[reload(i)] + sum x h.
     back_lane and after those of later layers: back[i] >= back[i+1] + sum x h.
     ready     the backward reads what came back: t[b(i)] >= back[i].
-    regions   a class recomputes in few ways: x[i,m] <= y[keys(m)], sum y <= MAX_KEYS.
+    ways      a class recomputes in few ways: x[i,m] <= y[keys(m)], sum y <= MAX_WAYS.
 
 Times are minimised, so they take the values that replaying the lanes would give them. Layers of one
 class in a row are bound into at most ``NUM_BUNDLES`` bundles that take one mode. The last two
@@ -32,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from memo_compile.planners.policy.cheapest_first import MAX_KEYS
+from memo_compile.planners.policy.cheapest_first import MAX_WAYS
 from memo_compile.planners.policy.model import COPY_WEIGHT, StepModel
 from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.planners.solver import Linear, LinearProgram, SolveStatus, total, weighted
@@ -54,7 +55,7 @@ MAX_NODES = 50
 """Most nodes of the search tree. Most solves end earlier; where many layers are equally good,
 proving the last thousandth would take 10 s."""
 
-TIE = 1e-6
+TIE_WEIGHT = 1e-6
 """Moving layer i costs i / n of this share of the step, so that of equal layers the first move."""
 
 FLOOR_GAP = 1e-4
@@ -98,8 +99,10 @@ def make_bundles(model: StepModel, num_bundles: int = NUM_BUNDLES) -> list[tuple
     """Layers that take the same mode: runs of one class, cut into about equal parts."""
     runs: list[list[int]] = []
     for layer in range(model.num_layers):
-        same = runs and model.modes[runs[-1][0]] is model.modes[layer]
-        runs[-1].append(layer) if same else runs.append([layer])
+        if runs and model.modes[runs[-1][0]] is model.modes[layer]:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
     bundles: list[tuple[int, ...]] = []
     for run in runs:
         if len(run) <= num_bundles:
@@ -108,7 +111,7 @@ def make_bundles(model: StepModel, num_bundles: int = NUM_BUNDLES) -> list[tuple
         body, tail = run[:-SINGLE_LAYERS], run[-SINGLE_LAYERS:]
         parts = num_bundles - SINGLE_LAYERS
         cuts = [len(body) * part // parts for part in range(parts + 1)]
-        bundles += [tuple(body[a:b]) for a, b in itertools.pairwise(cuts)]
+        bundles += [tuple(body[low:high]) for low, high in itertools.pairwise(cuts)]
         bundles += [(layer,) for layer in tail]
     return bundles
 
@@ -117,7 +120,7 @@ class _Program:
     """The program being built; its units are the save-all step's seconds and its peak's bytes."""
 
     def __init__(self, model: StepModel, gap: float) -> None:
-        self.step = model
+        self.model = model
         self.bundles = bundles = make_bundles(model)
         self.bundle_of = {layer: at for at, bundle in enumerate(bundles) for layer in bundle}
         self.totals = [sum(model.deltas[layer] for layer in bundle) for bundle in bundles]
@@ -127,29 +130,29 @@ class _Program:
         self.x = [[self.program.choice() for _ in model.modes[bundle[0]]] for bundle in bundles]
         for variables in self.x:  # one
             self.program.require(total(variables).equals(1))
-        self._few_regions()
+        self._require_few_ways()
 
-    def _few_regions(self) -> None:
-        """Constraint ``regions``."""
-        uses: dict[str, dict[Any, list[Linear]]] = {}
+    def _require_few_ways(self) -> None:
+        """Adds constraint ``ways``."""
+        ways_of_classes: dict[str, dict[Any, list[Linear]]] = {}
         for at, bundle in enumerate(self.bundles):
-            keys = uses.setdefault(self.step.class_keys[bundle[0]], {})
-            for variable, mode in zip(self.x[at], self.step.modes[bundle[0]], strict=True):
+            ways = ways_of_classes.setdefault(self.model.class_keys[bundle[0]], {})
+            for variable, mode in zip(self.x[at], self.model.modes[bundle[0]], strict=True):
                 if mode.keys:
-                    keys.setdefault(mode.keys, []).append(variable)
-        for keys in uses.values():
-            if len(keys) <= MAX_KEYS:
+                    ways.setdefault(mode.keys, []).append(variable)
+        for ways in ways_of_classes.values():
+            if len(ways) <= MAX_WAYS:
                 continue
             used = []
-            for variables in keys.values():
+            for variables in ways.values():
                 used.append(self.program.choice())
                 for variable in variables:
                     self.program.require(variable <= used[-1])
-            self.program.require(total(used) <= MAX_KEYS)
+            self.program.require(total(used) <= MAX_WAYS)
 
     def require_bytes(self, bound_bytes: int) -> bool:
         """Adds constraint ``bytes`` where it can bind; False when a point can never obey it."""
-        if self._least() > bound_bytes:
+        if self._least_peak() > bound_bytes:
             return False
         for terms, base in self._byte_rows(bound_bytes):
             self.program.require(terms <= bound_bytes / self.unit_bytes - base)
@@ -158,25 +161,25 @@ class _Program:
     def minimise_bytes(self) -> None:
         """Adds constraint ``bytes`` with the bound as a variable, and that as the objective."""
         peak = self.program.variable()
-        for terms, base in self._byte_rows(self._least() - 1):
+        for terms, base in self._byte_rows(self._least_peak() - 1):
             self.program.require(terms - peak <= -base)
         self.program.minimise(peak)
 
-    def _least(self) -> int:
-        """The highest point when each has the fewest bytes that any choice can give it."""
+    def _least_peak(self) -> int:
+        """The highest point where each, by itself, has the fewest bytes of all choices."""
         fewest = sum(deltas.min(axis=0) for deltas in self.totals)
-        return int((self.step.base_bytes + fewest).max())
+        return int((self.model.base_bytes + fewest).max())
 
     def _byte_rows(self, bound_bytes: int) -> Iterator[tuple[Linear, float]]:
         """(sum x delta, base) of the points that can exceed the bound, in units.
 
         A point is left out when another one has at least its bytes whatever is chosen.
         """
-        most = self.step.base_bytes + sum(deltas.max(axis=0) for deltas in self.totals)
+        most = self.model.base_bytes + sum(deltas.max(axis=0) for deltas in self.totals)
         points = np.flatnonzero(most > bound_bytes)
         points = points[np.argsort(-most[points], kind="stable")]
         weights = np.concatenate([deltas[:, points] for deltas in self.totals]).T
-        bases = self.step.base_bytes[points]
+        bases = self.model.base_bytes[points]
         kept: list[int] = []
         variables = list(itertools.chain.from_iterable(self.x))
         for row in range(len(points)):
@@ -198,47 +201,47 @@ class _Program:
         weights = (
             len(bundle) * mode.host_bytes / self.unit_bytes
             for bundle in self.bundles
-            for mode in self.step.modes[bundle[0]]
+            for mode in self.model.modes[bundle[0]]
         )
         copied = weighted(weights, itertools.chain.from_iterable(self.x))
         self.program.require(copied <= host_budget_bytes / self.unit_bytes)
 
     def _seconds(self, layer: int, seconds_of: Callable[[ModeCost], float]) -> Linear:
         """``sum_m x[i,m]`` times d, h or r, in units."""
-        scaled = [seconds_of(mode) / self.unit_s for mode in self.step.modes[layer]]
+        scaled = [seconds_of(mode) / self.unit_s for mode in self.model.modes[layer]]
         return weighted(scaled, self.x[self.bundle_of[layer]])
 
     def require_times(self) -> None:
         """Adds the times and the objective."""
-        step, require = self.step, self.program.require
-        layers = range(step.num_layers)
-        start = [self.program.variable() for _ in range(len(step.facts.call_s) + 1)]
-        out = [self.program.variable() for _ in layers]
-        back = [self.program.variable() for _ in layers]
-        seconds = [call_s / self.unit_s for call_s in step.facts.call_s]
-        outs = [self._seconds(i, lambda mode: mode.d2h_s(step.costs)) for i in layers]
-        backs = [self._seconds(i, lambda mode: mode.h2d_s(step.costs)) for i in layers]
-        for call, own_s in enumerate(seconds):  # order
+        model, require = self.model, self.program.require
+        layers = range(model.num_layers)
+        start = [self.program.variable() for _ in range(len(model.facts.call_s) + 1)]
+        out_end = [self.program.variable() for _ in layers]
+        back_end = [self.program.variable() for _ in layers]
+        call_s = [seconds / self.unit_s for seconds in model.facts.call_s]
+        out_s = [self._seconds(i, lambda mode: mode.d2h_s(model.costs)) for i in layers]
+        back_s = [self._seconds(i, lambda mode: mode.h2d_s(model.costs)) for i in layers]
+        for call, seconds in enumerate(call_s):  # order
             # With a recomputation, t[c] is when it begins: `ready` then also waits before it.
-            recomputing = [i for i in layers if step.facts.backward_at[i] == call]
+            recomputing = [i for i in layers if model.facts.backward_at[i] == call]
             again_s = total([self._seconds(i, lambda mode: mode.recompute_s) for i in recomputing])
-            require(start[call + 1] >= start[call] + again_s + own_s)
+            require(start[call + 1] >= start[call] + again_s + seconds)
         for i in layers:
-            made = step.facts.forward_at[i]
-            require(out[i] >= start[made] + seconds[made] + outs[i])  # out
-            require(start[step.freed_at[i]] >= out[i])  # freed
-            require(back[i] >= start[step.reload_at[i]] + backs[i])  # back
-            require(start[step.facts.backward_at[i]] >= back[i])  # ready
+            forward = model.facts.forward_at[i]
+            require(out_end[i] >= start[forward] + call_s[forward] + out_s[i])  # out
+            require(start[model.freed_at[i]] >= out_end[i])  # freed
+            require(back_end[i] >= start[model.reload_at[i]] + back_s[i])  # back
+            require(start[model.facts.backward_at[i]] >= back_end[i])  # ready
             if i:
-                require(out[i] >= out[i - 1] + outs[i])  # out_lane
-                require(back[i - 1] >= back[i] + backs[i - 1])  # back_lane
+                require(out_end[i] >= out_end[i - 1] + out_s[i])  # out_lane
+                require(back_end[i - 1] >= back_end[i] + back_s[i - 1])  # back_lane
         ties = [
-            TIE * max(bundle) / step.num_layers * variable
+            TIE_WEIGHT * max(bundle) / model.num_layers * variable
             for at, bundle in enumerate(self.bundles)
             for variable in self.x[at][1:]
         ]
-        copies = [COPY_WEIGHT * copy for copy in (*outs, *backs)]
-        self.program.minimise(total([start[-1], -sum(seconds), *copies, *ties]))
+        copies = [COPY_WEIGHT * copy_s for copy_s in (*out_s, *back_s)]
+        self.program.minimise(total([start[-1], -sum(call_s), *copies, *ties]))
 
     def solve(self) -> MilpSolution:
         """The modes of the solution, and how the solve ended."""
@@ -249,5 +252,5 @@ class _Program:
             next(m for m, variable in enumerate(row) if self.program.integer_value(variable) == 1)
             for row in self.x
         ]
-        chosen = tuple(taken[self.bundle_of[layer]] for layer in range(self.step.num_layers))
+        chosen = tuple(taken[self.bundle_of[layer]] for layer in range(self.model.num_layers))
         return MilpSolution(status=status, chosen=chosen)

@@ -5,8 +5,11 @@ The same model serves the greedy search and the program (``milp.py``). It differ
 the schedule's layers give it, where the real program frees memory as soon as the copy ends.
 So its bytes are never too few for the schedule, and its seconds are those of the copy lanes.
 
-Points: one for every call, with the most bytes alive during it; then those of every layer: the
-recomputations right before the calls that are the first to read one of its slots.
+A *point* is a place of the step at which bytes are counted. There is one for every call, with the
+most bytes alive during it. Behind those come the points of every layer: the recomputations right
+before the calls that are the first to read one of its slots.
+
+``chosen`` is a plan as numbers: layer i takes mode ``modes[i][chosen[i]]``.
 """
 
 import math
@@ -38,7 +41,7 @@ COPY_WEIGHT = 1e-4
 """A second of hidden copying costs this many seconds of the step, so that of two equally fast plans
 the one that moves less is taken: copies take bandwidth from the kernels."""
 
-MAX_LAST = 3
+MAX_LAST_LAYER_MODES = 3
 """Most other modes of the last layer that a plan near the floor is tried with."""
 
 
@@ -62,6 +65,7 @@ class StepModel:
     costs: StepCosts
     schedule: Schedule
     stops: "tuple[_Stop, ...]"
+    """The calls that matter to copies or recomputation, in order."""
     out_s: tuple[tuple[float, ...], ...]
     """Per layer and mode the seconds of its copies to the host."""
     back_s: tuple[tuple[float, ...], ...]
@@ -76,7 +80,7 @@ class StepModel:
         return len(self.modes)
 
     def bytes_at(self, chosen: Sequence[int]) -> Any:
-        """Device bytes at every point when layer i takes its mode number ``chosen[i]``."""
+        """Device bytes at every point under ``chosen``."""
         total = self.base_bytes.copy()
         for delta, mode in zip(self.deltas, chosen, strict=True):
             total += delta[mode]
@@ -86,30 +90,30 @@ class StepModel:
         """The most of ``bytes_at``."""
         return int(self.bytes_at(chosen).max())
 
-    def _taken(self, chosen: Sequence[int]) -> list[ModeCost]:
-        """Per layer the mode that it takes."""
+    def _modes_of(self, chosen: Sequence[int]) -> list[ModeCost]:
+        """Per layer the mode that it takes under ``chosen``."""
         return [layer_modes[mode] for layer_modes, mode in zip(self.modes, chosen, strict=True)]
 
     def host_bytes(self, chosen: Sequence[int]) -> int:
         """Bytes that are copied to the host."""
-        return sum(mode.host_bytes for mode in self._taken(chosen))
+        return sum(mode.host_bytes for mode in self._modes_of(chosen))
 
     def cost_s(self, chosen: Sequence[int]) -> float:
         """Seconds of the step, and COPY_WEIGHT of the seconds of its copies."""
         out_s = sum(map(operator.getitem, self.out_s, chosen))
         back_s = sum(map(operator.getitem, self.back_s, chosen))
         if not self.schedule.layers:
-            again_s = sum(mode.recompute_s for mode in self._taken(chosen))
-            return self._priced_s(again_s, out_s, back_s)
+            recompute_s = sum(mode.recompute_s for mode in self._modes_of(chosen))
+            return self._at_once_s(recompute_s, out_s, back_s)
         return self.step_s(chosen) + COPY_WEIGHT * (out_s + back_s)
 
-    def _priced_s(self, again_s: float, out_s: float, back_s: float) -> float:
-        """Where copies are made at once, the step with so much recomputation and such copies.
+    def _at_once_s(self, recompute_s: float, out_s: float, back_s: float) -> float:
+        """Seconds of a step whose copies are made at once, once waits and reloads are moved.
 
-        Computation, what the lanes take beyond it, and ``copy_price`` of all copies.
+        That is its computation, what a lane takes beyond it, and ``copy_price`` of all copies.
         """
         forward_s, backward_s = self.facts.halves_s
-        backward_s += again_s
+        backward_s += recompute_s
         beyond_s = max(0.0, out_s - forward_s) + max(0.0, back_s - backward_s)
         return forward_s + backward_s + beyond_s + self.copy_price * (out_s + back_s)
 
@@ -120,7 +124,7 @@ class StepModel:
         forward has ended; its copies back follow those of later layers and begin when they are
         issued, before the call ``reload_at``.
         """
-        modes = self._taken(chosen)
+        modes = self._modes_of(chosen)
         now = out_lane = back_lane = 0.0
         out_end, back_end = [0.0] * len(modes), [0.0] * len(modes)
         for stop in self.stops:
@@ -141,8 +145,8 @@ class StepModel:
         return now
 
     def moves(self, chosen: Sequence[int], policy: str) -> Moves:
-        """The modes by their numbers, as ``policy`` proposes them."""
-        modes = tuple(cost.mode for cost in self._taken(chosen))
+        """The moves of ``chosen``, as ``policy`` proposes them."""
+        modes = tuple(cost.mode for cost in self._modes_of(chosen))
         schedule = replace(self.schedule, layers=0) if self.schedule.widen else self.schedule
         return Moves(modes=modes, schedule=schedule, policy=policy)
 
@@ -183,6 +187,7 @@ def _stops(facts: StepFacts, freed_at: Sequence[int], reload_at: Sequence[int]) 
 
 
 def _layers_at(calls: Sequence[int], layers: Iterable[int]) -> dict[int, list[int]]:
+    """Call -> those of ``layers`` of which ``calls``, one per layer, names that call."""
     layers_at: dict[int, list[int]] = {}
     for layer in layers:
         layers_at.setdefault(calls[layer], []).append(layer)
@@ -198,9 +203,9 @@ def build_model(
     """The model of ``step`` whose layer i may take ``modes[i]``; mode 0 saves everything."""
     facts = facts_of(step)
     num_calls = len(facts.call_s)
-    behind = _behind(facts.forward_at, schedule.layers + 1, num_calls)
-    freed_at = tuple(map(min, behind, facts.turn_at))
-    reload_at = tuple(_reloaded_at(facts, schedule.layers))
+    last_to_end = _calls_behind(facts.forward_at, schedule.layers + 1, num_calls)
+    freed_at = tuple(map(min, last_to_end, facts.turn_at))
+    reload_at = tuple(_reload_calls(facts, schedule.layers))
     during, border = call_bytes(step)
     reads = [_first_reads(facts, owner) for owner in step.layers]
     points = [(layer, at) for layer, calls in enumerate(reads) for at in sorted({*calls.values()})]
@@ -212,11 +217,11 @@ def build_model(
         delta = np.zeros((len(costs), len(base)), dtype=np.int64)
         for row, cost in zip(delta, costs, strict=True):
             parts = list(_parts(cost, reads[layer]))
-            needed = _needed_at(parts)
+            needed = _first_needs(parts)
             window = freed_at[layer], reload_at[layer]
             if not schedule.layers:
                 window = 0, num_calls
-            for start, end, size_bytes in _absences(step, layer, cost.mode, window, needed):
+            for start, end, size_bytes in _away(step, layer, cost.mode, window, needed):
                 row[start:end] -= size_bytes
             row[len(during) :] = row[point_calls]
             for part in parts:
@@ -243,12 +248,12 @@ def build_model(
     )
 
 
-def _behind(calls: Sequence[int], num_layers: int, end: int) -> Sequence[int]:
-    """Per layer the call of the layer ``num_layers`` behind it, or ``end``."""
+def _calls_behind(calls: Sequence[int], num_layers: int, end: int) -> Sequence[int]:
+    """Per layer that of ``calls`` which belongs to the layer ``num_layers`` behind, or ``end``."""
     return (*calls[num_layers:], *(end for _ in calls[:num_layers]))
 
 
-def _reloaded_at(facts: StepFacts, num_layers: int) -> Iterator[int]:
+def _reload_calls(facts: StepFacts, num_layers: int) -> Iterator[int]:
     """Per layer the call before which its copies back are issued."""
     place = {layer: at for at, layer in enumerate(facts.following)}
     for layer, turn in enumerate(facts.turn_at):
@@ -269,8 +274,8 @@ class _Part(NamedTuple):
     """In the arena, and what its kernels allocate themselves."""
 
 
-def _needed_at(parts: Iterable[_Part]) -> dict[int, int]:
-    """Slot -> the call before which recomputation makes it, or first reads it."""
+def _first_needs(parts: Iterable[_Part]) -> dict[int, int]:
+    """Slot -> the first call before which one of ``parts`` makes it or reads it."""
     first_use: dict[int, int] = {}
     for part in parts:
         for slot in (*part.slots, *part.sources):
@@ -293,13 +298,13 @@ def _parts(cost: ModeCost, reads: Mapping[int, int]) -> Iterator[_Part]:
             yield _Part(min(calls), key.slots, sources, peak_bytes)
 
 
-def _absences(
+def _away(
     step: MovableStep, layer: int, mode: Mode, window: tuple[int, int], needed: Mapping[int, int]
 ) -> Iterator[tuple[int, int, int]]:
-    """(first call, end, bytes) of every slot that ``mode`` takes off the device.
+    """(first call, end call, bytes) for which each slot that ``mode`` moves is off the device.
 
-    A copy has ended when ``window`` begins, and the copy back is issued when it ends. ``needed``
-    says before which call a slot is recomputed, or read by what is.
+    Copies to the host have ended when ``window`` begins, and copies back begin when it ends.
+    ``needed`` is what ``_first_needs`` gives.
     """
     facts, owner = facts_of(step), step.layers[layer]
     kinds = zip(step.class_of(owner).slots, mode.actions, owner.values, strict=True)
@@ -318,7 +323,7 @@ def _absences(
 def ever_smaller(
     model: StepModel, sequence: Iterable[tuple[int, ...]]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(peak, choices) of those that have a smaller peak than all before them, which are faster."""
+    """(peak, chosen) of those in ``sequence`` that have a smaller peak than all before them."""
     least: float = math.inf
     for chosen in sequence:
         peak = model.peak_bytes(chosen)
@@ -330,34 +335,31 @@ def ever_smaller(
 def last_layer_kept(
     model: StepModel, chosen: tuple[int, ...], below_bytes: int
 ) -> Iterator[tuple[int, ...]]:
-    """``chosen`` with faster modes of the last layer, as long as the peak is below so many bytes.
+    """``chosen`` with faster modes of the last layer that repeats, with peaks below so many bytes.
 
-    Its backward comes first, when all other layers' values are away; so it alone can be faster.
+    The fastest first, at most ``MAX_LAST_LAYER_MODES``, each with a smaller peak than the one
+    before. The backward of that layer comes first, when all other layers' values are away: where
+    the floor is near, it alone can be faster.
     """
-    last = next(
-        (
-            at
-            for at in reversed(range(len(chosen)))
-            if model.class_keys.count(model.class_keys[at]) > 1
-        ),
-        None,
-    )
-    if last is None:
+    keys = model.class_keys
+    repeating = [at for at in range(len(chosen)) if keys.count(keys[at]) > 1]
+    if not repeating:
         return
+    last = repeating[-1]
     others = [(*chosen[:last], mode, *chosen[last + 1 :]) for mode in range(len(model.modes[last]))]
     priced = sorted((model.cost_s(other), model.peak_bytes(other), other) for other in others)
-    cost_s, num_found = model.cost_s(chosen), 0
+    cost_s, num_others = model.cost_s(chosen), 0
     for other_s, peak, other in priced:
-        if other_s < cost_s and peak < below_bytes and num_found < MAX_LAST:
-            num_found, below_bytes = num_found + 1, peak
+        if other_s < cost_s and peak < below_bytes and num_others < MAX_LAST_LAYER_MODES:
+            num_others, below_bytes = num_others + 1, peak
             yield other
 
 
 def least_bytes(step: MovableStep, moves: Moves) -> int:
-    """What the program of ``moves`` has alive at its peak at least, wherever its copies end.
+    """A lower bound of the bytes alive of the plans of ``moves``, wherever their copies end.
 
-    What is moved counts as gone from its last use in the forward to its first read in the backward,
-    and what is recomputed to the end: a region may make it in fewer bytes.
+    What is copied counts as gone from its last use in the forward to its first read in the
+    backward. What is recomputed counts as gone to the end: a region may make it in fewer bytes.
     """
     facts, during = facts_of(step), least_alive(step)[0]
     gone = [0] * (len(during) + 1)
@@ -373,14 +375,14 @@ def least_bytes(step: MovableStep, moves: Moves) -> int:
 
 
 def least_cost_s(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> float:
-    """What the plans of ``moves`` cost at least: they compute, recompute, talk and copy."""
+    """A lower bound of what plans of ``moves`` cost: they compute, recompute, talk and copy."""
     facts, costs = facts_of(step), step.costs
-    again_s, copies_s = [], []
+    recompute_s, copies_s = [], []
     for layer, mode in zip(step.layers, moves.modes, strict=True):
         cls = step.class_of(layer)
         for key in recompute_keys(cls, mode):
             if any(layer.values[slot] in facts.backward_readers for slot in key.slots):
-                again_s.append(recompute(key).seconds)
+                recompute_s.append(recompute(key).seconds)
         rows = recompute_rows(cls, mode)
         for slot, value, action in zip(cls.slots, layer.values, mode.actions, strict=True):
             if action is Action.SAVE or value not in facts.backward_readers:
@@ -391,47 +393,49 @@ def least_cost_s(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> flo
                 num_bytes = 0 if rows is None else (slot.num_rows - rows) * slot.row_bytes
             if num_bytes:
                 copies_s += [costs.d2h_s(num_bytes), costs.h2d_s(num_bytes)]
-    more_s = math.fsum(again_s)
+    more_s = math.fsum(recompute_s)
     step_s = least_of_step(step).with_more_s(more_s) if facts.talks else sum(facts.call_s) + more_s
     return step_s + COPY_WEIGHT * math.fsum(copies_s)
 
 
-_BYTES: "weakref.WeakKeyDictionary[MovableStep, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
+_CALL_BYTES: "weakref.WeakKeyDictionary[MovableStep, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
 """``call_bytes`` of each step, kept because policies make several models of one."""
 
 
 def call_bytes(step: MovableStep) -> tuple[Any, Any]:
     """Per call (int64) the most device bytes during it, and those at the border before it."""
-    if step not in _BYTES:
+    if step not in _CALL_BYTES:
         problem = step.problem
         constant = step_constant_bytes(problem)
         held = memory_level(problem) + constant
         before = [start - 1 for start in call_starts(problem)[1:-1]]
         during = most_per_call(problem, facts_of(step).tables) + constant
-        _BYTES[step] = during, np.array([constant, *held[before]], dtype=np.int64)
-    return _BYTES[step]
+        _CALL_BYTES[step] = during, np.array([constant, *held[before]], dtype=np.int64)
+    return _CALL_BYTES[step]
 
 
-_ALIVE: "weakref.WeakKeyDictionary[MovableStep, tuple[Any, int]]" = weakref.WeakKeyDictionary()
+_LEAST_ALIVE: "weakref.WeakKeyDictionary[MovableStep, tuple[Any, int]]" = (
+    weakref.WeakKeyDictionary()
+)
 """``least_alive`` of each step."""
 
 
 def least_alive(step: MovableStep) -> tuple[Any, int]:
-    """Per call (int64) the device bytes of plans that keep everything, or fewer.
+    """Lower bounds of the bytes of every plan that keeps everything.
 
-    And the bytes when the backward begins, or fewer.
+    Per call (int64) the device bytes during it; and those when the backward begins.
     """
-    if step not in _ALIVE:
-        _ALIVE[step] = _least_alive(step, facts_of(step))
-    return _ALIVE[step]
+    if step not in _LEAST_ALIVE:
+        _LEAST_ALIVE[step] = _least_alive(step, facts_of(step))
+    return _LEAST_ALIVE[step]
 
 
 def _least_alive(step: MovableStep, facts: StepFacts) -> tuple[Any, int]:
     """``least_alive``, computed.
 
-    What only the loss needs is gone on the backward's first line. In a plan that may be a copy's:
-    then it is gone before the first call has made anything, and copies back hide behind that.
-    Beside an arena that stays there is room for it all the time.
+    Bytes that only the loss needs are gone on the backward's first line. In a plan that line may be
+    a copy's: then they are gone before the first call has made anything, and copies back hide
+    behind that. Beside an arena that stays in memory there is room for them all the time.
     """
     problem = step.problem
     first = problem.first_backward
@@ -452,7 +456,7 @@ def _least_alive(step: MovableStep, facts: StepFacts) -> tuple[Any, int]:
 def _kept_bytes(step: MovableStep, facts: StepFacts, problem: Problem) -> Any:
     """Per call (int64) the device bytes with everything kept, collectives in the plans' order.
 
-    0 for what stands at another place in plans, where others are alive.
+    0 for a call that plans put at another place, where other values are alive.
     """
     if not facts.talks:
         return most_per_call(problem, facts.tables) + step_constant_bytes(problem)

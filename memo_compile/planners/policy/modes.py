@@ -1,13 +1,24 @@
 """What one layer of a class can do with its slots: the modes worth considering, and their costs.
 
 A mode is (which slots are recomputed) x (which of the rest are offloaded), or a token-wise mix of
-the two. Worth considering are modes that are cheapest for some price of a byte kept on the device
-and some price of a byte copied, and mixes whose copy just hides behind one layer's forward.
+the two. A mode *keeps least* if none leaves fewer bytes on the device. These kinds are offered; the
+last four copy what they do not recompute, or a part of it:
+
+    whole        A set is recomputed; of the rest all are copied, none, or what hides behind the
+                 layer. Those that are cheapest at prices of bytes kept and copied.
+    mix          The first rows of a set are recomputed, and their other rows copied with the rest.
+    within room  The quickest that keeps least and allocates little beside the arena.
+    apart        A set without slots that would be made long before they are read: of queries and
+                 values, made by one product and read first and last, the values are copied.
+    late         A set without slots made from what is only read later: an MLP's input, read first
+                 but made from the layer's input, which is read last.
+    half copied  The quickest that keeps least, with half of its copies: for the end of the host.
+    filling      Those that keep least with one copy more, and another: for a short host.
 """
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from memo_compile.errors import UnsupportedGraph
@@ -20,9 +31,10 @@ from memo_compile.planners.move_rules import (
     recomputable,
     recompute_keys,
     recompute_seconds,
+    slots_bytes,
     slots_s,
 )
-from memo_compile.planners.policy.subsets import lower_hull, recompute_sets, triangle
+from memo_compile.planners.policy.subsets import HullPoint, corner_area, lower_hull, recompute_sets
 from memo_compile.step.movable import (
     MEASURED,
     Action,
@@ -43,24 +55,25 @@ MAX_MODES = 12
 EIGHTHS = 8
 """Token-wise mixes recompute a multiple of 1/8 of the rows, as with MEMO's alpha."""
 
-MAX_APART = 3
-"""Most modes, beside ``MAX_MODES``, whose regions make nothing before it is read."""
+MAX_APART_MODES = 3
+"""Most modes of kind apart, beside ``MAX_MODES``."""
 
-MAX_LATE = 2
-"""Likewise, whose regions read nothing before the backward does."""
+MAX_LATE_MODES = 2
+"""Most modes of kind late, likewise."""
 
-SMALL = 0.002
-"""Share of a layer's saved bytes. Copying a tensor of less takes no time, and to make it anew needs
-what may be a thousand times its size: the scale of a norm is made from an activation."""
+SMALL_SHARE = 0.002
+"""A slot of less than this share of its layer's saved bytes is small. Copying it takes no time, and
+to make it anew needs what may be a thousand times its size: the scale of a norm is made from an
+activation."""
 
-COPIED = 2
-"""A byte that is offloaded, out and back, counts as many that exist too early."""
+COPIED_WEIGHT = 2
+"""A byte that is copied, out and back, counts as many that are made too early."""
 
 MAX_MIXES = 3
 """Most token-wise mixes among ``MAX_MODES``, since a chosen mix needs a region of its own."""
 
-MAX_FILLING = 3
-"""Most slots that are copied one after the other beside what a mode copies, to fill a host."""
+MAX_FILLING_COPIES = 3
+"""Most copies more that modes of kind filling make, each beside those of the one before."""
 
 PRICES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 3.0, 10.0, 100.0)
 """Prices for which the cheapest mode is found: of a byte kept, in units of what recomputing the
@@ -74,7 +87,7 @@ Without them tiny tensors would be recomputed on paper, until the region is meas
 def with_launches(step: MovableStep, recompute: RecomputeOf) -> RecomputeOf:
     """``recompute`` with the launches of estimated regions counted; each key is asked for once.
 
-    Only where regions are measured: the seconds of a roofline count no launches at all.
+    Only where the step is measured: the seconds of a roofline count no launches at all.
     """
     is_measured = step.costs.source == MEASURED
     regions: dict[RecomputeKey, RecomputeRegion] = {}
@@ -103,7 +116,7 @@ class ModeCost:
     num_copies: int
     recompute_s: float = 0.0
     keys: tuple[RecomputeKey, ...] = ()
-    """The regions that recompute."""
+    """The regions that recompute: the layer's way to do so."""
     recompute_peaks: tuple[int, ...] = ()
     """Arena bytes of each of them at its worst, beyond what lives across it: its temporaries, and
     its results unless they are written into a reloaded buffer."""
@@ -121,20 +134,25 @@ class ModeCost:
         return costs.h2d_s(self.host_bytes, self.num_copies)
 
 
+def are_few_ways(ways: Set[tuple[RecomputeKey, ...]], most: int) -> bool:
+    """True for at most ``most`` ways to recompute; (), to recompute nothing, does not count."""
+    return len(ways - {()}) <= most
+
+
 def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
     """What ``mode`` costs a layer. Raises UnsupportedGraph: no region recomputes its slots."""
     keys = recompute_keys(cls, mode)
     regions = [recompute(key) for key in keys]
-    moved = [cls.slots[slot].size_bytes for slot in mode.slots(Action.OFFLOAD)]
+    copied = [cls.slots[slot].size_bytes for slot in mode.slots(Action.OFFLOAD)]
     if mode.recompute_rows is not None:
         mixed = (cls.slots[slot] for slot in mode.slots(Action.RECOMPUTE))
-        moved += [(slot.num_rows - mode.recompute_rows) * slot.row_bytes for slot in mixed]
+        copied += [(slot.num_rows - mode.recompute_rows) * slot.row_bytes for slot in mixed]
     own_outputs = mode.recompute_rows is None
     return ModeCost(
         mode=mode,
-        kept_bytes=sum(cls.slots[slot].size_bytes for slot in mode.slots(Action.SAVE)),
-        host_bytes=sum(map(align, moved)),
-        num_copies=len(moved),
+        kept_bytes=slots_bytes(cls, mode.slots(Action.SAVE)),
+        host_bytes=sum(map(align, copied)),
+        num_copies=len(copied),
         recompute_s=sum(region.seconds for region in regions),
         keys=keys,
         recompute_peaks=tuple(
@@ -150,7 +168,7 @@ def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rights:
-    """What one layer may do with its own values; its class only says what such layers can do."""
+    """The slots that one layer may move; its class only says what such layers can do."""
 
     offload: frozenset[int]
     recompute: frozenset[int]
@@ -163,14 +181,14 @@ def layer_rights(step: MovableStep) -> tuple[Rights, ...]:
     in the arena is not copied.
     """
     facts = facts_of(step)
-    owner: dict[str, int] = {}
+    mover: dict[str, int] = {}
     rights = []
     for index, layer in enumerate(step.layers):
         slots, values = step.class_of(layer).slots, layer.values
-        owned = [at for at, value in enumerate(values) if owner.setdefault(value, index) == index]
-        copied = (at for at in owned if slots[at].can_offload and values[at] in facts.size_of)
-        recomputed = (at for at in owned if recomputable(step, layer, at))
-        rights.append(Rights(offload=frozenset(copied), recompute=frozenset(recomputed)))
+        movable = [at for at, value in enumerate(values) if mover.setdefault(value, index) == index]
+        offload = (at for at in movable if slots[at].can_offload and values[at] in facts.size_of)
+        recompute = (at for at in movable if recomputable(step, layer, at))
+        rights.append(Rights(offload=frozenset(offload), recompute=frozenset(recompute)))
     return tuple(rights)
 
 
@@ -179,7 +197,7 @@ def layer_modes(
 ) -> tuple[tuple[ModeCost, ...], ...]:
     """Per layer the modes of its class, by the same numbers for all layers of the class.
 
-    With ``fills_host`` there are more, for a host that has room for some copies of each layer.
+    With ``fills_host`` there are those of kind filling, for a host that is short.
     A mode saves a slot that its layer may not copy, and saves every slot if the layer may not
     recompute one. Layers with the same rights share one tuple.
     """
@@ -201,7 +219,7 @@ def layer_modes(
 
 
 def restricted(cls: LayerClass, mode: Mode, rights: Rights) -> Mode:
-    """``mode`` as far as ``rights`` allow it."""
+    """``mode`` that saves what may not be copied; SAVE of all if a slot may not be recomputed."""
     recomputed = frozenset(mode.slots(Action.RECOMPUTE))
     copied = recomputed if mode.recompute_rows is not None else frozenset[int]()
     if not recomputed <= rights.recompute or not copied <= rights.offload:
@@ -218,7 +236,7 @@ def class_modes(
     exact: bool = False,
     fills_host: bool = False,
 ) -> tuple[ModeCost, ...]:
-    """The modes of one class that plans choose from, SAVE of everything first.
+    """The modes of one class that plans choose from, SAVE of everything first; see the module.
 
     ``exact`` leaves token-wise mixes out: a slice of a matrix product may differ in its last bits.
     """
@@ -228,56 +246,53 @@ def class_modes(
     hideable = int(min(seconds * rate for seconds, rate in zip(hidden_s, rates, strict=True)))
     sets = recompute_sets(cls)
     mixes = [] if exact else _mixes(cls, sets, hideable, step.token_granule)
-    costs = list(_costs(cls, _whole_modes(cls, sets, hideable), recompute))
-    limit = MAX_MODES - (MAX_MIXES if mixes else 0)
-    picked = _supported(step.costs, costs, hidden_s, limit)
-    picked += list(_costs(cls, mixes, recompute))[:MAX_MIXES]
-    picked_modes = {cost.mode for cost in picked}
-    if (inside := _inside(step, class_key, costs)) is not None and inside.mode not in picked_modes:
-        picked.append(inside)
-    picked_modes = {cost.mode for cost in picked}
-    apart_modes = _costs(cls, _apart_modes(cls, sets, hideable), recompute)
-    picked += [cost for cost in apart_modes if cost.mode not in picked_modes][:MAX_APART]
-    picked_modes = {cost.mode for cost in picked}
-    late_modes = _costs(cls, _late_modes(cls, sets), recompute)
-    picked += [cost for cost in late_modes if cost.mode not in picked_modes][:MAX_LATE]
-    picked_modes = {cost.mode for cost in picked}
-    half = _half_copied(cls, picked, step.costs)
-    picked += [cost for cost in _costs(cls, [half], recompute) if cost.mode not in picked_modes]
+    whole = list(_costs(cls, _whole_modes(cls, sets, hideable), recompute))
+    num_whole = MAX_MODES - (MAX_MIXES if mixes else 0)
+    cheapest = _cheapest_at_prices(step.costs, whole, hidden_s, num_whole)
+    offered = {cost.mode: cost for cost in cheapest}
+
+    def offer(modes: Iterable[Mode], most: int | None = None) -> None:
+        """Offers the first ``most`` of ``modes`` that are not offered yet."""
+        new = [cost for cost in _costs(cls, modes, recompute) if cost.mode not in offered]
+        offered.update((cost.mode, cost) for cost in new[:most])
+
+    offer(mixes, MAX_MIXES)
+    if (within_room := _within_room(step, class_key, whole)) is not None:
+        offered.setdefault(within_room.mode, within_room)
+    offer(_apart_modes(cls, sets, hideable), MAX_APART_MODES)
+    offer(_late_modes(cls, sets), MAX_LATE_MODES)
+    offer([_half_copied_mode(cls, [*offered.values()], step.costs)])
     if fills_host:
-        picked_modes = {cost.mode for cost in picked}
-        filling = _costs(cls, _filling(step, cls, picked), recompute)
-        picked += [cost for cost in filling if cost.mode not in picked_modes]
-    first, *others = picked
+        offer(_filling_modes(step, cls, [*offered.values()]))
+    first, *others = offered.values()
     others.sort(key=lambda cost: (-cost.kept_bytes, cost.host_bytes, cost.recompute_s))
     return (first, *others)
 
 
-def _inside(step: MovableStep, class_key: str, modes: Sequence[ModeCost]) -> ModeCost | None:
-    """The quickest mode that keeps least, and whose kernels never take more beside the arena.
+def _within_room(step: MovableStep, class_key: str, modes: Sequence[ModeCost]) -> ModeCost | None:
+    """The quickest of ``modes`` that keeps least and for which there is room beside the arena.
 
-    Only where those of others do. For the layers whose backward comes last: most gradients are
-    there, and that others recompute may have no room.
+    None where all have room. It is looked for where the backward of the class's last layer runs:
+    most gradients are there, and what kernels of other modes allocate may have no room.
     """
     backward_at, layers = facts_of(step).backward_at, enumerate(step.layers)
     last = max(backward_at[at] for at, layer in layers if layer.class_key == class_key)
     room = outside_room(step)[last]
 
-    def raises(cost: ModeCost) -> bool:
+    def exceeds_room(cost: ModeCost) -> bool:
         return max(cost.recompute_outside, default=0) > room
 
-    if not any(map(raises, modes)):
+    if not any(map(exceeds_room, modes)):
         return None
-    inside = [cost for cost in modes if not raises(cost)]
-    return quickest(inside, step.costs)
+    return quickest([cost for cost in modes if not exceeds_room(cost)], step.costs)
 
 
 def outside_room(step: MovableStep) -> Sequence[float]:
-    """Per call the bytes that a region right before it may allocate itself, and none are added.
+    """Per call the bytes that a region right before it may allocate itself without more memory.
 
-    Where the arena stays in memory as a whole (CUDA), it has the most of what kernels allocate
-    beside it all the time. So a region counts where it makes that most larger, and then everywhere:
-    late in the backward, when most gradients are there. Elsewhere it counts while it runs.
+    Where the arena stays in memory as a whole (CUDA), the most that lies beside it counts all the
+    time. If that is 8 GiB, a region may allocate 5 where 3 are there, and nothing where 8 are, late
+    in the backward. Elsewhere a region counts while it runs: no limit.
     """
     ordinary = ordinary_bytes(step.problem)
     if step.problem.releases_pages:
@@ -287,7 +302,7 @@ def outside_room(step: MovableStep) -> Sequence[float]:
 
 
 def quickest(modes: Sequence[ModeCost], costs: StepCosts) -> ModeCost | None:
-    """Of the modes that keep least; token-wise mixes do not count. None where there is none."""
+    """The quickest of the modes that keep least, mixes left out; None where there is none."""
     least = min((mode.kept_bytes for mode in modes), default=0)
     return min(
         (mode for mode in modes if mode.kept_bytes == least and mode.mode.recompute_rows is None),
@@ -304,21 +319,25 @@ def _hidden_seconds(step: MovableStep, class_key: str) -> tuple[float, float]:
 
 
 def _whole_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int) -> Iterable[Mode]:
-    """Every recompute set with none, all, or a hideable prefix of the rest offloaded."""
+    """Each set recomputed; of the rest nothing, what fits ``hideable`` bytes, or all copied."""
     for recomputed in sets:
         order = [slot for slot in offload_order(cls) if slot not in recomputed]
-        prefix, taken = [], 0
-        for slot in order:
-            if taken + cls.slots[slot].size_bytes <= hideable:
-                prefix.append(slot)
-                taken += cls.slots[slot].size_bytes
         yield make_mode(cls, recompute=recomputed)
-        yield make_mode(cls, recompute=recomputed, offload=prefix)
+        yield make_mode(cls, recompute=recomputed, offload=_fitting(cls, order, hideable))
         yield make_mode(cls, recompute=recomputed, offload=order)
 
 
-def _filling(step: MovableStep, cls: LayerClass, modes: Sequence[ModeCost]) -> Iterator[Mode]:
-    """Modes that keep least and copy little, and of each some that copy one more slot, and another.
+def _fitting(cls: LayerClass, slots: Iterable[int], most_bytes: int) -> list[int]:
+    """Those of ``slots`` that fit ``most_bytes`` together, each taken in turn if it still does."""
+    fitting: list[int] = []
+    for slot in slots:
+        if slots_bytes(cls, (*fitting, slot)) <= most_bytes:
+            fitting.append(slot)
+    return fitting
+
+
+def _filling_modes(step: MovableStep, cls: LayerClass, modes: Sequence[ModeCost]) -> Iterator[Mode]:
+    """Modes that keep least, each with one slot copied that it recomputes, then two, then three.
 
     Those slots are copied that save most seconds of recomputation for a byte.
     """
@@ -327,10 +346,11 @@ def _filling(step: MovableStep, cls: LayerClass, modes: Sequence[ModeCost]) -> I
         if cost.kept_bytes > least or not cost.keys or cost.mode.recompute_rows is not None:
             continue
         mode = cost.mode
-        for _ in range(MAX_FILLING):
-            changes = [_copying(cls, mode, slot) for slot in mode.slots(Action.RECOMPUTE)]
+        for _ in range(MAX_FILLING_COPIES):
+            now_s = _recompute_s(step, cls, mode)
+            changes = [_with_copy(cls, mode, slot) for slot in mode.slots(Action.RECOMPUTE)]
             gains = [
-                ((_again_s(step, cls, mode) - _again_s(step, cls, other)) / size_bytes, other)
+                ((now_s - _recompute_s(step, cls, other)) / size_bytes, other)
                 for other, size_bytes in filter(None, changes)
             ]
             gain, mode = max(gains, key=lambda pair: pair[0], default=(0.0, mode))
@@ -339,41 +359,38 @@ def _filling(step: MovableStep, cls: LayerClass, modes: Sequence[ModeCost]) -> I
             yield mode
 
 
-def _copying(cls: LayerClass, mode: Mode, slot: int) -> tuple[Mode, int] | None:
-    """``mode`` with ``slot`` offloaded, and its bytes; None where it may not be."""
+def _with_copy(cls: LayerClass, mode: Mode, slot: int) -> tuple[Mode, int] | None:
+    """``mode`` with ``slot`` copied, and the slot's bytes; None where it cannot be copied."""
     if not cls.slots[slot].can_offload:
         return None
     actions = (*mode.actions[:slot], Action.OFFLOAD, *mode.actions[slot + 1 :])
     return replace(mode, actions=actions), cls.slots[slot].size_bytes
 
 
-def _again_s(step: MovableStep, cls: LayerClass, mode: Mode) -> float:
+def _recompute_s(step: MovableStep, cls: LayerClass, mode: Mode) -> float:
+    """Seconds of the regions with which ``mode`` recomputes, by their operators' seconds."""
     return sum(recompute_seconds(step, key) for key in recompute_keys(cls, mode))
 
 
-def _half_copied(cls: LayerClass, modes: Sequence[ModeCost], costs: StepCosts) -> Mode:
-    """Of the modes that keep least, the quickest, and half of its copies: to fill the host with."""
+def _half_copied_mode(cls: LayerClass, modes: Sequence[ModeCost], costs: StepCosts) -> Mode:
+    """The quickest mode that keeps least, with at most half of its copies; it saves the others."""
     fastest = (quickest(modes, costs) or modes[0]).mode
-    copied, taken = [], 0
-    moved = fastest.slots(Action.OFFLOAD)
-    most = _bytes_of(cls, moved) // 2
-    for slot in filter(moved.__contains__, offload_order(cls)):
-        if taken + cls.slots[slot].size_bytes <= most:
-            copied.append(slot)
-            taken += cls.slots[slot].size_bytes
-    return make_mode(cls, recompute=fastest.slots(Action.RECOMPUTE), offload=copied)
+    copied = fastest.slots(Action.OFFLOAD)
+    in_order = filter(copied.__contains__, offload_order(cls))
+    half = _fitting(cls, in_order, slots_bytes(cls, copied) // 2)
+    return make_mode(cls, recompute=fastest.slots(Action.RECOMPUTE), offload=half)
 
 
 def _apart_modes(cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int) -> Iterable[Mode]:
-    """Larger sets first, everything else offloaded."""
+    """Modes whose regions make little long before it is read, larger sets first."""
     for recomputed in reversed(sets):
-        parts = apart(cls, recomputed, hideable)
-        if parts != recomputed:
-            yield make_mode(cls, recompute=parts, offload=set(offload_order(cls)) - parts)
+        kept = apart(cls, recomputed, hideable)
+        if kept != recomputed:
+            yield make_mode(cls, recompute=kept, offload=set(offload_order(cls)) - kept)
 
 
 def _late_modes(cls: LayerClass, sets: Sequence[frozenset[int]]) -> Iterable[Mode]:
-    """Larger sets first, everything else offloaded; of two alike only the first."""
+    """Modes whose regions read no slot before the backward reads it, larger sets first."""
     for recomputed in reversed(sets):
         late = reading_late(cls, recomputed)
         if late and late != recomputed:
@@ -383,12 +400,12 @@ def _late_modes(cls: LayerClass, sets: Sequence[frozenset[int]]) -> Iterable[Mod
 def reading_late(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
     """``recomputed`` without slots whose region reads another slot before the backward reads it.
 
-    That one would have to be at hand while the backward is at its peak, though it is only needed
-    later: a layer's input, from which what its MLP reads is made again.
+    That other slot would have to be at hand while the backward is at its peak, though it is only
+    needed later. An example is a layer's input, from which what its MLP reads is made again.
     """
     kept = recomputed
     while True:
-        early = frozenset().union(*(_reading_early(cls, key) for key in _keys_of(cls, kept)))
+        early = frozenset().union(*(_slots_reading_early(cls, key) for key in _keys_of(cls, kept)))
         if not early:
             return kept
         kept -= early
@@ -398,15 +415,18 @@ def _keys_of(cls: LayerClass, recomputed: frozenset[int]) -> Sequence[RecomputeK
     return recompute_keys(cls, make_mode(cls, recompute=recomputed))
 
 
-def _reading_early(cls: LayerClass, key: RecomputeKey) -> set[int]:
-    """The slots of a region which need that it reads or makes another slot too early.
+def _slots_reading_early(cls: LayerClass, key: RecomputeKey) -> set[int]:
+    """The slots of a region for which it needs another slot before the backward reads that one.
 
-    First those for whose sake it runs so early; of the others, those that share an operator.
+    The region runs when the first of its slots is read. Say it makes A, read at call 0, and B, read
+    at call 2, from an input that is read at call 3: then A is returned, since without it the region
+    runs at 2. Only if nothing that is read at call 0 needs the input, B is returned: it runs too
+    early because it shares an operator with A.
     """
-    part, first = key.slots, min(cls.slots[slot].first_read for slot in key.slots)
-    small = _small(cls, frozenset(range(len(cls.slots))))
+    first = min(cls.slots[slot].first_read for slot in key.slots)
+    small = _small_slots(cls, frozenset(range(len(cls.slots))))
     reads: dict[int, set[int]] = {}
-    for slot in part:
+    for slot in key.slots:
         sources = itertools.chain.from_iterable(
             cls.ops[op].inputs for op in closure_of(cls, (slot,), key.passing)
         )
@@ -414,46 +434,50 @@ def _reading_early(cls: LayerClass, key: RecomputeKey) -> set[int]:
         reads[slot] = {
             other for other in others if other is not None and cls.slots[other].first_read > first
         }
-    early = {slot for slot in part if reads[slot] and cls.slots[slot].first_read == first}
-    return early or {slot for slot in part if reads[slot].difference(part)}
+    reading = {slot for slot in key.slots if reads[slot]}
+    read_first = {slot for slot in reading if cls.slots[slot].first_read == first}
+    return read_first or {slot for slot in reading if reads[slot].difference(key.slots)}
 
 
 def apart(cls: LayerClass, recomputed: frozenset[int], hideable: int = 0) -> frozenset[int]:
-    """``recomputed`` without slots that make it exist too early; those are to be offloaded.
+    """``recomputed`` without slots because of which others are made too early: those are copied.
 
     Slots that share an operator are made by one region, when the first of them is read, though the
-    backward may read the others much later. Offloading what is made between lets each be made in
-    time. What gains as much as it costs is copied up to ``hideable`` bytes in all.
-    The set itself is returned where that gains nothing.
+    backward may read the others much later. A slot leaves the set if the bytes that are made too
+    early fall by more than its copy counts, or by as much while the copies are ``hideable`` bytes
+    at most. The set itself is returned where that gains nothing.
     """
-    kept = recomputed - _small(cls, recomputed)
-    early = _early_bytes(cls, kept)
-    while early:
-        fewer = [kept - {slot} for slot in sorted(kept) if cls.slots[slot].can_offload]
+    slots, kept = cls.slots, recomputed - _small_slots(cls, recomputed)
+    early_bytes = _early_bytes(cls, kept)
+    while early_bytes:
+        candidates = [slot for slot in sorted(kept) if slots[slot].can_offload]
         gains = [
-            (early - _early_bytes(cls, slots) - COPIED * _bytes_of(cls, kept - slots), slots)
-            for slots in fewer
+            early_bytes - _early_bytes(cls, kept - {slot}) - COPIED_WEIGHT * slots[slot].size_bytes
+            for slot in candidates
         ]
-        gain, best = max(gains, key=lambda pair: pair[0], default=(-1, kept))
-        hides = _bytes_of(cls, recomputed - best) <= hideable
-        if gain < 0 or (gain == 0 and not hides):
+        gain = max(gains, default=-1)
+        if gain < 0:
             break
-        kept, early = best, _early_bytes(cls, best)
-    return kept if early < _early_bytes(cls, recomputed) else recomputed
+        fewer = kept - {candidates[gains.index(gain)]}
+        if gain == 0 and slots_bytes(cls, recomputed - fewer) > hideable:
+            break
+        kept, early_bytes = fewer, _early_bytes(cls, fewer)
+    return kept if early_bytes < _early_bytes(cls, recomputed) else recomputed
 
 
-def _small(cls: LayerClass, slots: frozenset[int]) -> frozenset[int]:
-    """Those of ``slots`` that it takes no time to copy."""
-    most = SMALL * cls.saved_bytes
+def _small_slots(cls: LayerClass, slots: frozenset[int]) -> frozenset[int]:
+    """Those of ``slots`` that can be copied and are small (``SMALL_SHARE``)."""
+    bound_bytes = SMALL_SHARE * cls.saved_bytes
     return frozenset(
-        at for at in slots if cls.slots[at].can_offload and cls.slots[at].size_bytes < most
+        at for at in slots if cls.slots[at].can_offload and cls.slots[at].size_bytes < bound_bytes
     )
 
 
 def _early_bytes(cls: LayerClass, recomputed: frozenset[int]) -> int:
-    """Bytes of slots that regions make for another slot that is read earlier.
+    """Bytes of slots that are made too early: by a region that runs for one that is read before.
 
-    What could be made from them later counts too: a copy of what joins it saves its recomputation.
+    All slots that share an operator count as one region here (``joined_parts``), though what takes
+    no time is made later from the others: a copy of what joins them saves that as well.
     """
     early_bytes = 0
     for slots in joined_parts(cls, sorted(recomputed)):
@@ -463,21 +487,19 @@ def _early_bytes(cls: LayerClass, recomputed: frozenset[int]) -> int:
     return early_bytes
 
 
-def _bytes_of(cls: LayerClass, slots: Iterable[int]) -> int:
-    return sum(cls.slots[slot].size_bytes for slot in slots)
-
-
 def _mixes(
     cls: LayerClass, sets: Sequence[frozenset[int]], hideable: int, granule: int
 ) -> list[Mode]:
-    """Mixes that offload what they do not recompute: those whose copy just hides, then halves."""
+    """Mixes that copy what they do not recompute, larger sets first.
+
+    First, of each set, that with the fewest rows recomputed whose copies hide; then the halves.
+    """
     hidden: list[Mode] = []
     halves: list[Mode] = []
     for recomputed in filter(None, (splittable(cls, whole) for whole in reversed(sets))):
         num_rows = cls.slots[min(recomputed)].num_rows
         rest = [slot for slot in offload_order(cls) if slot not in recomputed]
-        rest_bytes = sum(cls.slots[slot].size_bytes for slot in rest)
-        mixed_bytes = sum(cls.slots[slot].size_bytes for slot in recomputed)
+        rest_bytes, mixed_bytes = slots_bytes(cls, rest), slots_bytes(cls, recomputed)
         is_hidden = False
         for eighth in range(1, EIGHTHS):
             rows = num_rows * eighth // EIGHTHS // granule * granule
@@ -546,19 +568,20 @@ def _costs(cls: LayerClass, modes: Iterable[Mode], recompute: RecomputeOf) -> It
             continue
 
 
-def _supported(
+def _cheapest_at_prices(
     costs: StepCosts, modes: Sequence[ModeCost], hidden_s: tuple[float, float], limit: int
 ) -> list[ModeCost]:
-    """At most ``limit`` modes: SAVE, the smallest, and the cheapest for the most pairs of prices.
+    """At most ``limit`` modes: four always, then those cheapest at the most pairs of ``PRICES``.
 
-    There are two smallest, one of which copies nothing, and the knee. Copies cost their price;
-    seconds beyond ``hidden_s``, those of the layer's forward and backward behind which they hide,
-    count in full.
+    Always are taken: SAVE of everything, the first that keeps least, the same without copies (for a
+    host that is full), and the knee. A mode's seconds are its recomputation and what its copies
+    take beyond ``hidden_s``, those of the layer's forward and backward behind which they hide. Each
+    byte kept and each byte copied cost a price more.
     """
-    full = max((mode.recompute_s for mode in modes), default=0.0)
+    longest_s = max((mode.recompute_s for mode in modes), default=0.0)
     freed = max((modes[0].kept_bytes - mode.kept_bytes for mode in modes if mode.keys), default=0)
     copy_price = 1 / costs.d2h_bytes_per_s + 1 / costs.h2d_bytes_per_s
-    keep_price = full / freed if freed and full else copy_price
+    keep_price = longest_s / freed if freed and longest_s else copy_price
     fixed_s = [
         mode.recompute_s
         + max(0.0, mode.d2h_s(costs) - hidden_s[0], mode.h2d_s(costs) - hidden_s[1])
@@ -566,26 +589,33 @@ def _supported(
     ]
     numbers, wins = range(len(modes)), [0] * len(modes)
     for kept, copied in itertools.product(PRICES, PRICES):
-        score = [
+        price = [
             fixed + kept * keep_price * mode.kept_bytes + copied * copy_price * mode.host_bytes
             for fixed, mode in zip(fixed_s, modes, strict=True)
         ]
-        wins[min(numbers, key=score.__getitem__)] += 1
+        wins[min(numbers, key=price.__getitem__)] += 1
     smallest = min(numbers, key=lambda at: modes[at].kept_bytes)
-    bare = (at for at in numbers if not modes[at].host_bytes)  # for a host that is full
-    always = 0, smallest, min(bare, key=lambda at: modes[at].kept_bytes), *_knee(modes)
+    copying_nothing = (at for at in numbers if not modes[at].host_bytes)
+    always = 0, smallest, min(copying_nothing, key=lambda at: modes[at].kept_bytes), *_knee(modes)
     ranked = sorted(numbers, key=lambda at: (at not in always, -wins[at]))
-    picked = [at for at in ranked if at in always or wins[at]]
-    return [modes[at] for at in sorted(picked[:limit])]
+    taken = [at for at in ranked if at in always or wins[at]]
+    return [modes[at] for at in sorted(taken[:limit])]
 
 
 def _knee(modes: Sequence[ModeCost]) -> list[int]:
-    """Of the modes that keep least the one beyond which copying less costs most; or none.
+    """The number of the mode at the sharpest bend of seconds over bytes not copied; or none.
 
-    Beyond it attention is made again. On a slow link some layers take it and others copy less.
+    Of modes that keep least. Beyond the bend each byte that is copied less costs most: attention is
+    made again. On a slow link some layers take the mode at the bend and others copy less.
     """
     least = min(mode.kept_bytes for mode in modes)
-    numbers = (at for at, mode in enumerate(modes) if mode.kept_bytes == least)
-    hull = lower_hull(sorted((-modes[at].host_bytes, modes[at].recompute_s, at) for at in numbers))
-    bends = [(triangle(*hull[at - 1 : at + 2]), hull[at][2]) for at in range(1, len(hull) - 1)]
+    points = (
+        HullPoint(-mode.host_bytes, mode.recompute_s, at)
+        for at, mode in enumerate(modes)
+        if mode.kept_bytes == least
+    )
+    hull = lower_hull(sorted(points))
+    bends = [
+        (corner_area(*hull[at - 1 : at + 2]), hull[at].number) for at in range(1, len(hull) - 1)
+    ]
     return [at for _, at in sorted(bends)[-1:]]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from memo_compile.errors import ConfigError, UnsupportedGraph
 from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
 from memo_compile.planners.policy.modes import (
-    SMALL,
+    SMALL_SHARE,
     Rights,
     apart,
     layer_rights,
@@ -57,8 +57,8 @@ class NamedPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A step, and what a named policy is asked about it."""
+class PolicyRequest:
+    """A step, and the options by which a named policy decides it."""
 
     step: MovableStep
     recompute: RecomputeOf
@@ -76,15 +76,16 @@ def named_moves(
     host_budget_bytes: int | None = None,
     exact: bool = False,
 ) -> NamedPlan:
-    """The decisions of ``policy``; ``alpha`` is for ``memo``, None means MEMO's own program.
+    """The decisions of ``policy``, one of ``NAMED``.
 
-    For ``kwai`` it is the share of every member, None means those of the step, else everything.
-    Raises ConfigError: the policy is unknown, or alpha is not one of MEMO's.
+    Without ``alpha`` ``memo`` takes ``memo_alpha``; ``kwai``, for which it is the share of every
+    member, takes the shares of the step, or everything. Raises ConfigError: the policy is unknown,
+    or alpha is none of ``QUANTA``.
     """
     if policy not in _POLICIES:
         raise ConfigError(f"policy: expected one of {', '.join(NAMED)}, got {policy!r}")
     return _POLICIES[policy](
-        Asked(
+        PolicyRequest(
             step=step,
             recompute=recompute,
             alpha=alpha,
@@ -94,45 +95,48 @@ def named_moves(
     )
 
 
-def save(asked: Asked) -> NamedPlan:
+def save(request: PolicyRequest) -> NamedPlan:
     """Everything stays."""
-    return NamedPlan(moves=asked.step.save_all())
+    return NamedPlan(moves=request.step.save_all())
 
 
-def full_recompute(asked: Asked) -> NamedPlan:
+def full_recompute(request: PolicyRequest) -> NamedPlan:
     """What can be recomputed from the layer's input and its other slots is."""
-    return _per_layer(asked.step, "full-recompute", Schedule(), asked.recompute, _all_recomputed)
+    return _plan_per_layer(
+        request.step, "full-recompute", Schedule(), request.recompute, _recompute_all
+    )
 
 
-def full_offload(asked: Asked) -> NamedPlan:
+def full_offload(request: PolicyRequest) -> NamedPlan:
     """Everything goes to the host."""
-    return _per_layer(asked.step, "full-offload", ROTATING, asked.recompute, _all_offloaded)
+    return _plan_per_layer(request.step, "full-offload", ROTATING, request.recompute, _offload_all)
 
 
-def memo(asked: Asked) -> NamedPlan:
-    """MEMO's token-wise mix of layers that repeat, but for the last two."""
-    step, alpha = asked.step, asked.alpha
+def memo(request: PolicyRequest) -> NamedPlan:
+    """MEMO's token-wise mix, of all layers that repeat but the last two."""
+    step, alpha = request.step, request.alpha
     if alpha is None:
-        alpha = memo_alpha(step, host_budget_bytes=asked.host_budget_bytes)
+        alpha = memo_alpha(step, host_budget_bytes=request.host_budget_bytes)
     elif alpha not in QUANTA:
         raise ConfigError(f"alpha: expected one of {QUANTA}, got {alpha!r}")
     notes: tuple[str, ...] = ()
-    if asked.exact and 0 < alpha < 1:
+    if request.exact and 0 < alpha < 1:
         notes = (f"policy memo: exact=True forbids alpha {alpha}: all tokens are recomputed",)
         alpha = 0.0
-    mode_of = functools.partial(_memo, alpha=alpha, granule=step.token_granule)
+    mode_of = functools.partial(_memo_mode, alpha=alpha, granule=step.token_granule)
     repeating = repeating_layers(step)
     only = repeating[:-KEPT_LAYERS]
-    plan = _per_layer(step, "memo", ROTATING, asked.recompute, mode_of, only=only)
+    plan = _plan_per_layer(step, "memo", ROTATING, request.recompute, mode_of, only=only)
     return replace(plan, notes=(*notes, *plan.notes, *_kept_by_memo(step, repeating)))
 
 
-def kwai(asked: Asked) -> NamedPlan:
-    """Of each microbatch a share; a copy may last until the next layer of it has run."""
-    step, alpha = asked.step, asked.alpha
-    count = 1 + max((call.member for call in step.problem.calls), default=0)
+def kwai(request: PolicyRequest) -> NamedPlan:
+    """A share of what each microbatch saves goes to the host (``shares``)."""
+    step, alpha = request.step, request.alpha
+    num_members = 1 + max((call.member for call in step.problem.calls), default=0)
     shares = step.shares if alpha is None and step.shares else (1.0 if alpha is None else alpha,)
-    shares = shares if len(shares) == count else shares[:1] * count
+    if len(shares) != num_members:  # a step by itself: one share for all
+        shares = shares[:1] * num_members
     slots = shared_slots(step, layer_rights(step), shares)
     modes = tuple(
         make_mode(step.class_of(layer), offload=shared)
@@ -141,7 +145,7 @@ def kwai(asked: Asked) -> NamedPlan:
     return NamedPlan(moves=Moves(modes=modes, schedule=ROTATING, policy="kwai"))
 
 
-_POLICIES: Mapping[str, Callable[[Asked], NamedPlan]] = {
+_POLICIES: Mapping[str, Callable[[PolicyRequest], NamedPlan]] = {
     "save": save,
     "full-recompute": full_recompute,
     "full-offload": full_offload,
@@ -153,21 +157,25 @@ NAMED = tuple(_POLICIES)
 
 
 def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
-    """Slow plans of few bytes that are the same however long regions and copies take.
+    """The steady plans: slow, of few bytes, the same however long regions and copies take.
 
-    One of these keeps in the next process a floor that is named in this one. They copy everything
-    to the host, or recompute what they can, with or without what attention returns, and with or
-    without what has to be copied so that nothing is made long before it is read.
+    One of these keeps in the next process a floor that is named in this one. One copies everything
+    to the host. Four recompute: all that can be, or all but what attention returns; and each of
+    these also without what has to be copied so that nothing is made long before it is read.
     """
     modes_of: tuple[ModeOf, ...] = (
-        _all_offloaded,
-        lambda cls, may: _recomputed_first(cls, may, may.recompute),
-        lambda cls, may: _recomputed_first(cls, may, _others(cls, may)),
-        lambda cls, may: _recomputed_first(cls, may, _apart(cls, may, may.recompute)),
-        lambda cls, may: _recomputed_first(cls, may, _apart(cls, may, _others(cls, may))),
+        _offload_all,
+        lambda cls, rights: _recompute_or_offload(cls, rights, rights.recompute),
+        lambda cls, rights: _recompute_or_offload(cls, rights, _all_but_attention(cls, rights)),
+        lambda cls, rights: _recompute_or_offload(
+            cls, rights, _apart_slots(cls, rights, rights.recompute)
+        ),
+        lambda cls, rights: _recompute_or_offload(
+            cls, rights, _apart_slots(cls, rights, _all_but_attention(cls, rights))
+        ),
     )
-    made = (_per_layer(step, "steady", AT_ONCE, recompute, mode_of) for mode_of in modes_of)
-    return list(dict.fromkeys(plan.moves for plan in made))
+    plans = (_plan_per_layer(step, "steady", AT_ONCE, recompute, mode_of) for mode_of in modes_of)
+    return list(dict.fromkeys(plan.moves for plan in plans))
 
 
 def _kept_by_memo(step: MovableStep, repeating: list[int]) -> Iterator[str]:
@@ -179,7 +187,7 @@ def _kept_by_memo(step: MovableStep, repeating: list[int]) -> Iterator[str]:
         yield f"nothing moves: of {len(repeating)} layers policy memo keeps the last {KEPT_LAYERS}"
 
 
-def _per_layer(
+def _plan_per_layer(
     step: MovableStep,
     policy: str,
     schedule: Schedule,
@@ -188,19 +196,19 @@ def _per_layer(
     *,
     only: Iterable[int] | None = None,
 ) -> NamedPlan:
-    """Every layer's mode and the notes; layers that are not among ``only`` save everything."""
-    moved = set(range(len(step.layers)) if only is None else only)
+    """The plan in which ``mode_of`` decides each layer of ``only``; the others save everything."""
+    decided = set(range(len(step.layers)) if only is None else only)
     modes: list[Mode] = []
     notes: dict[str, None] = {}
     for index, (layer, rights) in enumerate(zip(step.layers, layer_rights(step), strict=True)):
         cls = step.class_of(layer)
-        if index not in moved:
+        if index not in decided:
             modes.append(make_mode(cls))
             continue
-        mode = _with_region(cls, mode_of(cls, rights), recompute, notes)
+        mode = _with_regions(cls, mode_of(cls, rights), recompute, notes)
         modes.append(mode)
         # Slots that a mix copies whole although the policy would recompute some of their rows.
-        whole = _others(cls, rights).intersection(mode.slots(Action.OFFLOAD))
+        whole = _all_but_attention(cls, rights).intersection(mode.slots(Action.OFFLOAD))
         for slot in sorted(whole) if mode.recompute_rows is not None else ():
             notes[f"{cls.key}: {cls.slots[slot].name} is copied whole, its rows lie apart"] = None
         for slot in mode.slots(Action.SAVE):
@@ -211,54 +219,58 @@ def _per_layer(
     return NamedPlan(moves=moves, notes=tuple(notes))
 
 
-def _with_region(
+def _with_regions(
     cls: LayerClass, mode: Mode, recompute: RecomputeOf, notes: dict[str, None]
 ) -> Mode:
-    """``mode``, or without its recomputation where there is no region for it."""
+    """``mode``; without a region for it, it saves what it would recompute, and a note says so."""
     try:
         for key in recompute_keys(cls, mode):
             recompute(key)
     except UnsupportedGraph as error:
         notes[f"{cls.key}: nothing is recomputed: {error}"] = None
-        actions = tuple(Action.SAVE if a is Action.RECOMPUTE else a for a in mode.actions)
-        return replace(mode, actions=actions, recompute_rows=None)
+        actions = (Action.SAVE if action is Action.RECOMPUTE else action for action in mode.actions)
+        return replace(mode, actions=tuple(actions), recompute_rows=None)
     return mode
 
 
 def repeating_layers(step: MovableStep) -> list[int]:
     """Indices of layers whose class has more than one layer; all layers where no class has."""
     count = Counter(layer.class_key for layer in step.layers)
-    repeating = [i for i, layer in enumerate(step.layers) if count[layer.class_key] > 1]
+    repeating = [at for at, layer in enumerate(step.layers) if count[layer.class_key] > 1]
     return repeating or list(range(len(step.layers)))
 
 
-def _all_offloaded(cls: LayerClass, rights: Rights) -> Mode:
+def _offload_all(cls: LayerClass, rights: Rights) -> Mode:
     return make_mode(cls, offload=rights.offload)
 
 
-def _recomputed_first(cls: LayerClass, rights: Rights, recompute: frozenset[int]) -> Mode:
-    """``recompute`` recomputed and the rest offloaded, as is what is too small to be made anew."""
+def _recompute_or_offload(cls: LayerClass, rights: Rights, recompute: frozenset[int]) -> Mode:
+    """The mode that recomputes ``recompute``, but for small slots, and copies the rest."""
     small = {
         slot
         for slot in recompute & rights.offload
-        if cls.slots[slot].size_bytes < SMALL * cls.saved_bytes
+        if cls.slots[slot].size_bytes < SMALL_SHARE * cls.saved_bytes
     }
     return make_mode(cls, offload=rights.offload, recompute=recompute - small)
 
 
-def _apart(cls: LayerClass, rights: Rights, recompute: frozenset[int]) -> frozenset[int]:
-    """``recompute`` without what makes it exist too early, where the layer may copy that."""
+def _apart_slots(cls: LayerClass, rights: Rights, recompute: frozenset[int]) -> frozenset[int]:
+    """``apart`` of ``recompute``; all of it where the layer may not copy what that leaves out."""
     fewer = apart(cls, recompute)
     return fewer if recompute - fewer <= rights.offload else recompute
 
 
-def _all_recomputed(cls: LayerClass, rights: Rights) -> Mode:
+def _recompute_all(cls: LayerClass, rights: Rights) -> Mode:
     return make_mode(cls, recompute=rights.recompute)
 
 
-def _memo(cls: LayerClass, rights: Rights, alpha: float, granule: int) -> Mode:
-    """Inputs and attention offloaded, ``alpha`` of the others' rows too, the rest recomputed."""
-    others = _others(cls, rights)
+def _memo_mode(cls: LayerClass, rights: Rights, alpha: float, granule: int) -> Mode:
+    """MEMO's mode: inputs and attention are copied, and of the other slots the last rows.
+
+    That is the part ``alpha`` of their rows; the first rows, a multiple of ``granule``, are
+    recomputed. Slots whose rows cannot be split are copied whole.
+    """
+    others = _all_but_attention(cls, rights)
     if alpha == 1 or not others:
         return make_mode(cls, offload=rights.offload)
     split = splittable(cls, others & rights.offload)
@@ -269,8 +281,8 @@ def _memo(cls: LayerClass, rights: Rights, alpha: float, granule: int) -> Mode:
     return make_mode(cls, offload=rights.offload - split, recompute=split, rows=rows)
 
 
-def _others(cls: LayerClass, rights: Rights) -> frozenset[int]:
-    """Slots that are recomputed, wholly or in part: MEMO's 14 bsh."""
+def _all_but_attention(cls: LayerClass, rights: Rights) -> frozenset[int]:
+    """What policy ``memo`` recomputes, wholly or in part: 14 bsh in MEMO's layer."""
     attention = (slot for slot in rights.offload if cls.slots[slot].is_attention)
     return rights.recompute.difference(attention)
 
@@ -294,7 +306,7 @@ def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
         by_class.items(), key=lambda item: len(item[1]) * step.classes[item[0]].saved_bytes
     )
     cls, rights = step.classes[key], layer_rights(step)[layers[-1]]
-    others = _others(cls, rights)
+    others = _all_but_attention(cls, rights)
     others_bytes = sum(align(cls.slots[slot].size_bytes) for slot in others)
     if not others_bytes:
         return 1.0

@@ -11,8 +11,8 @@ from memo_compile.planners.policy.modes import Rights
 from memo_compile.step.movable import MovableStep
 from memo_compile.step.problem import align
 
-HALF = 0.5
-"""Above it what stays is chosen by size, not what goes."""
+HALF_SHARE = 0.5
+"""Up to this share the largest slots go first; above it the smallest, so that the largest stay."""
 
 
 def shared_slots(
@@ -24,18 +24,19 @@ def shared_slots(
     """
     member_of = {call.name: call.member for call in step.problem.calls}
     movable_of: dict[int, list[tuple[int, int, int]]] = {}
-    for at, (layer, may) in enumerate(zip(step.layers, rights, strict=True)):
+    for at, (layer, layer_rights) in enumerate(zip(step.layers, rights, strict=True)):
         slots = step.class_of(layer).slots
-        sizes = [(align(slots[slot].size_bytes), at, slot) for slot in sorted(may.offload)]
+        movable = sorted(layer_rights.offload)
+        sizes = [(align(slots[slot].size_bytes), at, slot) for slot in movable]
         movable_of.setdefault(member_of[layer.forward], []).extend(sizes)
     chosen: list[set[int]] = [set() for _ in step.layers]
     for member, slots_of_member in movable_of.items():
         share = shares[member]
-        left = share * sum(size for size, _, _ in slots_of_member)
-        sign = 1 if share > HALF else -1
+        left_bytes = share * sum(size for size, _, _ in slots_of_member)
+        sign = 1 if share > HALF_SHARE else -1
         for size, at, slot in sorted(slots_of_member, key=lambda row: (sign * row[0], *row[1:])):
-            if left <= 0:
+            if left_bytes <= 0:
                 break
             chosen[at].add(slot)
-            left -= size
+            left_bytes -= size
     return [frozenset(slots) for slots in chosen]
