@@ -1,7 +1,6 @@
 """What a step among ranks takes at least, however much memory there is."""
 
 import math
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from memo_compile.planners.begin_order import gathers_of
 from memo_compile.planners.transfers import late
 from memo_compile.step.communication import has_collectives
 from memo_compile.step.halves import halves_of_calls
-from memo_compile.step.movable import MovableStep, StepCosts
+from memo_compile.step.movable import MovableStep, StepCosts, once_per_step
 from memo_compile.step.problem import CallKind, Problem, StepCall
 from memo_compile.step.simulate import simulate
 from memo_compile.step.tilings import WholeStep
@@ -28,22 +27,17 @@ class Least(NamedTuple):
         return self.step_s + max(0.0, recompute_s - self.hideable_s)
 
 
-_LEAST: "weakref.WeakKeyDictionary[MovableStep, Least]" = weakref.WeakKeyDictionary()
-"""Of each step, kept because every budget asks."""
-
-
+@once_per_step
 def least_of_step(step: MovableStep) -> Least:
-    """As of ``least_of``, found once."""
-    if step not in _LEAST:
-        _LEAST[step] = least_of(step.problem, step.costs)
-    return _LEAST[step]
+    """``least_of`` a step, which every budget asks for."""
+    return least_of(step.problem, step.costs)
 
 
 def least_of(problem: Problem, costs: StepCosts) -> Least:
     """Seconds that every plan of ``problem`` takes at least, however much memory there is.
 
-    No plan begins a collective earlier, needs its result later, or computes less. What converts the
-    input of one that runs ahead takes no time here.
+    It is the time of a program in which every collective begins as early, and is waited for as
+    late, as its values allow. What converts the input of one that runs ahead takes no time here.
 
     Let X be the seconds of all computation, C those of collectives, s the slowdown, and I the time
     for which nothing is computed. Of C at least C - I runs beside computation, which loses a share

@@ -3,7 +3,6 @@
 import bisect
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from memo_compile.step.movable import (
     RecomputeKey,
     RecomputePart,
     RecomputeRegion,
+    once_per_step,
 )
 from memo_compile.step.problem import Phase, Problem, StepCall
 
@@ -36,7 +36,7 @@ class StepFacts:
     first_backward: int
     """The first call of the backward; the number of calls where there is none."""
     index_of: dict[str, int]
-    """Call name -> its index."""
+    """Name of a call -> its index."""
     written_at: dict[str, int]
     """Value -> the last call of the forward that makes it or writes into it."""
     last_use: dict[str, int]
@@ -50,7 +50,7 @@ class StepFacts:
     call_s: tuple[float, ...]
     """Seconds of every call."""
     talks: bool
-    """True where the step talks to other ranks at places of its program."""
+    """True where the step talks to other ranks: it begins collectives."""
     halves_s: tuple[float, float]
     """Seconds of all calls of forwards, and of those of backwards."""
     forward_at: tuple[int, ...]
@@ -73,29 +73,20 @@ class StepFacts:
     """The values of all layers' slots."""
     renamed: dict[tuple[int, tuple[str, ...]], StepCall] = field(default_factory=dict)
     """Calls of the backward by index and by the names, after moves, of their ``movable`` values.
-    Kept because the decisions that policies try share most of them."""
+    This and the four below are kept because plans of the step share most of their calls."""
     copies: dict[tuple[str, int, str, int, int, int], StepCall] = field(default_factory=dict)
-    """Copies by kind, layer, value, and where their bytes are in the value and on the host."""
+    """Copies by kind, layer, value, first byte, end byte and place on the host."""
     waits: dict[tuple[str, int, str], StepCall] = field(default_factory=dict)
-    """What waits for them, by kind, layer and value."""
+    """The calls that wait for ``copies``, by kind, layer and value."""
     weight_copies: WeightCopies = field(default_factory=WeightCopies)
-    """Of weights on the host, for all decisions as well."""
+    """The copies of weights on the host, which are the same in all plans."""
     movable: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Call -> those of the ``layered`` values that it reads or writes into; of some calls."""
+    """Call -> those of the ``layered`` values that it reads or writes into; as far as asked for."""
 
 
-_FACTS: "weakref.WeakKeyDictionary[MovableStep, StepFacts]" = weakref.WeakKeyDictionary()
-"""Facts of each step, kept because policies try hundreds of decisions on one."""
-
-
+@once_per_step
 def facts_of(step: MovableStep) -> StepFacts:
-    """The facts of ``step``, collected once."""
-    if step not in _FACTS:
-        _FACTS[step] = _collect(step)
-    return _FACTS[step]
-
-
-def _collect(step: MovableStep) -> StepFacts:
+    """The facts of ``step``."""
     problem = step.problem
     calls = problem.calls
     first_backward = problem.first_backward
@@ -120,10 +111,10 @@ def _collect(step: MovableStep) -> StepFacts:
         index_of=index_of,
         forward_at=forward_at,
         backward_at=backward_at,
-        turn_at=_turns(problem, forward_at),
+        turn_at=_first_backwards_behind(problem, forward_at),
         following=tuple(sorted(range(len(backward_at)), key=backward_at.__getitem__)),
-        forward_s=tuple(_pass_s(calls, call_s, at) for at in forward_at),
-        backward_s=tuple(_pass_s(calls, call_s, at) for at in backward_at),
+        forward_s=tuple(_layer_pass_s(calls, call_s, at) for at in forward_at),
+        backward_s=tuple(_layer_pass_s(calls, call_s, at) for at in backward_at),
         written_at=written_at,
         last_use=last_use,
         size_of={value: sizes[value] for value in written_at if value in sizes},
@@ -144,19 +135,20 @@ def _collect(step: MovableStep) -> StepFacts:
     )
 
 
-def _turns(problem: Problem, forward_at: Sequence[int]) -> tuple[int, ...]:
+def _first_backwards_behind(problem: Problem, forward_at: Sequence[int]) -> tuple[int, ...]:
+    """For each of these calls the first call of a backward behind it (``StepFacts.turn_at``)."""
     backwards = [at for at, call in enumerate(problem.calls) if call.phase is Phase.BACKWARD]
     backwards.append(len(problem.calls))
     return tuple(backwards[bisect.bisect_left(backwards, at)] for at in forward_at)
 
 
-def _pass_s(calls: Sequence[StepCall], call_s: Sequence[float], first: int) -> float:
-    """Seconds of one layer's pass: of call ``first`` and those of the same layer behind it."""
-    owner = calls[first].layer_class, calls[first].instance
-    if owner[0] is None:
+def _layer_pass_s(calls: Sequence[StepCall], call_s: Sequence[float], first: int) -> float:
+    """Seconds of call ``first`` and of the calls of the same layer right behind it, its tiles."""
+    layer = calls[first].layer_class, calls[first].instance
+    if layer[0] is None:
         return call_s[first]
     pass_calls = itertools.takewhile(
-        lambda at: (calls[at].layer_class, calls[at].instance) == owner, range(first, len(calls))
+        lambda at: (calls[at].layer_class, calls[at].instance) == layer, range(first, len(calls))
     )
     return math.fsum(call_s[at] for at in pass_calls)
 
@@ -167,7 +159,7 @@ def recompute_closure(
     """The operators that recompute ``slots`` when ``available`` are at hand, in the order they run.
 
     Where a -> b -> c make slots 0, 1, 2, slot 2 takes c if 1 is available, b and c if only 0 is.
-    Whether an operator on the way can be recomputed is asked by ``require_valid_modes``.
+    Whether each of these operators can be recomputed is checked by ``require_valid_modes``.
     """
     wanted = set(slots)
     at_hand = set(available) - wanted
@@ -195,7 +187,7 @@ def can_split(cls: LayerClass, recomputed: Iterable[int]) -> bool:
     return all(cls.ops[op].row_wise for op in closure_of(cls, slots))
 
 
-NO_TIME = 0.005
+NO_TIME_SHARE = 0.005
 """Share of its layer's seconds: operators that together take no more may run in several of the
 regions that recompute."""
 
@@ -203,10 +195,10 @@ regions that recompute."""
 def closure_of(
     cls: LayerClass, slots: Collection[int], passing: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """The operators that recompute ``slots``, with every other slot at hand but ``passing``."""
+    """The operators that recompute ``slots``, with all slots at hand but these and ``passing``."""
     made = {*slots, *passing}
-    others = [slot for slot in range(len(cls.slots)) if slot not in made]
-    return recompute_closure(cls, slots, others)
+    at_hand = [slot for slot in range(len(cls.slots)) if slot not in made]
+    return recompute_closure(cls, slots, at_hand)
 
 
 def slots_bytes(cls: LayerClass, slots: Iterable[int]) -> int:
@@ -220,7 +212,7 @@ def slots_s(cls: LayerClass, slots: Collection[int]) -> float:
 
 
 def recompute_seconds(step: MovableStep, key: RecomputeKey) -> float:
-    """Seconds of the region of ``key``, with all that it reads at hand; of a part of the rows."""
+    """Seconds of the operators of the region of ``key``, in proportion to its rows."""
     cls = step.classes[key.class_key]
     seconds = sum(cls.ops[at].seconds for at in closure_of(cls, key.slots, key.passing))
     if key.rows is None or not key.slots:
@@ -257,31 +249,36 @@ def recompute_keys(cls: LayerClass, mode: Mode) -> tuple[RecomputeKey, ...]:
 
 
 def may_pass(cls: LayerClass, slot: int) -> bool:
-    """True where a region may make ``slot`` on the way, and another again later.
+    """True where several regions may make ``slot``: it takes no time (``RecomputeKey.passing``).
 
-    Wherever one does this holds, whatever else is recomputed.
+    Wherever several do, this holds, whatever else is recomputed.
     """
     return cls.slots[slot].can_recompute and _takes_no_time(cls, closure_of(cls, (slot,)))
 
 
 def _takes_no_time(cls: LayerClass, ops: Iterable[int]) -> bool:
-    return sum(cls.ops[at].seconds for at in ops) <= NO_TIME * sum(op.seconds for op in cls.ops)
+    """True where ``ops`` take ``NO_TIME_SHARE`` of the layer at most."""
+    return sum(cls.ops[at].seconds for at in ops) <= NO_TIME_SHARE * sum(
+        op.seconds for op in cls.ops
+    )
 
 
 def joined_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The slots of the regions that recompute ``slots``, were nothing made from others' results."""
+    """Sets of slots that share operators; each would be one region if none ran twice (``_cut``)."""
     return (part.slots for part in _recompute_parts(cls, slots, cuts=False))
 
 
 def _recompute_parts(
     cls: LayerClass, slots: Sequence[int], *, cuts: bool = True
 ) -> Iterator[RecomputePart]:
-    """``slots`` by the call that first reads them; together where they share an operator.
+    """The parts, a region each, into which recomputing ``slots`` is cut; in the order they run.
 
-    What a layer in tiles recomputes for its attention need not exist while its MLP is in the
-    backward. Parts that share nothing take no longer than the whole. Operators that take no time
-    run in several: the tokens in the order of their experts need not exist, after the experts'
-    inner values are made again from them, until the first weight's gradient reads them.
+    There is one for each call that is the first to read something: what a layer in tiles recomputes
+    for its attention need not exist while its MLP is in the backward. Slots that share an operator
+    are made together, when the first of them is read, so that nothing runs twice. But operators
+    that take no time run in several parts: the tokens in the order of their experts need not exist,
+    after the experts' inner values are made again from them, until the first weight's gradient
+    reads them. Without ``cuts`` they do not.
     """
     others = [slot for slot in range(len(cls.slots)) if slot not in slots]
     by_read: dict[int, list[int]] = {}
@@ -289,18 +286,18 @@ def _recompute_parts(
         by_read.setdefault(cls.slots[slot].first_read, []).append(slot)
     parts: list[_Part] = []
     for _, slots_read in sorted(by_read.items()):
-        left: list[_Part] = []
-        for apart in _apart_parts(cls, slots_read, others):
-            meeting = [part for part in parts if apart.meets(part)]
-            early, again = _cut(cls, apart, meeting, others, cuts=cuts)
-            left += again
+        in_time: list[_Part] = []
+        for whole in _apart_parts(cls, slots_read, others):
+            meeting = [part for part in parts if whole.meets(part)]
+            early, late = _cut(cls, whole, meeting, others, cuts=cuts)
+            in_time += late
             if early is not None:
                 meeting = [part for part in meeting if early.meets(part)]
                 at = parts.index(meeting[0])
                 behind = [part for part in parts[at:] if part not in meeting]
-                whole, behind = _with_sources(cls, _together([*meeting, early]), behind)
-                parts = [*parts[:at], whole, *behind]
-        parts += [_together(left)] if left else []
+                joined, behind = _with_sources(cls, _together([*meeting, early]), behind)
+                parts = [*parts[:at], joined, *behind]
+        parts += [_together(in_time)] if in_time else []
     for part in parts:
         made = {cls.ops[at].slot for at in part.ops}
         passing = (slot for slot in slots if slot in made and slot not in part.slots)
@@ -309,41 +306,42 @@ def _recompute_parts(
 
 def _cut(
     cls: LayerClass,
-    later: "_Part",
+    whole: "_Part",
     earlier: Sequence["_Part"],
     available: Sequence[int],
     *,
     cuts: bool,
 ) -> "tuple[_Part | None, Sequence[_Part]]":
-    """What of ``later`` is made with the ``earlier`` parts that it meets, and what when it is read.
+    """What of ``whole`` is made with the ``earlier`` parts that it meets, and what when it is read.
 
-    As few slots as may be are made early: the first of them, from which the others take no time.
-    Without ``cuts`` all are, or none.
+    As few slots as may be are made early: the first of those that share operators, so that the rest
+    runs nothing twice but what takes no time. Each late part must be larger than what it keeps
+    waiting (``_is_larger``). Without ``cuts`` all slots are made early, or none.
     """
     if not earlier:
-        return None, (later,)
+        return None, (whole,)
     made = frozenset().union(*(part.ops for part in earlier))
     makers = {op.slot: at for at, op in enumerate(cls.ops)}
-    shared = sorted((slot for slot in later.slots if makers[slot] in made), key=makers.__getitem__)
+    shared = sorted((slot for slot in whole.slots if makers[slot] in made), key=makers.__getitem__)
     for end in range(len(shared) + 1 if cuts else 1):
         early = tuple(shared[:end])
-        rest = [slot for slot in later.slots if slot not in early]
-        again = _apart_parts(cls, rest, [*available, *early])
-        twice = made.intersection(itertools.chain.from_iterable(part.ops for part in again))
+        rest = [slot for slot in whole.slots if slot not in early]
+        late = _apart_parts(cls, rest, [*available, *early])
+        twice = made.intersection(itertools.chain.from_iterable(part.ops for part in late))
         if (
-            again
+            late
             and _takes_no_time(cls, twice)
-            and all(_is_larger(cls, part, available) for part in again)
+            and all(_is_larger(cls, part, available) for part in late)
         ):
             ops = frozenset(recompute_closure(cls, early, available))
-            return _Part(early, ops) if early else None, again
-    return later, ()
+            return _Part(early, ops) if early else None, late
+    return whole, ()
 
 
 def _with_sources(
     cls: LayerClass, part: "_Part", behind: Sequence["_Part"]
 ) -> tuple["_Part", list["_Part"]]:
-    """``part`` with those of ``behind`` that make what it reads, and the others."""
+    """``part`` joined with those of ``behind`` that make what it reads, and the rest of these."""
     read = {
         cls.ops[source].slot
         for at in part.ops
@@ -351,12 +349,12 @@ def _with_sources(
         if source not in part.ops
     }
     makers = [other for other in behind if not read.isdisjoint(other.slots)]
-    left = [other for other in behind if other not in makers]
-    return _with_sources(cls, _together([part, *makers]), left) if makers else (part, left)
+    rest = [other for other in behind if other not in makers]
+    return _with_sources(cls, _together([part, *makers]), rest) if makers else (part, rest)
 
 
 def _is_larger(cls: LayerClass, part: "_Part", available: Collection[int]) -> bool:
-    """True where ``part`` is larger than what it is made from that was read before it."""
+    """True where ``part`` is larger than its sources that the backward has read before it."""
     first = min(cls.slots[slot].first_read for slot in part.slots)
     sources = {cls.ops[source].slot for at in part.ops for source in cls.ops[at].inputs}
     held = (cls.slots[slot] for slot in sources.intersection(available) if slot is not None)
@@ -371,11 +369,12 @@ class _Part(NamedTuple):
     ops: frozenset[int]
 
     def meets(self, other: "_Part") -> bool:
-        """True where an operator makes something of both."""
+        """True where an operator runs for both."""
         return not self.ops.isdisjoint(other.ops)
 
 
 def _together(parts: Sequence[_Part]) -> _Part:
+    """One part with the slots and operators of all."""
     slots = tuple(slot for part in parts for slot in part.slots)
     return _Part(slots, frozenset().union(*(part.ops for part in parts)))
 
@@ -383,7 +382,7 @@ def _together(parts: Sequence[_Part]) -> _Part:
 def _apart_parts(
     cls: LayerClass, slots: Iterable[int], available: Sequence[int]
 ) -> Sequence[_Part]:
-    """``slots`` in parts that share no operator."""
+    """``slots`` in as many parts as share no operator, with ``available`` at hand."""
     parts: list[_Part] = []
     for slot in slots:
         slot_part = _Part((slot,), frozenset(recompute_closure(cls, (slot,), available)))
@@ -400,7 +399,7 @@ def require_valid_modes(step: MovableStep, moves: Moves) -> None:
             f"expected a mode for each of {len(step.layers)} layers, got {len(moves.modes)}"
         )
     facts = facts_of(step)
-    owner: dict[str, str] = {}
+    mover: dict[str, str] = {}
     valid: set[tuple[str, Mode]] = set()
     for layer, mode in zip(step.layers, moves.modes, strict=True):
         cls = step.class_of(layer)
@@ -413,9 +412,9 @@ def require_valid_modes(step: MovableStep, moves: Moves) -> None:
             if action is Action.SAVE:
                 continue
             value = layer.values[slot]
-            if owner.setdefault(value, layer.forward) != layer.forward:
+            if mover.setdefault(value, layer.forward) != layer.forward:
                 raise InvalidPlan(
-                    f"{layer.forward} and {owner[value]} both move {value}; SAVE it in one of them"
+                    f"{layer.forward} and {mover[value]} both move {value}; SAVE it in one of them"
                 )
             _check_value(step, facts, layer, slot, mode)
 

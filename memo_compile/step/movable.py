@@ -6,9 +6,11 @@ says for each slot of a layer whether it is kept, copied to the host or recomput
 """
 
 import enum
-from collections.abc import Mapping
+import functools
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from memo_compile.errors import InputError
 from memo_compile.step.problem import LEFT_OUT, Problem, RegionProfile, StepCall
@@ -283,3 +285,19 @@ class MovableStep:
             for layer in self.layers
         )
         return Moves(modes=tuple(modes), policy="save")
+
+
+_Result = TypeVar("_Result")
+
+
+def once_per_step(make: Callable[[MovableStep], _Result]) -> Callable[[MovableStep], _Result]:
+    """``make``, whose result for a step is kept as long as the step: all plans of it ask for it."""
+    results = weakref.WeakKeyDictionary[MovableStep, _Result]()
+
+    @functools.wraps(make)
+    def kept(step: MovableStep) -> _Result:
+        if step not in results:
+            results[step] = make(step)
+        return results[step]
+
+    return kept

@@ -14,7 +14,6 @@ before the calls that are the first to read one of its slots.
 
 import math
 import operator
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -32,7 +31,16 @@ from memo_compile.planners.move_rules import (
 )
 from memo_compile.planners.policy.modes import ModeCost
 from memo_compile.planners.transfers import at_once, late
-from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule, StepCosts
+from memo_compile.step.movable import (
+    Action,
+    Layer,
+    Mode,
+    MovableStep,
+    Moves,
+    Schedule,
+    StepCosts,
+    once_per_step,
+)
 from memo_compile.step.problem import CallKind, Problem, call_starts
 from memo_compile.step.residency import step_constant_bytes
 from memo_compile.step.simulate import memory_level, most_per_call
@@ -398,46 +406,26 @@ def least_cost_s(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> flo
     return step_s + COPY_WEIGHT * math.fsum(copies_s)
 
 
-_CALL_BYTES: "weakref.WeakKeyDictionary[MovableStep, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
-"""``call_bytes`` of each step, kept because policies make several models of one."""
-
-
+@once_per_step
 def call_bytes(step: MovableStep) -> tuple[Any, Any]:
     """Per call (int64) the most device bytes during it, and those at the border before it."""
-    if step not in _CALL_BYTES:
-        problem = step.problem
-        constant = step_constant_bytes(problem)
-        held = memory_level(problem) + constant
-        before = [start - 1 for start in call_starts(problem)[1:-1]]
-        during = most_per_call(problem, facts_of(step).tables) + constant
-        _CALL_BYTES[step] = during, np.array([constant, *held[before]], dtype=np.int64)
-    return _CALL_BYTES[step]
-
-
-_LEAST_ALIVE: "weakref.WeakKeyDictionary[MovableStep, tuple[Any, int]]" = (
-    weakref.WeakKeyDictionary()
-)
-"""``least_alive`` of each step."""
-
-
-def least_alive(step: MovableStep) -> tuple[Any, int]:
-    """Lower bounds of the bytes of every plan that keeps everything.
-
-    Per call (int64) the device bytes during it; and those when the backward begins.
-    """
-    if step not in _LEAST_ALIVE:
-        _LEAST_ALIVE[step] = _least_alive(step, facts_of(step))
-    return _LEAST_ALIVE[step]
-
-
-def _least_alive(step: MovableStep, facts: StepFacts) -> tuple[Any, int]:
-    """``least_alive``, computed.
-
-    Bytes that only the loss needs are gone on the backward's first line. In a plan that line may be
-    a copy's: then they are gone before the first call has made anything, and copies back hide
-    behind that. Beside an arena that stays in memory there is room for them all the time.
-    """
     problem = step.problem
+    constant = step_constant_bytes(problem)
+    held = memory_level(problem) + constant
+    before = [start - 1 for start in call_starts(problem)[1:-1]]
+    during = most_per_call(problem, facts_of(step).tables) + constant
+    return during, np.array([constant, *held[before]], dtype=np.int64)
+
+
+@once_per_step
+def least_alive(step: MovableStep) -> tuple[Any, int]:
+    """Lower bounds for plans that keep everything: bytes of each call (int64), and at the turn.
+
+    That is when the backward begins. Bytes that only the loss needs are gone on its first line. In
+    a plan that line may be a copy's: then they are gone before the first call has made anything,
+    and copies back hide behind that. An arena that stays in memory has room for them all the time.
+    """
+    problem, facts = step.problem, facts_of(step)
     first = problem.first_backward
     if not problem.loss_bytes or first == len(problem.calls):
         return call_bytes(step)[0] if not facts.talks else _kept_bytes(step, facts, problem), 0
