@@ -1,11 +1,14 @@
 """How fast a step can be under a budget at best: a bound that no plan of memo goes below.
 
-The step is looked at in some calls, its points, in which keeping everything takes more bytes than
-the budget has. In each of them saved tensors of so many bytes must be away: copied to the host
-before and back after it, or not recomputed yet. One linear program over fractions of tensors says
-how long the step stands still for that, and recomputes. It knows nothing of schedules, modes,
-placement, or what must be moved as a whole, so that it is never above the time of a plan. It is the
-computation alone where there is no budget, or a step has several turns (a pipeline's).
+The step is looked at in a few calls, its *points*, in which keeping everything takes more bytes
+than the budget has. In each of them saved tensors of so many bytes must be *away*: copied to the
+host before and back after it, or not recomputed yet. One linear program over fractions of tensors
+says how long the step stands still for that, and recomputes. It knows nothing of schedules, modes,
+placement, or what must be moved as a whole, so that it is never above the time of a plan. The bound
+is the computation alone without a budget, or for several turns (a pipeline's stage).
+
+If a step needs 70 GiB at a point, with a budget of 60, tensors of 10 GiB must be away there: that
+takes their copies, less what runs beside these, or the operators that make them again.
 
 Symbols. Point k of K splits the step's time; interval k ends at point k, interval K at the end.
 Layers of one class whose tensors are made and read in the same intervals are one group of n layers:
@@ -57,9 +60,9 @@ from memo_compile.step.problem import CallKind, Problem
 MAX_POINTS = 16
 """Most calls that are looked at; the program grows with them."""
 
-UNITS = 1e4
-"""Times that go into a step's computation, of the program's unit of time. A solver leaves out what
-costs less than 1e-7."""
+UNITS_OF_STEP = 1e4
+"""A step's computation is so many of the program's units of time: a solver leaves out what costs
+less than 1e-7 units."""
 
 
 def step_lower_bound_s(
@@ -71,7 +74,7 @@ def step_lower_bound_s(
 ) -> float:
     """Seconds that every plan of ``step`` within the budgets takes at least; infinite without one.
 
-    ``regions`` are recomputations whose seconds are known: where one is faster than its operators
+    ``regions`` are recomputations with measured seconds: where one is faster than its operators
     together, each of these is taken to be as much faster.
     """
     facts = facts_of(step)
@@ -79,24 +82,24 @@ def step_lower_bound_s(
     least_s = least_of_step(step).step_s if facts.talks else compute_s
     if budget_bytes is None or not step.problem.has_one_turn:
         return least_s
-    points = _points(step, facts, budget_bytes)
+    points = _points_over(step, facts, budget_bytes)
     if not points:
         return least_s
-    bound = _Bound(step, facts, points, _shares(step, regions))
+    bound = _Bound(step, facts, points, _shares_of_seconds(step, regions))
     return max(least_s, compute_s + bound.added_s(host_budget_bytes))
 
 
 class Life(NamedTuple):
-    """A saved tensor of one layer."""
+    """A saved tensor of one layer, and the calls between which it may be away."""
 
     layer: int
     slot: int
     made: int
     """The forward's call that makes it."""
     last_use: int
-    """The forward's last call that has to do with it."""
+    """The forward's last call that makes or reads it."""
     read: int
-    """The backward's first that reads it."""
+    """The backward's first call that reads it."""
 
 
 class Point(NamedTuple):
@@ -108,11 +111,11 @@ class Point(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first call that runs behind it."""
+        """The first call behind the point."""
         return self.call if self.is_border else self.call + 1
 
     def may_lack(self, life: Life) -> bool:
-        """True where some of the call can run without a tensor.
+        """True where a tensor may be away during a part of the point.
 
         One that an earlier call made may be gone before the end of the call that reads it last.
         """
@@ -120,8 +123,8 @@ class Point(NamedTuple):
         return is_gone and self.end <= life.read
 
 
-def _points(step: MovableStep, facts: StepFacts, budget_bytes: int) -> Sequence[Point]:
-    """The calls with the most bytes above the budget in each of some equal parts of the step."""
+def _points_over(step: MovableStep, facts: StepFacts, budget_bytes: int) -> Sequence[Point]:
+    """The points: calls above the budget, of each of ``MAX_POINTS`` equal parts the highest."""
     alive, beginning_bytes = least_alive(step)
     above = np.flatnonzero(alive > budget_bytes)
     parts = np.array_split(above, max(1, min(len(above), MAX_POINTS)))
@@ -157,10 +160,10 @@ def _last_uses(problem: Problem) -> dict[str, int]:
     return last_use
 
 
-def _shares(
+def _shares_of_seconds(
     step: MovableStep, regions: Collection[RecomputeRegion]
 ) -> dict[tuple[str, int], float]:
-    """(class, operator) -> the least share of its seconds that it takes in a known region."""
+    """(class, operator) -> the least share of its seconds that it takes in one of ``regions``."""
     least_share: dict[tuple[str, int], float] = {}
     for region in regions:
         key = region.key
@@ -171,35 +174,41 @@ def _shares(
     return least_share
 
 
-class _Kind(NamedTuple):
-    """When a saved tensor of a layer may be away, by number of points."""
+class _Absence(NamedTuple):
+    """When the tensor of one slot may be away, by numbers of points.
+
+    With points in calls 10, 20 and 30: a tensor that call 12 makes and 22 reads last, until the
+    backward's call 40 does, has early 1, first 2 and end 3.
+    """
 
     slot: int
     early: int
-    """The first point that begins behind the call that makes it."""
+    """The first point behind the call that makes it: its copy to the host may have ended there."""
     first: int
     """The first point in which it may be away."""
     end: int
-    """The first one behind those."""
+    """The first point behind those."""
 
 
 class _Tensor:
     """The variables of one saved tensor of a group of layers; 0 where there are none."""
 
-    def __init__(self, program: LinearProgram, kind: _Kind, slot: Slot, num_layers: int, turn: int):
+    def __init__(
+        self, program: LinearProgram, absence: _Absence, slot: Slot, num_layers: int, turn: int
+    ):
         def variables(first: int, is_able: bool) -> dict[int, Linear]:
             if not is_able:
                 return {}
-            variable_of = {k: program.variable(high=num_layers) for k in range(first, kind.end)}
+            variable_of = {k: program.variable(high=num_layers) for k in range(first, absence.end)}
             for earlier, later in itertools.pairwise(variable_of.values()):
                 program.require(earlier <= later)
             return variable_of
 
-        self.kind = kind
-        self.out = variables(kind.early, slot.can_offload)
-        self.back = variables(kind.first + 1, slot.can_offload)
-        self.made = variables(max(kind.first + 1, turn), slot.can_recompute)
-        self.y: Linear | float = self.out.get(kind.end - 1, 0.0)
+        self.absence = absence
+        self.out = variables(absence.early, slot.can_offload)
+        self.back = variables(absence.first + 1, slot.can_offload)
+        self.made = variables(max(absence.first + 1, turn), slot.can_recompute)
+        self.y: Linear | float = self.out.get(absence.end - 1, 0.0)
         self.x: Linear | float = 0.0
         if slot.can_recompute:
             self.x = program.variable(high=num_layers)
@@ -210,13 +219,13 @@ class _Tensor:
             program.require(copied <= self.out[k])
 
     def in_interval(self, of: Mapping[int, Linear], all_of: Linear | float, k: int) -> Linear:
-        """How many more layers ``of`` counts at the end of interval ``k`` than at its beginning."""
-        until = all_of if k == self.kind.end else of.get(k, 0.0)
+        """By how much ``of``, which ends at ``all_of``, grows in interval ``k``."""
+        until = all_of if k == self.absence.end else of.get(k, 0.0)
         return total([until, -of.get(k - 1, 0.0)])
 
     def recomputed(self, k: int) -> Linear | float:
         """``made[k]``."""
-        return self.x if k >= self.kind.end else self.made.get(k, 0.0)
+        return self.x if k >= self.absence.end else self.made.get(k, 0.0)
 
     def away(self, k: int) -> Linear:
         """Layers that lack it in point ``k``."""
@@ -225,7 +234,7 @@ class _Tensor:
 
 
 class _Bound:
-    """The linear program of a step and its points."""
+    """The linear program of a step and its points; symbols as above."""
 
     def __init__(
         self,
@@ -235,117 +244,121 @@ class _Bound:
         shares: Mapping[tuple[str, int], float],
     ) -> None:
         self.step, self.facts, self.points, self.shares = step, facts, points, shares
-        self.unit_s = sum(facts.call_s) / UNITS or 1.0
+        self.unit_s = sum(facts.call_s) / UNITS_OF_STEP or 1.0
         self.unit_bytes = float(max(point.missing_bytes for point in points))
         self.turn = sum(point.call < facts.first_backward for point in points)
         self.program = LinearProgram()
-        self.lives = [life for life in _lives_of(step, facts) if self._may_move(life)]
+        self.lives = [life for life in _lives_of(step, facts) if self._is_movable(life)]
         count = len(points) + 1
-        self.away = _empty(len(points))
-        self.outs, self.new, self.backs, self.due = (_empty(count) for _ in range(4))
-        """Per interval the bytes that are copied to the host, and those of what it makes; that are
-        copied back, and those of what it reads."""
-        self.runs = [[self.program.variable()] for _ in range(count)]
-        """Per interval the seconds beyond computation: w, and of what runs again."""
+        self.away = _empty_sums(len(points))
+        self.out_bytes, self.made_bytes, self.back_bytes, self.read_bytes = (
+            _empty_sums(count) for _ in range(4)
+        )
+        """Per interval the bytes that are copied to the host, and of these what it made itself;
+        that are copied back, and of these what it reads itself."""
+        self.extra_s = [[self.program.variable()] for _ in range(count)]
+        """Per interval the seconds beyond computation: w, and what runs again."""
         self.copied: list[Linear] = []
         """Bytes that the host holds."""
 
     def added_s(self, host_budget_bytes: int | None) -> float:
         """Seconds beyond computation; infinite where nothing keeps the budgets."""
-        for (class_key, kinds), num_layers in Counter(self._layers()).items():
-            self._add(self.step.classes[class_key], kinds, num_layers)
+        for (class_key, absences), num_layers in Counter(self._groups()).items():
+            self._add_group(self.step.classes[class_key], absences, num_layers)
         require = self.program.require
         for point, away in zip(self.points, self.away, strict=True):
             require(total(away) >= point.missing_bytes / self.unit_bytes)
         byte_s = self.unit_bytes / self.unit_s
-        for copies, k, span_s, rate in self._copies():
+        for copies, k, span_s, rate in self._copies_by_interval():
             if copies:
                 copies_s = total(copies) * (byte_s / rate)
-                require(copies_s <= total(self.runs[k]) + span_s / self.unit_s)
+                require(copies_s <= total(self.extra_s[k]) + span_s / self.unit_s)
         if host_budget_bytes is not None:
             require(total(self.copied) <= host_budget_bytes / self.unit_bytes)
-        self.program.minimise(total(list(itertools.chain(*self.runs))))
+        self.program.minimise(total(list(itertools.chain(*self.extra_s))))
         status = self.program.solve()
         if status is SolveStatus.INFEASIBLE:
             return math.inf
         added = self.program.value(self.program.objective) if status.has_solution else 0.0
         return max(0.0, added * self.unit_s)
 
-    def _may_move(self, life: Life) -> bool:
+    def _is_movable(self, life: Life) -> bool:
         slot = self.step.class_of(self.step.layers[life.layer]).slots[life.slot]
         return slot.size_bytes > 0 and (slot.can_offload or slot.can_recompute)
 
-    def _intervals(self) -> Iterator[tuple[_Kind, Life]]:
-        """Each tensor that may be away in a point, and when."""
+    def _absences(self) -> Iterator[tuple[_Absence, Life]]:
+        """Each tensor that may be away in a point: when, and its life."""
         calls = [point.call for point in self.points]
         for life in self.lives:
             lacks = [k for k, point in enumerate(self.points) if point.may_lack(life)]
             if lacks:
                 early = bisect_right(calls, life.made)
-                yield _Kind(life.slot, early, lacks[0], lacks[-1] + 1), life
+                yield _Absence(life.slot, early, lacks[0], lacks[-1] + 1), life
 
-    def _layers(self) -> Iterator[tuple[str, tuple[_Kind, ...]]]:
-        """What tells the layers apart that lie otherwise between the points."""
-        by_layer: dict[int, list[_Kind]] = {}
-        for kind, life in self._intervals():
-            by_layer.setdefault(life.layer, []).append(kind)
-        for layer, kinds in by_layer.items():
-            yield self.step.layers[layer].class_key, tuple(kinds)
+    def _groups(self) -> Iterator[tuple[str, tuple[_Absence, ...]]]:
+        """Per layer (class, absences of its tensors): those of a group have the same."""
+        by_layer: dict[int, list[_Absence]] = {}
+        for absence, life in self._absences():
+            by_layer.setdefault(life.layer, []).append(absence)
+        for layer, absences in by_layer.items():
+            yield self.step.layers[layer].class_key, tuple(absences)
 
-    def _copies(self) -> Iterator[tuple[Sequence[Linear], int, float, float]]:
-        """What is copied, in which interval, beside how much computation, at what speed.
+    def _copies_by_interval(self) -> Iterator[tuple[Sequence[Linear], int, float, float]]:
+        """(terms of the bytes copied, interval, seconds of computation beside it, bytes/s).
 
         To the host from one point's beginning to the next one's, and back between their ends.
         """
         passed = [0.0, *itertools.accumulate(self.facts.call_s)]
         begins, ends = [point.call for point in self.points], [point.end for point in self.points]
         made, read = [*begins], [*begins, 0]
-        for kind, life in self._intervals():
-            made[kind.early] = min(made[kind.early], life.made + 1)
-            read[kind.end] = max(read[kind.end], life.read)
+        for absence, life in self._absences():
+            made[absence.early] = min(made[absence.early], life.made + 1)
+            read[absence.end] = max(read[absence.end], life.read)
         rate, back_rate = self.step.costs.d2h_bytes_per_s, self.step.costs.h2d_bytes_per_s
         for k, begin in enumerate(begins):
-            yield self.new[k], k, passed[begin] - passed[made[k]], rate
-            yield self.due[k + 1], k + 1, passed[read[k + 1]] - passed[ends[k]], back_rate
+            yield self.made_bytes[k], k, passed[begin] - passed[made[k]], rate
+            yield self.read_bytes[k + 1], k + 1, passed[read[k + 1]] - passed[ends[k]], back_rate
         for k, (before, after) in enumerate(itertools.pairwise(begins), start=1):
-            yield self.outs[k], k, passed[after] - passed[before], rate
+            yield self.out_bytes[k], k, passed[after] - passed[before], rate
         for k, (before, after) in enumerate(itertools.pairwise(ends), start=1):
-            yield self.backs[k], k, passed[after] - passed[before], back_rate
+            yield self.back_bytes[k], k, passed[after] - passed[before], back_rate
 
-    def _add(self, cls: LayerClass, kinds: Sequence[_Kind], num_layers: int) -> None:
+    def _add_group(self, cls: LayerClass, absences: Sequence[_Absence], num_layers: int) -> None:
         """Variables and constraints of a group of layers."""
         program = self.program
         tensors = {
-            kind.slot: _Tensor(program, kind, cls.slots[kind.slot], num_layers, self.turn)
-            for kind in kinds
+            absence.slot: _Tensor(program, absence, cls.slots[absence.slot], num_layers, self.turn)
+            for absence in absences
         }
         for slot, tensor in tensors.items():
             size = cls.slots[slot].size_bytes / self.unit_bytes
-            kind = tensor.kind
-            for k in range(kind.first, kind.end):
+            absence = tensor.absence
+            for k in range(absence.first, absence.end):
                 self.away[k].append(size * tensor.away(k))
             for k in tensor.out:
-                self.outs[k].append(size * tensor.in_interval(tensor.out, tensor.y, k))
+                self.out_bytes[k].append(size * tensor.in_interval(tensor.out, tensor.y, k))
             if tensor.out:
-                self.new[kind.early].append(size * tensor.out[kind.early])
-                for k in range(kind.first + 1, kind.end + 1):
-                    self.backs[k].append(size * tensor.in_interval(tensor.back, tensor.y, k))
-                self.due[kind.end].append(self.backs[kind.end][-1])
+                self.made_bytes[absence.early].append(size * tensor.out[absence.early])
+                for k in range(absence.first + 1, absence.end + 1):
+                    self.back_bytes[k].append(size * tensor.in_interval(tensor.back, tensor.y, k))
+                self.read_bytes[absence.end].append(self.back_bytes[absence.end][-1])
                 self.copied.append(size * total([tensor.y]))
             for source in _sources_of(cls, slot) & tensors.keys():
                 other = tensors[source]
-                for k in range(max(other.kind.first, kind.first + 1, self.turn), other.kind.end):
+                for k in range(
+                    max(other.absence.first, absence.first + 1, self.turn), other.absence.end
+                ):
                     program.require(other.away(k) + tensor.recomputed(k) <= num_layers)
         for k in range(self.turn, len(self.points) + 1):
             made = {
                 slot: tensor.in_interval(tensor.made, tensor.x, k)
                 for slot, tensor in tensors.items()
-                if cls.slots[slot].can_recompute and tensor.kind.first < k <= tensor.kind.end
+                if cls.slots[slot].can_recompute and tensor.absence.first < k <= tensor.absence.end
             }
-            self.runs[k] += self._operators(cls, made)
+            self.extra_s[k] += self._rerun_s(cls, made)
 
-    def _operators(self, cls: LayerClass, made: Mapping[int, Linear]) -> Iterator[Linear]:
-        """The seconds of each operator that runs where so many layers recompute some tensors."""
+    def _rerun_s(self, cls: LayerClass, made: Mapping[int, Linear]) -> Iterator[Linear]:
+        """The seconds of each operator where so many layers, ``made``, recompute each slot."""
         makers = {op.slot: at for at, op in enumerate(cls.ops)}
         needs: dict[int, list[Linear]] = {}
         for at in reversed(range(len(cls.ops))):
@@ -369,13 +382,13 @@ class _Bound:
                     source_terms += [need for need in run_terms if need not in source_terms]
 
 
-def _empty(count: int) -> list[list[Linear]]:
-    """So many sums without a term."""
+def _empty_sums(count: int) -> list[list[Linear]]:
+    """``count`` sums without a term."""
     return [[] for _ in range(count)]
 
 
 def _sources_of(cls: LayerClass, slot: int) -> set[int]:
-    """The tensors of a layer from which one is recomputed, but those that take no time."""
+    """The slots from which ``slot`` is recomputed, without those that may be made twice."""
     if not cls.slots[slot].can_recompute:
         return set()
     read = {cls.ops[at].slot for op in closure_of(cls, (slot,)) for at in cls.ops[op].inputs}
