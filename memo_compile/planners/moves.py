@@ -28,12 +28,7 @@ from memo_compile.planners.move_rules import (
     require_valid_modes,
 )
 from memo_compile.planners.transfers import at_once, late
-from memo_compile.step.movable import (
-    Action,
-    MovableStep,
-    Moves,
-    RecomputeRegion,
-)
+from memo_compile.step.movable import Action, MovableStep, Moves, RecomputeRegion
 from memo_compile.step.problem import (
     COPY_REGION,
     CallKind,
@@ -53,7 +48,7 @@ _RECOMPUTED, _RELOADED = "recomputed.", "reloaded."
 
 
 @dataclass(slots=True, kw_only=True)
-class _Moved:
+class _CopiedValue:
     """A value that is copied to the host and back."""
 
     value: str
@@ -110,30 +105,33 @@ def apply_moves(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> Prob
 
 
 class _Builder:
+    """Builds one step program."""
+
     def __init__(self, step: MovableStep, moves: Moves, recompute: RecomputeOf) -> None:
         self.step = step
         self.problem = step.problem
         self.facts = facts_of(step)
         self.layers = 0 if moves.schedule.widen else moves.schedule.layers
         self.forward_at, self.backward_at = self.facts.forward_at, self.facts.backward_at
-        self.recomputations = self._recomputed(moves, recompute)
+        self.recomputations = self._find_recomputations(moves, recompute)
         self.recomputation_of = {
             value: recomputation
             for recomputation in self.recomputations
             for value in recomputation.values
         }
-        self.place_of = self._places()
-        """Per call of the step its index among the items."""
+        self.item_of_call = self._items_of_calls()
+        """Per call of the step its index among the items: calls and recomputations together."""
         self.first_read = self._first_reads()
-        self.moved = self._moved(moves)
-        self.reloaded = {move.value: move for move in self.moved}
+        self.copied = self._copied_values(moves)
+        self.reloaded = {move.value: move for move in self.copied}
 
     def build(self) -> Problem:
+        """The step program: the calls in their order, and the regions that they need."""
         regions = dict(self.problem.regions)
-        regions.update(copy_regions(dict.fromkeys(move.size_bytes for move in self.moved)))
+        regions.update(copy_regions(dict.fromkeys(move.size_bytes for move in self.copied)))
         for recomputation in self.recomputations:
             regions[recomputation.region.key.region] = recomputation.region.profile
-        host_bytes = sum(align(move.num_bytes) for move in self.moved)
+        host_bytes = sum(align(move.num_bytes) for move in self.copied)
         moved = replace(
             self.problem, regions=regions, calls=tuple(self._calls()), host_bytes=host_bytes
         )
@@ -142,8 +140,8 @@ class _Builder:
             return moved
         return late(moved) if self.step.waits_late else at_once(moved)
 
-    def _recomputed(self, moves: Moves, recompute: RecomputeOf) -> list[_Recomputation]:
-        """The layers that recompute something which the backward reads."""
+    def _find_recomputations(self, moves: Moves, recompute: RecomputeOf) -> list[_Recomputation]:
+        """The recomputations of ``moves`` of which the backward reads something."""
         recomputations = []
         for index, (layer, mode) in enumerate(zip(self.step.layers, moves.modes, strict=True)):
             for number, key in enumerate(recompute_keys(self.step.class_of(layer), mode)):
@@ -156,8 +154,8 @@ class _Builder:
                     )
         return recomputations
 
-    def _places(self) -> list[int]:
-        """Where the calls come among the items; each recomputation is told its own place."""
+    def _items_of_calls(self) -> list[int]:
+        """``item_of_call``; also sets the index ``at`` of each recomputation."""
         before: dict[int, list[_Recomputation]] = {}
         readers = self.facts.backward_readers
         for recomputation in self.recomputations:
@@ -177,16 +175,16 @@ class _Builder:
         """Value -> the first item that reads it, as the step names it before any move."""
         readers = self.facts.backward_readers
         first = {
-            value: self.place_of[readers[value][0]]
+            value: self.item_of_call[readers[value][0]]
             for value in self.facts.layered
             if value in readers
         }
         for recomputation in self.recomputations:
-            for value in self._sources(recomputation):
+            for value in self._sources_of(recomputation):
                 first[value] = min(recomputation.at, first.get(value, recomputation.at))
         return first
 
-    def _sources(self, recomputation: _Recomputation) -> Iterator[str]:
+    def _sources_of(self, recomputation: _Recomputation) -> Iterator[str]:
         """The values that a recomputation reads, by their names before any move."""
         layer = self.step.layers[recomputation.layer]
         for source in recomputation.region.inputs:
@@ -198,9 +196,9 @@ class _Builder:
                 )
                 yield layer.inputs[source.forward_input]
 
-    def _moved(self, moves: Moves) -> list[_Moved]:
+    def _copied_values(self, moves: Moves) -> list[_CopiedValue]:
         """Every value that is copied, in the order of the lane to the host."""
-        values_moved = []
+        copied_values = []
         for index, (layer, mode) in enumerate(zip(self.step.layers, moves.modes, strict=True)):
             slots = self.step.class_of(layer).slots
             rows = recompute_rows(self.step.class_of(layer), mode)
@@ -214,7 +212,7 @@ class _Builder:
                 if mixed and rows is not None:
                     kind, latest = slots[slot], self.recomputation_of[value].at
                     start, end = rows * kind.row_bytes, kind.num_rows * kind.row_bytes
-                moved = _Moved(
+                moved = _CopiedValue(
                     value=value,
                     layer=index,
                     size_bytes=size,
@@ -224,13 +222,13 @@ class _Builder:
                     needed_item=needed,
                     latest_item=latest,
                 )
-                values_moved.append(moved)
-        values_moved.sort(key=lambda move: (move.issued_call, -move.num_bytes, move.value))
+                copied_values.append(moved)
+        copied_values.sort(key=lambda move: (move.issued_call, -move.num_bytes, move.value))
         end = 0
-        for move in values_moved:  # all are on the host when the backward begins
+        for move in copied_values:  # all are on the host when the backward begins
             move.host_offset = end
             end += align(move.num_bytes)
-        return values_moved
+        return copied_values
 
     def _calls(self) -> list[StepCall]:
         """The items, and at each place between them first what goes to the host."""
@@ -240,7 +238,7 @@ class _Builder:
         renamed |= {value: _RELOADED + value for value in self.reloaded}
         calls = list(self.problem.calls)
         for index in {at for value in renamed for at in self.facts.backward_readers.get(value, ())}:
-            calls[index] = self._reading(index, renamed)
+            calls[index] = self._with_new_names(index, renamed)
         ordered: list[StepCall] = []
         at = num_recomputed = 0
         for place in sorted({*out, *back, *recomputed}):
@@ -254,17 +252,17 @@ class _Builder:
         return ordered + calls[at:]
 
     def _place_before(self, call: int) -> int:
-        """The place behind the call before ``call``: what is recomputed for it comes later."""
-        return self.place_of[call - 1] + 1 if call else 0
+        """The place behind the call before ``call``; recomputations for ``call`` come behind it."""
+        return self.item_of_call[call - 1] + 1 if call else 0
 
     def _offloads(self) -> dict[int, list[StepCall]]:
         """Place -> the copies to the host that are issued and waited for there."""
-        issues = [self._place_before(move.issued_call) for move in self.moved]
-        waits = [self._place_before(self._deadline(move)) for move in self.moved]
-        return self._copies_at(self.moved, issues, waits, CallKind.OFFLOAD)
+        issues = [self._place_before(move.issued_call) for move in self.copied]
+        waits = [self._place_before(self._latest_wait(move)) for move in self.copied]
+        return self._copies_at(self.copied, issues, waits, CallKind.OFFLOAD)
 
-    def _deadline(self, move: _Moved) -> int:
-        """The latest call before which the step may wait for the copy to the host."""
+    def _latest_wait(self, move: _CopiedValue) -> int:
+        """The call before which the step waits for the copy to the host, as ``Schedule`` says."""
         turn, behind = self.facts.turn_at[move.layer], move.layer + self.layers + 1
         if not self.layers:
             return move.issued_call
@@ -275,15 +273,15 @@ class _Builder:
     def _reloads(self) -> dict[int, list[StepCall]]:
         """Place -> the copies back that are issued and waited for there."""
         order = sorted(
-            self.moved,
+            self.copied,
             key=lambda move: (move.latest_item, move.needed_item, -move.num_bytes, move.value),
         )
-        issues = [*itertools.accumulate(map(self._earliest, order), max)]  # one after the other
+        issues = [*itertools.accumulate(map(self._earliest_reload, order), max)]
         waits = [move.needed_item for move in order]
         return self._copies_at(order, issues, waits, CallKind.RELOAD)
 
-    def _earliest(self, move: _Moved) -> int:
-        """The place from which the reload may be issued; its copy to the host has ended there."""
+    def _earliest_reload(self, move: _CopiedValue) -> int:
+        """The first place where the reload may begin, as ``Schedule`` says: its copy has ended."""
         following = self.facts.following
         turn = self._place_before(self.facts.turn_at[move.layer])
         if not self.layers:
@@ -291,11 +289,11 @@ class _Builder:
         before = following.index(move.layer) - self.layers - 1
         if before < 0:
             return turn
-        ended = self.place_of[self.backward_at[following[before]]] + 1
+        ended = self.item_of_call[self.backward_at[following[before]]] + 1
         return min(move.latest_item, max(turn, ended))
 
     def _copies_at(
-        self, moved: list[_Moved], issues: list[int], waits: list[int], kind: CallKind
+        self, moved: list[_CopiedValue], issues: list[int], waits: list[int], kind: CallKind
     ) -> dict[int, list[StepCall]]:
         """Place -> the copies that are issued there, then the waits; ``moved`` is their order."""
         calls_at: dict[int, list[StepCall]] = {}
@@ -313,16 +311,16 @@ class _Builder:
             calls_at.setdefault(place, []).append(waiting[awaited])
         return calls_at
 
-    def _added(self, layer: int, **fields: Any) -> StepCall:
-        """A call of the layer that the step without moves has not."""
+    def _added_call(self, layer: int, **fields: Any) -> StepCall:
+        """A new call that belongs to the layer, and to the member of its forward."""
         owner = self.problem.calls[self.forward_at[layer]]
         return StepCall(
             layer_class=owner.layer_class, instance=owner.instance, member=owner.member, **fields
         )
 
-    def _copy_call(self, move: _Moved, kind: CallKind) -> StepCall:
+    def _copy_call(self, move: _CopiedValue, kind: CallKind) -> StepCall:
         offload = kind is CallKind.OFFLOAD
-        return self._added(
+        return self._added_call(
             move.layer,
             name=f"{kind.value}.{move.value}",
             region=COPY_REGION if offload else reload_region(move.size_bytes),
@@ -331,15 +329,13 @@ class _Builder:
             outputs=() if offload else (_RELOADED + move.value,),
             kind=kind,
             copy=Copy(
-                start_bytes=move.start_bytes,
-                end_bytes=move.end_bytes,
-                host_offset=move.host_offset,
+                start_bytes=move.start_bytes, end_bytes=move.end_bytes, host_offset=move.host_offset
             ),
         )
 
-    def _wait_call(self, move: _Moved, kind: CallKind) -> StepCall:
+    def _wait_call(self, move: _CopiedValue, kind: CallKind) -> StepCall:
         offload = kind is CallKind.OFFLOAD
-        return self._added(
+        return self._added_call(
             move.layer,
             name=f"wait.{kind.value}.{move.value}",
             region=COPY_REGION,
@@ -350,7 +346,7 @@ class _Builder:
             waits_for=f"{kind.value}.{move.value}",
         )
 
-    def _reading(self, index: int, renamed: Mapping[str, str]) -> StepCall:
+    def _with_new_names(self, index: int, renamed: Mapping[str, str]) -> StepCall:
         """Call number ``index``, which reads, and writes into, values by their new names."""
         movable = self._movable_of(index)
         names = tuple([renamed.get(value, value) for value in movable])
@@ -372,13 +368,14 @@ class _Builder:
         return cache[index]
 
     def _recompute_call(self, recomputation: _Recomputation) -> StepCall:
-        return self._added(
+        return self._added_call(
             recomputation.layer,
-            name=self._name(recomputation),
+            name=self._recompute_name(recomputation),
             region=recomputation.region.key.region,
             phase=Phase.BACKWARD,
             inputs=tuple(
-                self._at_hand(recomputation, value) for value in self._sources(recomputation)
+                self._present_name(recomputation, value)
+                for value in self._sources_of(recomputation)
             ),
             outputs=tuple(_RECOMPUTED + value for value in recomputation.values),
             kind=CallKind.RECOMPUTE,
@@ -386,11 +383,11 @@ class _Builder:
             reads=recomputation.region.profile.input_layouts,
         )
 
-    def _name(self, recomputation: _Recomputation) -> str:
+    def _recompute_name(self, recomputation: _Recomputation) -> str:
         name = f"recompute.{self.step.layers[recomputation.layer].forward}"
         return f"{name}.part{recomputation.number}" if recomputation.number else name
 
-    def _at_hand(self, recomputation: _Recomputation, value: str) -> str:
+    def _present_name(self, recomputation: _Recomputation, value: str) -> str:
         """The name under which ``value`` exists when the recomputation runs."""
         maker = self.recomputation_of.get(value)
         if maker is not None and maker.at >= recomputation.at:
@@ -400,7 +397,7 @@ class _Builder:
                 "recomputed before; SAVE or OFFLOAD that"
             )
         taken = self.facts.overwritten_at.get(value)
-        if taken is not None and self.place_of[taken] < recomputation.at:
+        if taken is not None and self.item_of_call[taken] < recomputation.at:
             owner = self.step.layers[recomputation.layer]
             raise InvalidPlan(
                 f"{owner.forward} is recomputed from {value}, which "

@@ -28,7 +28,7 @@ def filled(program: TimedProgram, *, limit_bytes: int) -> TimedProgram:
     """``program`` with recomputations before waits for other ranks at which it would stand still.
 
     One that runs beside no collective moves up to the wait at which most of it hides, the nearest
-    of equal ones: further ones add up as long as their collectives are in flight together. It stays
+    of equal ones; collectives that are in flight together hide it one after the other. It stays
     behind everything that it reads, and moves only where no more than ``limit_bytes`` are alive at
     one time then (``peak_live_bytes``). The program is as it was where the step takes no less time.
     Cost: calls times recomputations.
@@ -47,17 +47,17 @@ def filled(program: TimedProgram, *, limit_bytes: int) -> TimedProgram:
     for call in recomputed:
         place = next(at for at, other in enumerate(calls) if other is call)
         region, seconds = problem.regions[call.region], costs.call_s(call)
-        own_bytes = region.most_bytes() + outside_bytes(region)
+        peak_bytes = region.most_bytes() + outside_bytes(region)
         made_bytes = sum(region.buffers[index].size_bytes for index in region.outputs_of_buffers())
         to, most_s, beside_waits = place, 0.0, list[str]()
         for at, waits in itertools.islice(_waits_before(calls, place, stall_s), MAX_WAITS):
             if alive[at:place].max() + made_bytes > limit_bytes or most_s >= seconds:
                 break
             hidden_s = min(seconds, sum(stall_s[wait] for wait in waits))
-            if hidden_s > most_s and alive[at] + own_bytes <= limit_bytes:
+            if hidden_s > most_s and alive[at] + peak_bytes <= limit_bytes:
                 to, most_s, beside_waits = at, hidden_s, waits
         if to < place:
-            during, beside = alive[to] + own_bytes, alive[to:place] + made_bytes
+            during, beside = alive[to] + peak_bytes, alive[to:place] + made_bytes
             alive = np.concatenate((alive[:to], [during], beside, alive[place + 1 :]))
             calls.insert(to, calls.pop(place))
             _spend(stall_s, beside_waits, seconds)
@@ -66,24 +66,27 @@ def filled(program: TimedProgram, *, limit_bytes: int) -> TimedProgram:
 
 
 def _spend(stall_s: dict[str, float], waits: Sequence[str], seconds: float) -> None:
-    """These waits, before which so much work runs now, stall for less, the first one first."""
+    """Takes ``seconds`` of work, which now run before ``waits``, off their stalls, in order."""
     for wait in waits:
-        spent = min(seconds, stall_s[wait])
-        stall_s[wait] -= spent
-        seconds -= spent
+        spent_s = min(seconds, stall_s[wait])
+        stall_s[wait] -= spent_s
+        seconds -= spent_s
 
 
 def _beside_nothing(problem: Problem) -> list[StepCall]:
-    """Recomputations, into buffers of their own, while which no collective is in flight."""
-    flying: set[str] = set()
-    ordered = []
+    """Recomputations, into buffers of their own, beside which no collective is in flight."""
+    return [call for call, is_beside in _recomputations(problem) if not is_beside and not call.into]
+
+
+def _recomputations(problem: Problem) -> Iterator[tuple[StepCall, bool]]:
+    """Each recomputation, and whether a collective is in flight beside it."""
+    in_flight: set[str] = set()
     for call in problem.calls:
         if call.kind is CallKind.ISSUE:
-            flying.add(call.name)
-        flying.discard(call.waits_for or "")
-        if call.kind is CallKind.RECOMPUTE and not flying and not call.into:
-            ordered.append(call)
-    return ordered
+            in_flight.add(call.name)
+        in_flight.discard(call.waits_for or "")
+        if call.kind is CallKind.RECOMPUTE:
+            yield call, bool(in_flight)
 
 
 def _waits_before(
@@ -110,14 +113,9 @@ def _waits_before(
 
 def window_recompute_s(problem: Problem, costs: StepCosts) -> float:
     """Seconds of the recomputations that run while a collective is in flight."""
-    flying: set[str] = set()
     seconds = 0.0
-    for call in problem.calls:
-        if call.kind is CallKind.ISSUE:
-            flying.add(call.name)
-        flying.discard(call.waits_for or "")
-        if call.kind is CallKind.RECOMPUTE and flying:
-            seconds += costs.call_s(call)
+    for call, is_beside in _recomputations(problem):
+        seconds += costs.call_s(call) if is_beside else 0.0
     return seconds
 
 

@@ -48,8 +48,8 @@ _COLLECTIVES = frozenset({CallKind.ISSUE})
 _STARTS = _COPIES | _COLLECTIVES
 _COMPUTES = (CallKind.RUN, CallKind.RECOMPUTE)
 
-ROUNDING = 1e-9
-"""A transfer may end after its reader begins, by this share of the step."""
+ROUNDING_SHARE = 1e-9
+"""Times that differ by this share of the step count as equal: a transfer still ends in time."""
 
 
 def at_once(problem: Problem) -> Problem:
@@ -79,11 +79,11 @@ def late(problem: Problem, *, holds_inputs: bool = False) -> Problem:
 
 
 class Placed(NamedTuple):
-    """A program whose transfers have their time."""
+    """A program whose transfers stand at the places that give them their time."""
 
     program: TimedProgram
     lacking_bytes: float
-    """With so many bytes more a transfer would have more time; infinite: memory is in no way."""
+    """With so many bytes more a transfer would have more time; infinite: bytes are not short."""
 
 
 def with_time(
@@ -96,10 +96,10 @@ def with_time(
 ) -> Placed:
     """``program`` whose transfers run beside its computation, within ``limit_bytes``.
 
-    Or within what it takes already. Waits leave ``spare_bytes`` of that free. Collectives stay as
-    they are where the step would take no less time; where it waits for them after all, what it
-    recomputes runs before (``recompute_windows``). Cost: linear in the number of calls, and for
-    each start in those that it moves across.
+    Where it takes more already, within that. Waits that come later leave ``spare_bytes`` free.
+    Collectives stay as they are where the step would take no less time; where it still stands still
+    for them, recomputations run there (``recompute_windows``). Cost: linear in the number of calls,
+    and for each start in those that it moves across.
 
     Raises:
         InputError: a region has no seconds.
@@ -122,27 +122,27 @@ def _placed(
     spare_bytes: int,
     kinds: Set[CallKind],
     *,
-    may_pass: bool = True,
+    may_overtake: bool = True,
 ) -> Placed:
-    """``with_time`` for transfers that begin with calls of ``kinds``.
+    """``with_time`` for transfers that begin with calls of ``kinds``: starts first, then waits.
 
-    Where memory is short, small copies may pass large ones; which is not always faster.
+    Where memory is short, small copies may overtake large ones, if that is faster.
     """
     if not kinds:
         return Placed(program, math.inf)
     limit_bytes = max(limit_bytes, program.peak_bytes)
     room = limit_bytes - program.alive
-    starts = _EarlierStarts(program.problem, program.costs, room, kinds, may_pass)
+    starts = _EarlierStarts(program.problem, program.costs, room, kinds, may_overtake)
     begun = program.in_order(starts.run())
     if starts.moves_in_forward:  # where copies leave
         room = limit_bytes - begun.alive
-    walk = _LaterWaits(begun.problem, begun.costs, room - spare_bytes, kinds, may_pass)
+    walk = _LaterWaits(begun.problem, begun.costs, room - spare_bytes, kinds, may_overtake)
     calls = walk.run()
     is_same = calls == program.problem.calls
     lacking_bytes = min(walk.lacking_bytes, starts.lacking_bytes)
     placed = Placed(program if is_same else program.in_order(calls), lacking_bytes)
-    if walk.has_passed or starts.has_passed:
-        plain = _placed(program, limit_bytes, spare_bytes, kinds, may_pass=False)
+    if walk.has_overtaken or starts.has_overtaken:
+        plain = _placed(program, limit_bytes, spare_bytes, kinds, may_overtake=False)
         lacking_bytes = min(lacking_bytes, plain.lacking_bytes)
         faster = min(plain.program, placed.program, key=lambda timed: timed.timeline.step_s)
         return Placed(faster, lacking_bytes)
@@ -150,26 +150,27 @@ def _placed(
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Flight:
-    """A transfer that has begun, whose wait may be put off."""
+class _InFlight:
+    """A transfer in flight, whose wait may be put off."""
 
     start: StepCall
     issued_s: float
     seconds: float = math.inf
     end_s: float = math.inf
     held_bytes: int = 0
-    """What it alone keeps until the wait, ..."""
+    """Bytes of what it reads, which it alone keeps alive from ``held_from`` until its wait."""
     held_from: int = 0
-    """... from this call on."""
+    """Index of the call from which on it does."""
     wait: StepCall | None = None
-    """Once the walk has come to it."""
+    """None until the walk has come to it."""
 
 
 class _LaterWaits:
     """A walk over a program, which puts off the waits for what calls of ``kinds`` begin.
 
-    Without ``costs`` no transfer ends before the step waits for it. ``room`` are the bytes that are
-    free during each call; None: memory does not count.
+    Each wait comes back when the transfer has ended, when a call needs its result, or when the
+    bytes that it keeps are short. Without ``costs`` no transfer ends before the step waits for it.
+    ``room`` are the bytes that are free during each call; None: memory does not count.
     """
 
     def __init__(
@@ -178,24 +179,24 @@ class _LaterWaits:
         costs: StepCosts | None,
         room: Any,
         kinds: Set[CallKind],
-        may_pass: bool = False,
+        may_overtake: bool = False,
     ) -> None:
         self.lacking_bytes = math.inf
-        self.has_passed = False
+        self.has_overtaken = False
         self._problem, self._costs, self._kinds = problem, costs, kinds
         self._room = None if room is None else room.tolist()
-        self._may_pass = may_pass
+        self._may_overtake = may_overtake
         self._calls: list[StepCall] = []
         self._now_s = 0.0
         self._lanes = {kind: CopyLane() for kind in _STARTS}
-        self._flights: dict[str, _Flight] = {}
-        """By the names of their beginnings."""
-        self._pending: list[_Flight] = []
+        self._flights: dict[str, _InFlight] = {}
+        """By the name of the call that begins the transfer."""
+        self._pending: list[_InFlight] = []
         """Those whose waits the walk has put off, in order."""
-        self._leaving: list[_Flight] = []
+        self._leaving: list[_InFlight] = []
         """Copies to the host that have not ended, in the order of their lane."""
-        self._free_s = 0.0
-        """When the last one that has ended did."""
+        self._lane_free_s = 0.0
+        """When the last of them that has ended did: the lane to the host was free then."""
         self._talks = CallKind.ISSUE in kinds
         self._end = len(problem.calls) if self._talks else problem.first_backward
         self._roots = storage_roots(problem) if self._talks else {}
@@ -203,7 +204,7 @@ class _LaterWaits:
         self._sizes, self._last_read = self._values()
 
     def _values(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Bytes of what transfers read, and the last call but waits that reads or writes it."""
+        """Bytes of what transfers read, and the last call, no wait, that reads or writes it."""
         calls = self._problem.calls[: self._end]
         read = {
             self._root(call.inputs[0])
@@ -243,7 +244,7 @@ class _LaterWaits:
             if self._pending:
                 self._wait_for(())
                 self._make_room(at)
-                self._wait_for(self._needed(call))
+                self._wait_for(self._due_before(call))
             self._calls.append(call)
             if call.kind in _STARTS:
                 self._begin(call)
@@ -265,7 +266,8 @@ class _LaterWaits:
         self._calls.append(wait)
 
     def _begin(self, start: StepCall) -> None:
-        flight = _Flight(start=start, issued_s=self._now_s)
+        """A transfer begins: when it will end, and what it keeps alive from when on."""
+        flight = _InFlight(start=start, issued_s=self._now_s)
         self._flights[start.name] = flight
         if self._costs is not None:
             flight.seconds = self._seconds(self._costs, start)
@@ -288,7 +290,7 @@ class _LaterWaits:
         copy_s = costs.d2h_s if start.kind is CallKind.OFFLOAD else costs.h2d_s
         return copy_s(start.copy.num_bytes)
 
-    def _wait_for(self, flights: Iterable[_Flight]) -> None:
+    def _wait_for(self, flights: Iterable[_InFlight]) -> None:
         """The step waits here for ``flights``, and for all that have ended by then."""
         done = set(flights)
         if self._costs is not None:
@@ -302,7 +304,7 @@ class _LaterWaits:
                 left.append(flight)
         self._pending = left
         ended = [flight.end_s for flight in self._leaving if flight.end_s <= self._now_s]
-        self._free_s = max([self._free_s, *ended])
+        self._lane_free_s = max([self._lane_free_s, *ended])
         del self._leaving[: len(ended)]
 
     def _make_room(self, at: int) -> None:
@@ -320,14 +322,14 @@ class _LaterWaits:
             lacking_bytes, over_bytes = over_bytes, over_bytes - flight.held_bytes
             if over_bytes <= 0 or number == len(holding):
                 self.lacking_bytes = min(self.lacking_bytes, lacking_bytes)
-                first = self._passing(holding, self._room[at], flight.end_s)
+                first = self._overtaking(holding, self._room[at], flight.end_s)
                 self._wait_for(first or holding[:number])
                 return
 
-    def _passing(
-        self, holding: Sequence[_Flight], room_bytes: int, than_s: float
-    ) -> Sequence[_Flight]:
-        """The copies of ``holding`` that have no room beside its large ones, put before these.
+    def _overtaking(
+        self, holding: Sequence[_InFlight], room_bytes: int, than_s: float
+    ) -> Sequence[_InFlight]:
+        """Small copies of ``holding`` overtake large ones that have room; returns the small ones.
 
         None where the step would wait for them as long as it waits now, until ``than_s``. So far it
         has waited for none that it puts back.
@@ -337,7 +339,7 @@ class _LaterWaits:
             if flight.held_bytes <= room_bytes:
                 room_bytes -= flight.held_bytes
                 small.remove(flight)
-        if not self._may_pass or any(copy not in self._leaving for copy in small):
+        if not self._may_overtake or any(copy not in self._leaving for copy in small):
             return ()
         end = self._leaving.index(small[-1]) + 1
         large = [copy for copy in self._leaving[:end] if copy not in small]
@@ -347,7 +349,7 @@ class _LaterWaits:
             return ()
         if ends_s[len(small) - 1] >= than_s:
             return ()
-        self.has_passed = True
+        self.has_overtaken = True
         least_bytes = min(copy.held_bytes for copy in small)
         self.lacking_bytes = min(self.lacking_bytes, least_bytes - room_bytes)
         moved = {id(copy.start) for copy in large}
@@ -361,13 +363,13 @@ class _LaterWaits:
             copy.end_s = self._lanes[CallKind.OFFLOAD].free_s = end_s
         return small
 
-    def _ends_s(self, lane: Iterable[_Flight]) -> list[float]:
+    def _ends_s(self, lane: Iterable[_InFlight]) -> list[float]:
         """When these end, one after the other; the lane is free for them from now on."""
-        free = CopyLane(self._free_s)
+        free = CopyLane(self._lane_free_s)
         return [free.copy(flight.issued_s, flight.seconds)[1] for flight in lane]
 
-    def _needed(self, call: StepCall) -> Iterator[_Flight]:
-        """What must have ended before ``call``: it reads a result, or may write into an input."""
+    def _due_before(self, call: StepCall) -> Iterator[_InFlight]:
+        """The collectives that end before ``call``: it reads a result, or may write an input."""
         if not self._talks:
             return
         touched = set(map(self._root, call.touched))
@@ -389,24 +391,25 @@ class _LaterWaits:
 
 @dataclass(slots=True)
 class _Start:
-    """The beginning of a transfer. It stands at a place: before so many of the calls that stay."""
+    """The beginning of a transfer. A place is before so many of the calls that stay."""
 
     calls: tuple[StepCall, ...]
-    """What moves with it; nothing where it stays."""
+    """What moves with it; nothing where it stays itself."""
     earliest: int
+    """The first place where it may stand."""
     latest: int
-    """Where it stands now."""
+    """The place where it stands now."""
     needed: int
     """The place of its wait."""
     seconds: float
     made_bytes: int
-    """What it holds from its beginning on."""
+    """Bytes of its result, which are alive from its beginning on."""
     wanted: int = 0
-    """The last place from which it ends in time."""
+    """The last place from which it still ends in time (``_find_wanted_places``)."""
 
 
 class _EarlierStarts:
-    """A program without the starts that may come earlier, and the places for these."""
+    """Takes the starts that may come earlier out of a program, and finds their places."""
 
     def __init__(
         self,
@@ -414,10 +417,10 @@ class _EarlierStarts:
         costs: StepCosts,
         room: Any,
         kinds: Set[CallKind],
-        may_pass: bool,
+        may_overtake: bool,
     ) -> None:
-        self.has_passed = False
-        self._may_pass = may_pass
+        self.has_overtaken = False
+        self._may_overtake = may_overtake
         self.lacking_bytes = math.inf
         self._problem, self._costs, self._kinds = problem, costs, kinds
         self._gathers = gathers_of(problem) if CallKind.ISSUE in kinds else {}
@@ -427,7 +430,7 @@ class _EarlierStarts:
         moving = {call.name for gather in self._gathers.values() for call in gather.calls}
         calls = problem.calls[self._first :]
         self._stays = [call.name not in moving and not self._is_copy(call) for call in calls]
-        self._rest = [*itertools.compress(calls, self._stays)]
+        self._staying = [*itertools.compress(calls, self._stays)]
         self._room = room[self._first :][self._stays].copy()
         """Per call that stays the bytes that are free (int64)."""
 
@@ -437,18 +440,19 @@ class _EarlierStarts:
     def run(self) -> tuple[StepCall, ...]:
         """All calls in their new order."""
         costs = self._costs
-        call_s = [costs.call_s(call) if call.kind in _COMPUTES else 0.0 for call in self._rest]
+        call_s = [costs.call_s(call) if call.kind in _COMPUTES else 0.0 for call in self._staying]
         self._begin_s = [0.0, *itertools.accumulate(call_s)]
-        computed = (at if call.kind in _COMPUTES else 0 for at, call in enumerate(self._rest, 1))
-        self._same_s = [0, *itertools.accumulate(computed, max)]
+        computed = (at if call.kind in _COMPUTES else 0 for at, call in enumerate(self._staying, 1))
+        self._same_time_place = [0, *itertools.accumulate(computed, max)]
+        """Per place the first one at the same time: only waits stand between."""
         at_place: dict[int, list[StepCall]] = {}
         for lane in filter(None, self._lanes()):
-            _find_wanted(lane, call_s)
+            _find_wanted_places(lane, call_s)
             for start in lane:  # waits took no time, but may do: before them it begins as well
-                start.wanted = max(self._same_s[start.wanted], start.earliest)
+                start.wanted = max(self._same_time_place[start.wanted], start.earliest)
             self._place(lane, at_place)
         calls = [*self._problem.calls[: self._first]]
-        for at, call in enumerate(self._rest):
+        for at, call in enumerate(self._staying):
             calls += at_place.get(at, ())
             calls.append(call)
         return tuple(calls)
@@ -464,8 +468,8 @@ class _EarlierStarts:
                 continue
             first = max(start.wanted, least)
             place = self._with_room(start, first)
-            if self._may_pass and place > first:
-                start = self._passing(lane, first, place)
+            if self._may_overtake and place > first:
+                start = self._overtaking(lane, first, place)
                 place = place if start is lane[0] else first
             lane.remove(start)
             least = min(place, start.latest)
@@ -482,10 +486,10 @@ class _EarlierStarts:
         self.lacking_bytes = min(self.lacking_bytes, lacking_bytes)
         return behind
 
-    def _passing(self, lane: Sequence[_Start], first: int, place: int) -> _Start:
-        """The next smaller copy that has room at ``first``, while the first waits for ``place``.
+    def _overtaking(self, lane: Sequence[_Start], first: int, place: int) -> _Start:
+        """The next smaller copy, with room at ``first``, which would end too late behind the first.
 
-        It would end too late behind that one. Without such a copy it is the first one.
+        The first of ``lane`` waits for ``place``. Returned is that one where there is no such copy.
         """
         large = lane[0]
         busy_until_s = self._begin_s[place] + large.seconds
@@ -496,14 +500,14 @@ class _EarlierStarts:
                 break
             busy_until_s += start.seconds
             if start.made_bytes < large.made_bytes and self._with_room(start, first) == first:
-                self.has_passed = True
+                self.has_overtaken = True
                 return start
         return large
 
     def _lanes(self) -> Iterator[list[_Start]]:
         """The starts of copies back, and those of collectives, each in the order of its lane."""
         problem, gathers, calls = self._problem, self._gathers, self._problem.calls[self._first :]
-        needed = {call.waits_for: at for at, call in enumerate(self._rest) if call.waits_for}
+        needed = {call.waits_for: at for at, call in enumerate(self._staying) if call.waits_for}
         sizes = value_sizes(problem) if gathers else {}
         halves = halves_of_calls(problem) if gathers else (0,) * len(calls)
         copies, collectives = list[_Start](), list[_Start]()
@@ -526,33 +530,33 @@ class _EarlierStarts:
                 start = _Start(moving, begins[half], place, needed[call.name], seconds, made)
                 collectives.append(start)
             place += stays
-        _keep_order(collectives, gathered_bytes(problem) if gathers else 0)
+        _bound_earliest(collectives, gathered_bytes(problem) if gathers else 0)
         yield copies
         yield collectives
 
 
-def _find_wanted(lane: Sequence[_Start], call_s: Sequence[float]) -> None:
-    """Each start is wanted as late as no call begins later for it than if all began first."""
-    free, due = CopyLane(), dict[int, float]()
+def _find_wanted_places(lane: Sequence[_Start], call_s: Sequence[float]) -> None:
+    """Sets each ``wanted``: as late as delays no call beyond where all starts stand at earliest."""
+    copies, due_s = CopyLane(), dict[int, float]()
     borders, begins, now_s, number, least = list[float](), list[float](), 0.0, 0, 0
     for start in lane:
         start.earliest = least = min(max(least, start.earliest), start.latest)
     for place, seconds in enumerate(call_s):
         borders.append(now_s)
         while number < len(lane) and lane[number].earliest <= place:
-            due[lane[number].needed] = free.copy(now_s, lane[number].seconds)[1]
+            due_s[lane[number].needed] = copies.copy(now_s, lane[number].seconds)[1]
             number += 1
-        begins.append(max(now_s, due.get(place, 0.0)))
+        begins.append(max(now_s, due_s.get(place, 0.0)))
         now_s = begins[-1] + seconds
-    tolerance, latest_s, latest = ROUNDING * now_s, math.inf, len(call_s)
+    tolerance, latest_s, latest = ROUNDING_SHARE * now_s, math.inf, len(call_s)
     for start in reversed(lane):
         latest_s = min(latest_s, begins[start.needed]) - start.seconds
         place = bisect.bisect_right(borders, latest_s + tolerance) - 1
         start.wanted = latest = max(start.earliest, min(place, latest, start.latest))
 
 
-def _keep_order(collectives: Iterable[_Start], most_bytes: int) -> None:
-    """No gather may begin before those in front of it, nor while ``most_bytes`` are gathered."""
+def _bound_earliest(collectives: Iterable[_Start], most_bytes: int) -> None:
+    """Sets ``earliest``: gathers keep their order, and at most ``most_bytes`` are gathered."""
     least, unread = 0, list[_Start]()
     for start in collectives:
         if start.calls:
