@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
@@ -18,7 +18,7 @@ from memo_compile.step.simulate import most_per_call
 from memo_compile.step.timed import TimedProgram
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Figures:
     """What a simulation tells of a plan."""
 
@@ -35,11 +35,10 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
+class Candidate(Figures):
     """A plan before it is placed."""
 
     moves: Moves
-    figures: Figures
     make: Callable[[], Problem]
 
     @functools.cached_property
@@ -48,29 +47,9 @@ class Candidate:
         return self.make()
 
     @property
-    def timeline(self) -> Timeline:
-        """Without spans."""
-        return self.figures.timeline
-
-    @property
-    def live_bytes(self) -> int:
-        """A lower bound of its placed peak."""
-        return self.figures.live_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the step's host frame."""
-        return self.figures.host_bytes
-
-    @property
-    def cost_s(self) -> float:
-        """As of ``Figures``."""
-        return self.figures.cost_s
-
-    @property
-    def next_widen(self) -> float:
-        """As of ``Figures``."""
-        return self.figures.next_widen
+    def figures(self) -> Figures:
+        """Its figures alone, without what makes the step program."""
+        return Figures(**{each.name: getattr(self, each.name) for each in fields(Figures)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +99,15 @@ def simulated(
     untimed = make_untimed() if make_untimed else untimed_program(step, moves, recompute)
     program, next_widen = untimed.timed(moves.schedule)
     problem, timeline = program.problem, program.timeline
-    figures = Figures(
+    return Candidate(
+        moves=moves,
+        make=lambda: problem,
         timeline=timeline,
         live_bytes=program.peak_bytes,
         host_bytes=problem.host_bytes,
         cost_s=timeline.step_s + COPY_WEIGHT * copy_seconds(step, problem),
         next_widen=next_widen,
     )
-    return Candidate(moves=moves, figures=figures, make=lambda: problem)
 
 
 def untimed_program(step: MovableStep, moves: Moves, recompute: RecomputeOf) -> UntimedProgram:

@@ -36,13 +36,7 @@ from memo_compile.planners.policy.model import (
     least_cost_s,
 )
 from memo_compile.planners.policy.modes import ModeCost, layer_modes, outside_room
-from memo_compile.planners.policy.named import (
-    NAMED,
-    QUANTA,
-    NamedPlan,
-    named_moves,
-    steady_moves,
-)
+from memo_compile.planners.policy.named import NAMED, QUANTA, NamedPlan, named_moves, steady_moves
 from memo_compile.planners.policy.slot_by_slot import slot_by_slot
 from memo_compile.step.movable import Action, Layer, Mode, MovableStep, Moves, Schedule
 from memo_compile.step.problem import Problem
@@ -438,7 +432,7 @@ class CandidateSource:
         def make() -> Problem:
             return program_of(self.step, moves, self.recompute)[0]
 
-        return Candidate(moves=moves, figures=figures, make=make)
+        return Candidate(moves=moves, make=make, **vars(figures))
 
     def _estimated_regions(self, moves: Moves) -> tuple[str, ...]:
         """The recompute regions of ``moves`` that are not lowered: their costs will change."""

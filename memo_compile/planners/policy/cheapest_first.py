@@ -9,7 +9,7 @@ to the step, per byte that it takes off the points above the floor.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -122,12 +122,8 @@ def with_mode(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[
     return tuple(changed)
 
 
-class _Move(NamedTuple):
-    """Layers that change, the mode that they take, and what ``chosen`` becomes."""
-
-    layers: list[int]
-    mode: int
-    after: tuple[int, ...]
+_Move = tuple[list[int], int, tuple[int, ...]]
+"""Layers that change, the mode that they take, and what ``chosen`` becomes."""
 
 
 def _moves(model: StepModel, chosen: tuple[int, ...], *, in_chunks: bool) -> Iterator[_Move]:
@@ -146,7 +142,7 @@ def _moves(model: StepModel, chosen: tuple[int, ...], *, in_chunks: bool) -> Ite
         for other in range(1, len(model.modes[movable[0]])):
             ways = other_ways.union(model.modes[layer][other].keys for layer in movable)
             if other != mode and are_few_ways(ways, MAX_WAYS):
-                yield _Move(movable, other, with_mode(chosen, movable, other))
+                yield movable, other, with_mode(chosen, movable, other)
 
 
 def has_few_ways(model: StepModel, chosen: Sequence[int], class_key: str) -> bool:

@@ -26,13 +26,7 @@ from memo_compile.errors import ConfigError, TooSlow
 from memo_compile.planners.move_rules import RecomputeOf
 from memo_compile.planners.policy.candidate import Candidate, costs_with, program_of
 from memo_compile.planners.policy.candidates import CandidateSource, DecisionMemory
-from memo_compile.planners.policy.chooser import (
-    Chooser,
-    Decisions,
-    beaten,
-    preference,
-    unbeaten,
-)
+from memo_compile.planners.policy.chooser import Chooser, Decisions, beaten, preference, unbeaten
 from memo_compile.planners.policy.lynx_policies import LYNX
 from memo_compile.planners.policy.modes import with_launches
 from memo_compile.planners.policy.named import NAMED, QUANTA

@@ -72,11 +72,7 @@ class MilpSolution:
 
 
 def solve_modes(
-    model: StepModel,
-    *,
-    bound_bytes: int,
-    host_budget_bytes: int | None = None,
-    gap: float = GAP,
+    model: StepModel, *, bound_bytes: int, host_budget_bytes: int | None = None, gap: float = GAP
 ) -> MilpSolution:
     """Modes of the fastest step within ``bound_bytes``; always the same."""
     program = _Program(model, gap)

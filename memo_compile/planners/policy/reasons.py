@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memo_compile.planners.move_rules import facts_of, recomputable, slots_s
-from memo_compile.step.movable import (
-    Action,
-    Layer,
-    LayerClass,
-    Mode,
-    MovableStep,
-    Moves,
-    Schedule,
-)
+from memo_compile.step.movable import Action, Layer, LayerClass, Mode, MovableStep, Moves, Schedule
 from memo_compile.units import format_bytes, format_seconds
 
 

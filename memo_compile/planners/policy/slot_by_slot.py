@@ -14,14 +14,7 @@ from dataclasses import replace
 from memo_compile.planners.move_rules import recompute_keys
 from memo_compile.planners.policy.candidate import Candidate
 from memo_compile.planners.policy.modes import ModeCost, Rights, are_few_ways, layer_rights
-from memo_compile.step.movable import (
-    Action,
-    LayerClass,
-    Mode,
-    MovableStep,
-    Moves,
-    RecomputeKey,
-)
+from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Moves, RecomputeKey
 
 MIN_GAIN = 2e-4
 """A change that gains less than this share of the step is not taken."""
