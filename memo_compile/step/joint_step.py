@@ -20,15 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from memo_compile.errors import InputError
 from memo_compile.step.movable import Layer, MovableStep, StepCosts
-from memo_compile.step.problem import (
-    FixedBytes,
-    Half,
-    Interlude,
-    Phase,
-    Problem,
-    StepCall,
-    Storage,
-)
+from memo_compile.step.problem import FixedBytes, Half, Interlude, Phase, Problem, StepCall, Storage
 from memo_compile.step.tilings import Tiling, WholeStep
 
 T = TypeVar("T")

@@ -281,11 +281,7 @@ def _last_lines(tables: CallTables, rows: Any, regions: Any, begins: Any) -> Any
 
 
 def _with_shared(
-    last: Any,
-    problem: Problem,
-    starts: Sequence[int],
-    tables: CallTables,
-    regions: Sequence[int],
+    last: Any, problem: Problem, starts: Sequence[int], tables: CallTables, regions: Sequence[int]
 ) -> None:
     """Lets a storage live as long as each value in it; writes that into ``last``."""
     number = tables.number

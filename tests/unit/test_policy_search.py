@@ -15,8 +15,8 @@ from memo_compile.planners.policy.candidates import NO_LAYER, CandidateSource
 from memo_compile.planners.policy.cheapest_first import (
     MAX_WAYS,
     NUM_CHUNKS,
-    has_few_ways,
     greedy_sequence,
+    has_few_ways,
 )
 from memo_compile.planners.policy.chooser import is_steady
 from memo_compile.planners.policy.milp import lowest_peak, make_bundles, solve_modes

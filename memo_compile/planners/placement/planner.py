@@ -139,11 +139,7 @@ def step_bytes(instance: Instance) -> int:
 
 
 def _solve(
-    instance: Instance,
-    bound: int,
-    effort: Effort,
-    solver: Solver,
-    use_numba: bool | None,
+    instance: Instance, bound: int, effort: Effort, solver: Solver, use_numba: bool | None
 ) -> _Answer:
     """Greedy first, then what ``solver`` asks for, until the target is reached."""
     problem, is_auto = instance.problem, solver is Solver.AUTO
