@@ -1,9 +1,12 @@
 """A loop with accelerate: memo by its name in the plugin, with options.
 
-    python examples/tools/accelerate_loop.py
+    python examples/tools/accelerate_loop.py [--offload]
 
-Four micro-batches make two updates; the plugin takes memo's options.
+Four micro-batches make two updates; the plugin takes memo's options. With ``--offload`` optimizer
+state and gradients lie on the host, where parameters are updated.
 """
+
+import sys
 
 import torch
 from accelerate import Accelerator
@@ -11,6 +14,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 from beside_eager import batches, compare, small_llama
 
+import memo_compile
 import memo_compile.huggingface
 
 
@@ -24,6 +28,8 @@ def train(with_memo: bool) -> list[float]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dynamo_plugin=plugin)
     model = small_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if with_memo and "--offload" in sys.argv:
+        optimizer = memo_compile.offload(optimizer, update="host")
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []
     for ids in batches(4, tokens=64):

@@ -1,13 +1,19 @@
 """Lightning's ``Trainer.fit`` with a module inside that is compiled.
 
-python examples/tools/lightning_fit.py
+python examples/tools/lightning_fit.py [--offload]
+
+With ``--offload`` optimizer state and gradients lie on the host, where parameters are updated.
 """
+
+import sys
 
 import lightning
 import torch
 from beside_eager import compare, sentences, small_llama
 from torch import Tensor
 from torch.utils.data import DataLoader
+
+import memo_compile
 
 
 class LanguageModel(lightning.LightningModule):
@@ -17,6 +23,7 @@ class LanguageModel(lightning.LightningModule):
         super().__init__()
         self.model = small_llama()
         self.losses: list[float] = []
+        self.offloads = with_memo and "--offload" in sys.argv
         if with_memo:
             self.model.compile(backend="memo", options={"memory_budget": "2.6MiB"})
 
@@ -28,7 +35,8 @@ class LanguageModel(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW of all parameters."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return memo_compile.offload(optimizer, update="host") if self.offloads else optimizer
 
 
 def train(with_memo: bool) -> list[float]:

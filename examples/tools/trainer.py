@@ -1,15 +1,18 @@
 """transformers' Trainer with memo: by the backend's name, or compiled before.
 
-    python examples/tools/trainer.py [--spelling name|compiled] [--bf16]
+    python examples/tools/trainer.py [--spelling name|compiled] [--bf16] [--offload]
 
 Two micro-batches are accumulated for each update, sequences of two lengths are padded to a
 multiple, the model is evaluated and saved on the way, and memo's numbers are in the Trainer's logs.
+With ``--offload`` optimizer state and gradients lie on the host, where parameters are updated.
 """
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from beside_eager import HALF_TOLERANCE, TOLERANCE, compare, sentences, small_llama
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.data.data_collator import DataCollatorForLanguageModeling
@@ -26,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--spelling", choices=("name", "compiled"), default="name")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--offload", action="store_true")
     wanted = parser.parse_args()
     tolerance = HALF_TOLERANCE if wanted.bf16 else TOLERANCE
     compare(
@@ -44,6 +48,7 @@ def train(with_memo: bool, spelling: str, *, bf16: bool) -> list[float]:
     elif with_memo:
         options = {"memory_budget": BUDGET, "gradients": "accumulated"}
         model.compile(backend="memo", options=options)
+    optimizer = _optimizer(model, offloads=with_memo) if "--offload" in sys.argv else None
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -68,6 +73,7 @@ def train(with_memo: bool, spelling: str, *, bf16: bool) -> list[float]:
             train_dataset=rows,
             eval_dataset=rows[:4],
             data_collator=_collator(),
+            optimizers=(optimizer, None),
         )
         memo_compile.huggingface.log_metrics(trainer)
         trainer.train()
@@ -79,6 +85,12 @@ def train(with_memo: bool, spelling: str, *, bf16: bool) -> list[float]:
         )
     names = ("loss", "eval_loss")
     return [row[name] for row in trainer.state.log_history for name in names if name in row]
+
+
+def _optimizer(model: LlamaForCausalLM, *, offloads: bool) -> torch.optim.Optimizer:
+    """AdamW in place of the Trainer's own."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return memo_compile.offload(optimizer, update="host") if offloads else optimizer
 
 
 def _collator() -> DataCollatorForLanguageModeling:

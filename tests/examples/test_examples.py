@@ -31,6 +31,7 @@ RUNS = [
     *(pytest.param(name, (), marks=pytest.mark.full) for name in NEEDS if not NEEDS[name]),
     ("trainer.py", ("--spelling", "compiled")),
     ("trainer.py", ("--bf16",)),
+    *((name, ("--offload",)) for name in ("trainer.py", "accelerate_loop.py", "lightning_fit.py")),
 ]
 
 
