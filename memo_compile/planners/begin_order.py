@@ -155,6 +155,10 @@ def _begin_order(problem: Problem, gathers: dict[str, Gather]) -> list[str]:
 
 
 def _in_order(problem: Problem, gathers: dict[str, Gather]) -> Iterator[StepCall]:
+    """The calls, with each gather right before the first call for which its turn must have come.
+
+    That is the next collective in the order of beginnings, or a wait for one of its own unit.
+    """
     order = _begin_order(problem, gathers)
     place_of = {name: at for at, name in enumerate(order)}
     gather_calls = {call.name for gather in gathers.values() for call in gather.calls}

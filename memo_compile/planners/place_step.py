@@ -147,6 +147,7 @@ def placement_problem(problem: Problem) -> PlacementProblem:
 
 
 def _rectangles(problem: Problem, alive: Iterable[ArenaBuffer]) -> PlacementProblem:
+    """The buffers as rectangles: lines by bytes. Transient ones of a call are one block."""
     buffers = tuple(
         Buffer(
             id=buffer.id,

@@ -216,6 +216,7 @@ def joint_costs(costs: Sequence[StepCosts]) -> StepCosts:
 
 
 def _layer_of(layer: Layer, member: int, graph: int) -> Layer:
+    """``layer`` of one graph as the layer of a member of the joint step."""
     return Layer(
         class_key=InGraph(graph, layer.class_key).joint,
         calls=tuple(member_name(call, member) for call in layer.calls),
@@ -231,6 +232,7 @@ def _in_order(halves: Sequence[Sequence[Half]], order: HalfOrder) -> tuple[Half,
 
 
 def _half_of(half: Half, member: int) -> Half:
+    """``half`` of one graph as that of a member, its values under the member's names."""
     return replace(
         half,
         constants=tuple(member_name(value, member) for value in half.constants),
@@ -260,6 +262,7 @@ def _calls(calls: Sequence[Sequence[StepCall]], joint: JointStep) -> tuple[StepC
 
 
 def _call_of(call: StepCall, member: int, graph: int, counts: Mapping[str | None, int]) -> StepCall:
+    """``call`` of one graph as a member's; ``counts``: layers per class of the members before."""
     layer_class = None if call.layer_class is None else InGraph(graph, call.layer_class).joint
     return replace(
         call,
@@ -291,6 +294,8 @@ def _held_until(
 
 
 def _tiling(tiling: Tiling, graph: int) -> Tiling:
+    """``tiling`` with the names that its regions have in the joint step."""
+
     def name(region: str) -> str:
         return InGraph(graph, region).joint
 

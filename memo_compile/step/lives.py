@@ -22,7 +22,7 @@ from memo_compile.step.problem import (
     call_starts,
 )
 
-MOST_CALLS = 60_000
+MAX_CALLS = 60_000
 """Most calls that are kept, in about 30 MiB: those of a hundred programs of 80 layers."""
 
 _NOTHING = 0
@@ -156,7 +156,7 @@ class CallTables:
 
     def rows_of(self, problem: Problem) -> tuple[list[int], list[int]]:
         """Returns for each call of the program the number of its row, and that of its region."""
-        if len(self._call_of) >= MOST_CALLS:
+        if len(self._call_of) >= MAX_CALLS:
             self._call_of.clear()
             self._row_of.clear()
             self.reads, self.made = _Rows(), _Rows()

@@ -13,7 +13,7 @@ from memo_compile.planners.place_step import place_step
 from memo_compile.planners.policy import choose
 from memo_compile.planners.policy.candidate import costs_with
 from memo_compile.planners.policy.chooser import NothingFits
-from memo_compile.planners.policy.frontier import GOOD_ENOUGH
+from memo_compile.planners.policy.frontier import GOOD_ENOUGH_SHARE
 from memo_compile.planners.policy.lynx_policies import LYNX
 from memo_compile.planners.recompute_windows import window_recompute_s
 from memo_compile.step.movable import Action
@@ -123,7 +123,7 @@ def test_the_choice_is_never_slower_than_lynx_at_its_memory(shape, tp, hardware)
     """The integer program of ``lynx-opt`` is not solved where another plan is good enough."""
     for changed in ({}, SLOW):
         step = step_of(shape, tp, hardware=hardware, **changed)
-        for policy, slack in (("lynx-heu", 1e-9), ("lynx-opt", GOOD_ENOUGH)):
+        for policy, slack in (("lynx-heu", 1e-9), ("lynx-opt", GOOD_ENOUGH_SHARE)):
             assert_not_slower(step, policy, slack, (0.25, 0.6), (HOST_BYTES, None))
 
 

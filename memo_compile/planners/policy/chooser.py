@@ -147,6 +147,7 @@ class Chooser:
         return self._placed.get(decisions_of(candidate.moves))
 
     def _plan_of(self, candidate: Candidate) -> Plan:
+        """The placement of ``candidate``, made once."""
         plan = self._placed_already(candidate)
         if plan is None:
             plan = self._place(candidate.problem)

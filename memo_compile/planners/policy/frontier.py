@@ -35,7 +35,7 @@ from memo_compile.step.plans import FrontierPoint, Plan, Timeline
 from memo_compile.step.problem import Problem
 from memo_compile.step.simulate import simulate
 
-GOOD_ENOUGH = 0.02
+GOOD_ENOUGH_SHARE = 0.02
 """Where greedy's plan is at most this share slower than the step that keeps everything, which no
 plan beats, the program of the whole step is not solved: that takes most of the time and rarely
 saves a third of a percent. The proof above holds: at a smaller budget greedy's plan is the same,
@@ -207,7 +207,7 @@ def _pick_of_searches(
         return saved, pick
     quick = source.quick if policy == "auto" else (*source.quick, "steady")
     plans, pick = _cheapest_first(source, chooser, saved, source.moves(*quick), fast_s)
-    is_near = pick is not None and pick[0].cost_s <= saved[0].cost_s * (1 + GOOD_ENOUGH)
+    is_near = pick is not None and pick[0].cost_s <= saved[0].cost_s * (1 + GOOD_ENOUGH_SHARE)
     if policy == "greedy" or is_near:
         return plans, pick
     plans, solver_pick = _cheapest_first(source, chooser, saved, source.moves(*source.all))

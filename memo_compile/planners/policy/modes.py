@@ -561,6 +561,7 @@ def offload_order(cls: LayerClass) -> list[int]:
 
 
 def _costs(cls: LayerClass, modes: Iterable[Mode], recompute: RecomputeOf) -> Iterable[ModeCost]:
+    """Costs of each of ``modes`` once, without those for which there is no region."""
     for mode in dict.fromkeys(modes):
         try:
             yield mode_cost(cls, mode, recompute)

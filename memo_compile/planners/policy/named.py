@@ -36,10 +36,11 @@ from memo_compile.step.problem import align
 QUANTA = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """MEMO's alpha is rounded down to one of these, so that row splits stay multiples of 128 tokens."""
 
-ROTATING = Schedule(layers=1)
+ROTATING_BUFFERS = Schedule(layers=1)
 """A copy may last one more layer, which is what MEMO's two rotating buffers allow."""
 
-AT_ONCE = Schedule(layers=0)
+COPIES_AT_ONCE = Schedule(layers=0)
+"""Computation waits for each copy."""
 
 KEPT_LAYERS = 2
 """Layers at the end that policy ``memo`` leaves alone, because their backward comes first."""
@@ -109,7 +110,9 @@ def full_recompute(request: PolicyRequest) -> NamedPlan:
 
 def full_offload(request: PolicyRequest) -> NamedPlan:
     """Everything goes to the host."""
-    return _plan_per_layer(request.step, "full-offload", ROTATING, request.recompute, _offload_all)
+    return _plan_per_layer(
+        request.step, "full-offload", ROTATING_BUFFERS, request.recompute, _offload_all
+    )
 
 
 def memo(request: PolicyRequest) -> NamedPlan:
@@ -126,7 +129,7 @@ def memo(request: PolicyRequest) -> NamedPlan:
     mode_of = functools.partial(_memo_mode, alpha=alpha, granule=step.token_granule)
     repeating = repeating_layers(step)
     only = repeating[:-KEPT_LAYERS]
-    plan = _plan_per_layer(step, "memo", ROTATING, request.recompute, mode_of, only=only)
+    plan = _plan_per_layer(step, "memo", ROTATING_BUFFERS, request.recompute, mode_of, only=only)
     return replace(plan, notes=(*notes, *plan.notes, *_kept_by_memo(step, repeating)))
 
 
@@ -142,7 +145,7 @@ def kwai(request: PolicyRequest) -> NamedPlan:
         make_mode(step.class_of(layer), offload=shared)
         for layer, shared in zip(step.layers, slots, strict=True)
     )
-    return NamedPlan(moves=Moves(modes=modes, schedule=ROTATING, policy="kwai"))
+    return NamedPlan(moves=Moves(modes=modes, schedule=ROTATING_BUFFERS, policy="kwai"))
 
 
 _POLICIES: Mapping[str, Callable[[PolicyRequest], NamedPlan]] = {
@@ -174,7 +177,9 @@ def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
             cls, rights, _apart_slots(cls, rights, _all_but_attention(cls, rights))
         ),
     )
-    plans = (_plan_per_layer(step, "steady", AT_ONCE, recompute, mode_of) for mode_of in modes_of)
+    plans = (
+        _plan_per_layer(step, "steady", COPIES_AT_ONCE, recompute, mode_of) for mode_of in modes_of
+    )
     return list(dict.fromkeys(plan.moves for plan in plans))
 
 

@@ -94,6 +94,7 @@ class _Weighed:
         return f"kept: the plan fits without freeing its {format_bytes(kept.size_bytes)}; {costs}"
 
     def _offloaded(self, slot: int, mode: Mode) -> str:
+        """Behind what the copy of ``slot`` hides, and what recomputing it would cost."""
         copies, window = self._layer_copy_s(mode), self.forward_s
         copy = format_seconds(self._copy_s(slot))
         if not self.schedule.layers and not self.schedule.widen:
@@ -113,6 +114,7 @@ class _Weighed:
         return f"{hides}; recomputing it costs {format_seconds(self._recompute_s(slot))}"
 
     def _recomputed(self, slot: int, mode: Mode) -> str:
+        """What recomputing ``slot`` costs, and why it is not copied."""
         copy, slot_of = self._copy_s(slot), self.cls.slots[slot]
         if mode.recompute_rows is not None:
             rows = f"rows 0 to {mode.recompute_rows} of {slot_of.num_rows} are recomputed"

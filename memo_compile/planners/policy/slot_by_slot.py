@@ -19,7 +19,7 @@ from memo_compile.step.movable import Action, LayerClass, Mode, MovableStep, Mov
 MIN_GAIN = 2e-4
 """A change that gains less than this share of the step is not taken."""
 
-MIN_SIZE = 0.02
+MIN_SIZE_SHARE = 0.02
 """Slots of a smaller share of their layer's largest stay as they are."""
 
 MAX_WAYS_BY_SLOT = 4
@@ -82,7 +82,7 @@ def _changes(step: MovableStep, modes: Sequence[Sequence[ModeCost]]) -> Iterator
 
 def _actions(cls: LayerClass, rights: Rights) -> Iterator[tuple[int, Action]]:
     """(slot, action) for all that a layer with ``rights`` may do with slots that are not small."""
-    least = MIN_SIZE * max((slot.size_bytes for slot in cls.slots), default=0)
+    least = MIN_SIZE_SHARE * max((slot.size_bytes for slot in cls.slots), default=0)
     for slot in sorted(rights.offload | rights.recompute):
         if cls.slots[slot].size_bytes < least or cls.slots[slot].pinned is not None:
             continue
