@@ -72,6 +72,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "exact": (False, False, False, False, True),
     "host_budget": (None, None, None, 0),
     "costs": ("roofline", "roofline", "roofline", "measured"),
+    "weights": ("device", "device", "device", "host"),
 }
 
 MLPS = ("mlp", "gated", "fused_gate")
