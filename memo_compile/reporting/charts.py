@@ -333,7 +333,7 @@ def frontier(plan: Plan) -> dict[str, Any] | None:
         "chosen": next((dot for dot in dots if dot["chosen"]), None),
         "next": _next_gain(points),
         "x_ticks": _ticks(byte_ticks, left, right, _short_bytes),
-        "y_ticks": _ticks(svg.nice_ticks(high), low, high, lambda one: f"+{one:g} %"),
+        "y_ticks": _ticks(svg.nice_ticks(high), low, high, lambda percent: f"+{percent:g} %"),
         "budget": _percent(budget, left, right) if budget else None,
     }
 
