@@ -283,7 +283,7 @@ def plan_graph(
 def _planned(
     config: MemoConfig, gm: fx.GraphModule, inputs: Sequence[Any], request: PlanRequest
 ) -> PlannedGraph:
-    """Compiles ``gm`` in the first tiles in which ``request`` fits."""
+    """Compiles ``gm`` in the first tiles in which ``request`` fits, or with updates on the host."""
     facts = GraphFacts(inputs)
     in_heap = facts.device.type == "cpu" and config.memory_budget is not None
     if in_heap:
@@ -300,7 +300,7 @@ def _planned(
     except Infeasible:
         if not _updates_moved(inputs):
             raise
-        planned = first_that_fits(gm, GraphFacts(inputs), config, once)
+        planned = first_that_fits(gm, GraphFacts(inputs), config, once)  # read anew: state moved
     if in_heap:
         large_blocks_leave_the_heap()  # in which planning's small blocks have left free places
     return planned

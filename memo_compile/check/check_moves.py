@@ -130,6 +130,7 @@ class _Comparison:
         """Calls of the original that were replayed before their turn (``_require_gathered``)."""
 
     def run(self) -> CheckVerdict:
+        """Replays the moved step, each ordered call of it beside the original's next one."""
         self._compare_frames(self.unmoved)
         for call in self.moved.problem.calls:
             if call.kind is CallKind.COMM_WAIT:
@@ -143,13 +144,12 @@ class _Comparison:
                 self._step_added(call)
             if len(self.problems) >= MAX_PROBLEMS:
                 break
-        else:
+        else:  # to the end: what is left of the original is missing
             self.moved.finish()
             while (missing := self._next()) is not None:
                 self._complain(f"{missing.name} is missing")
-            self.problems += [
-                f"{name} is missing" for name in (*self._waits_left, *self._float_reads)
-            ]
+            left = (*self._waits_left, *self._float_reads)
+            self.problems += [f"{name} is missing" for name in left]
             calls = self.moved.problem.calls
             issues = [call for call in calls if call.kind is CallKind.ISSUE]
             fault = self._floating.disordered(issues)

@@ -128,9 +128,9 @@ def verify(
 def _run(
     arm: str, script: Path, arguments: Sequence[str], steps: int, folder: Path
 ) -> dict[str, Any] | None:
-    """Runs the script in a child process, and returns what it recorded; None: nothing.
+    """Runs the script in a child process, its stdout on stderr, and returns what it recorded.
 
-    The script's stdout goes to stderr.
+    None: no record, or a failed eager run's. Of other arms a failure is told in the record.
     """
     out = folder / f"{arm}.json"
     how = _RUNS[arm]

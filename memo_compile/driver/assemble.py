@@ -530,7 +530,7 @@ class Assembly:
     def _plan_with(
         self, existing: int, leaving: tuple[int, ...], lasting: int, *, may_be_replaced: bool
     ) -> None:
-        """Replans with ``existing`` bytes of gradients and ``lasting`` bytes of earlier results.
+        """Replans ``_problem_with`` these gradients, and ``lasting`` bytes of earlier results.
 
         If that does not fit, results that this forward's may still replace (``may_be_replaced``)
         are not counted: the backward checks them before it begins.

@@ -96,16 +96,16 @@ def _laid_end_to_end(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
 
 
 def _parameters(step: CutStep) -> set[str]:
-    """Returns the values that are parameters which may move, copies of traced layers' included.
+    """Returns the values that are parameters which may move, in copies of traced layers too.
 
-    A region's input that is a parameter in one of its calls is one in all of them. One whose memory
+    A copy's are inputs of the same regions at the same positions (``ports``). One whose memory
     another tensor shows stays: that would not see what is written later.
     """
     parameters = step.facts.parameters()
     stays = {
         name
-        for name, each in parameters.items()
-        if place_of(each) is None and not storages.is_plain_alone(each)
+        for name, parameter in parameters.items()
+        if place_of(parameter) is None and not storages.is_plain_alone(parameter)
     }
     calls = [*step.forward.calls, *step.backward.calls]
     ports = {(call.region, at) for call in calls for at in _positions(call, parameters.keys())}

@@ -44,7 +44,6 @@ from memo_compile.lowering.workspace import with_workspaces
 from memo_compile.passes.accumulate import AccumulateInPlace
 from memo_compile.passes.cut import Cut, CutRequest, cut
 from memo_compile.passes.effect_tokens import TokensApart
-from memo_compile.passes.runner import GraphPass
 from memo_compile.passes.separate import SeparateResults
 from memo_compile.passes.tile_cut import RegionTiling, tile_cut
 from memo_compile.planners.gather_again import instead
@@ -194,15 +193,15 @@ def _part_at_first(
 ) -> tuple[PlannedStep, PlanRequest]:
     """As ``_planned_at_first``, for a part of a step that is planned whole later; refuses nothing.
 
-    That is one microbatch of a pipeline's stage, or a block of a sharded model. It runs by this
-    plan while the first step is watched. The plan of all parts keeps the budget, and a floor is
-    named when that is made: no floor of one alone would hold.
+    That is one microbatch of a pipeline's stage, or a block of a sharded model, while the first
+    step is watched. It is planned within the budget, else at its floor, else without a bound. Its
+    plan names no budget: that of all parts keeps it, or names a floor.
     """
 
     def within(bound: float | str | None) -> tuple[PlannedStep, PlanRequest]:
-        own = replace(config.at_any_speed(), memory_budget=bound)
-        planned, found = _planned_at_first(lowered, own, request, known, gradients)
-        return replace(planned, plan=replace(planned.plan, budget_bytes=None)), found
+        bounded = replace(config.at_any_speed(), memory_budget=bound)
+        planned, expecting = _planned_at_first(lowered, bounded, request, known, gradients)
+        return replace(planned, plan=replace(planned.plan, budget_bytes=None)), expecting
 
     try:
         return within(config.memory_budget)
@@ -317,14 +316,13 @@ def _cut_forward(step: CapturedStep, *, joins: bool) -> Cut:
 
 
 def _cut_backward(step: CapturedStep, *, joins: bool) -> Cut:
+    """Cuts the backward, in which no two gradients overlap; ``joins`` as of a CutRequest."""
     num_units = step.units.num_units
     (gradients,) = step.backward.graph.output_node().args
     assert isinstance(gradients, list | tuple), "a backward returns a tuple"
-    passes: tuple[GraphPass, ...] = (
-        SeparateResults(own=tuple(range(len(gradients)))),
-        AccumulateInPlace(num_units=num_units),
-    )
-    gm = step.runner.run(step.backward, passes, stage="backward")
+    apart = SeparateResults(own=tuple(range(len(gradients))))
+    in_place = AccumulateInPlace(num_units=num_units)
+    gm = step.runner.run(step.backward, [apart, in_place], stage="backward")
     positions = backward_positions(gm.graph, num_units)
     return _cut_half(step, gm, positions, Phase.BACKWARD, joins=joins)
 

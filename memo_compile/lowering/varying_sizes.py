@@ -270,6 +270,7 @@ class VaryingRegions:
         return [_RegionAt(numbers=others.others, written=other)] if same else []
 
     def _key(self, region: RegionGraph, region_text: Written, poison: bool) -> str:
+        """Returns a digest of all that code for ``region`` depends on, but for its numbers."""
         contents = (
             region_text.text,
             sorted(region.external_outputs),

@@ -412,7 +412,7 @@ class _TriedSizes:
             return None
 
     def floor_bytes(self, size: int) -> int | None:
-        """Bytes that ``size``, which does not fit, needs; None where that is unknown."""
+        """The budget that ``size``, which does not fit, needs; None where that is unknown."""
         num_bytes = self.needs[size].num_bytes if size in self.needs else math.inf
         if math.isinf(num_bytes):  # not planned, as where the inputs alone do not fit
             try:

@@ -193,7 +193,7 @@ class TracedModel:
         return sizes_of(products_bytes(self.gm), self.facts(), config)
 
     def attempt(self, graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
-        """The plan in the tiles that ``options`` name. Raises TooSlow, Infeasible."""
+        """The plan in the tiles that ``options`` name, made once. Raises TooSlow, Infeasible."""
         tiling = tiling_of(options)
         if tiling not in self._planned:
             step, plans = fastest(
@@ -204,7 +204,7 @@ class TracedModel:
             )
             self._planned[tiling] = step, *plans
         step, planned, offline_step = self._planned[tiling]
-        require_fast(planned.plan, options, step)
+        require_fast(planned.plan, options, step)  # by the bounds of this attempt
         return offline_step
 
     def lowered(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> StepKnowledge:

@@ -92,6 +92,7 @@ class Recorder:
             raise EnoughError
 
     def _end_watch(self) -> None:
+        """Notes the step's peak; on a CPU its inputs, growth, and optimizer state as planned."""
         if self._watching is None:
             return
         self._watching.close()

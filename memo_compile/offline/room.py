@@ -36,7 +36,7 @@ class Room:
 
     @classmethod
     def on(cls, hardware: HardwareProfile, budget_bytes: int, num_frames: int = 1) -> "Room":
-        """The room of a plan for ``hardware`` that is made on another device."""
+        """The room on ``hardware``; with what may be missed where a plan for it is an estimate."""
         if is_exact(hardware):
             return cls(budget_bytes=budget_bytes, num_frames=num_frames)
         gpu = GPUS.get(hardware.name, LARGEST)

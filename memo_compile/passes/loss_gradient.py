@@ -134,17 +134,17 @@ def _is_zero(value: object) -> bool:
 def _move(
     gm: fx.GraphModule, tangent: fx.Node, head: Mapping[fx.Node, None], ends: Sequence[fx.Node]
 ) -> None:
-    """Moves ``head`` to the forward, for a gradient of 1, and scales its ``ends`` later."""
+    """Moves ``head`` to the forward, for a gradient of 1; other readers get its ``ends`` scaled."""
     value = tangent.meta["val"]
     first = next(iter(head))
     with gm.graph.inserting_before(first):
         options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        number = gm.graph.call_function(_aten.full.default, ([], 1), options)
-    number.meta = {**_forward(first), "val": torch.ones_like(value)}
+        one = gm.graph.call_function(_aten.full.default, ([], 1), options)
+    one.meta = {**_forward(first), "val": torch.ones_like(value)}
     for node in head:
         node.meta = {**_forward(node), GRADIENT: True}
-        node.replace_input_with(tangent, number)
-    scaled = {number: tangent}
+        node.replace_input_with(tangent, one)
+    scaled = {one: tangent}
     for end in ends:
         later = [user for user in end.users if user not in head]
         scaled_end = _scaled(end, tangent, scaled)
@@ -167,11 +167,10 @@ def _scaled(node: fx.Node, tangent: fx.Node, scaled: dict[fx.Node, fx.Node]) -> 
         with node.graph.inserting_after(node):
             product = node.graph.call_function(_aten.mul.Tensor, (node, tangent))
         product.meta = {**backward, "val": node.meta["val"] * tangent.meta["val"]}
-        if (
-            product.meta["val"].dtype != node.meta["val"].dtype
-        ):  # of two numbers the wider type counts
+        dtype = node.meta["val"].dtype
+        if product.meta["val"].dtype != dtype:  # of two numbers the wider type counts
             with node.graph.inserting_after(product):
-                product = node.graph.call_function(_to_dtype, (product, node.meta["val"].dtype))
+                product = node.graph.call_function(_to_dtype, (product, dtype))
             product.meta = backward
     scaled[node] = product
     return product

@@ -52,7 +52,7 @@ class OwnInputs:
         written, backward = overwritten(gm.graph), tangent_dependents(gm.graph)
         modified = False
         first = next(node for node in gm.graph.nodes if node.op != "placeholder")
-        changing = [inputs[at] for at in self.changing if _may_change(inputs[at], gm.graph)]
+        changing = [inputs[at] for at in self.changing if _needs_copy(inputs[at], gm.graph)]
         sources = dict.fromkeys([*(inputs[at] for at in self.positions), *changing])
         for source in sources:
             readers = [user for user in source.users if user.op != "output"]
@@ -111,8 +111,8 @@ def is_copied(node: fx.Node) -> bool:
     )
 
 
-def _may_change(source: fx.Node, graph: fx.Graph) -> bool:
-    """True for a small input that only the forward reads, also through views."""
+def _needs_copy(source: fx.Node, graph: fx.Graph) -> bool:
+    """True for a small input that the forward alone reads, also through views: see ``changing``."""
     forward = forward_part(graph)
     largest = max((bytes_of(node) for node in forward if node.op == "call_function"), default=0)
     if SMALL_SHARE * bytes_of(source) > largest:

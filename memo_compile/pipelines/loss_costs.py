@@ -84,7 +84,7 @@ def _measured_s(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def _levels(graph: fx.Graph) -> tuple[int, int, int]:
-    """Bytes alive: the forward's peak, what is alive between the halves, the backward's peak."""
+    """The bytes of LossCosts: forward, saved, backward, this without the gradient it returns."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     value, gradient = results_of(graph)
     border = nodes.index(value) if value in nodes else len(nodes) - 1

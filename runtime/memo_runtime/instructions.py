@@ -69,13 +69,13 @@ class Running:
             else:
                 slab.drop(start, end)
 
-    def reloaded(self, table: int, offload: int | None, frame_offset_bytes: int) -> torch.Tensor:
-        """Returns the buffer of a reload, viewed as the value that was offloaded, or as it is."""
+    def reloaded(self, table: int, offload: int | None, buffer_start_bytes: int) -> torch.Tensor:
+        """Returns the value of ``offload`` in its reload's buffer; None: a weight, all of it."""
         (buffer,) = self.tables[table]
         if offload is None:
             return buffer
         like, start_bytes = self.lease.shown[offload]
-        return view_inside(buffer, like, frame_offset_bytes + start_bytes)
+        return view_inside(buffer, like, buffer_start_bytes + start_bytes)
 
 
 InputView = tuple[int, tuple[int, ...], tuple[int, ...], int]

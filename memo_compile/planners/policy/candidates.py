@@ -262,8 +262,8 @@ class CandidateSource:
     ) -> Iterator[Moves]:
         """Up to ``MAX_BY_SLOT`` unbeaten plans of ``near_floor``, made faster slot by slot.
 
-        Each gets an equal share of the simulations that are left, and begins with the plan before
-        it where that is cheaper: it may use the bytes that this one needs more.
+        The fewest bytes come first; none may then need more. Each gets an equal share of the
+        simulations that are left, and starts from the result before where that is cheaper.
         """
         starts = [
             *_spread_over_bytes(_unbeaten(self.valid(near_floor)), MAX_BY_SLOT),

@@ -126,10 +126,10 @@ def choose(
     chooser = Chooser(budget_bytes, host_budget_bytes, place, source.spared, max_step_s, refused)
     notes: tuple[str, ...] = ()
     if policy in ("auto", "greedy"):
-        fast_s = min(max_step_s, limits.wanted_s)
-        fast_s = fast_s if source.host_is_short else min(fast_s, limits.enough_s)
+        enough_s = math.inf if source.host_is_short else limits.enough_s
+        fast_s = min(max_step_s, limits.wanted_s, enough_s)  # none is placed if all are slower
         considered, pick = _pick_of_searches(source, chooser, policy, fast_s)
-        if pick is not None and len(considered) > 1 and not short_frontier:
+        if pick is not None and len(considered) > 1 and not short_frontier:  # for the frontier
             considered = list(dict.fromkeys([*considered, *source.plans(*source.quick)]))
     elif policy in NAMED:
         notes = source.named_plan(policy, alpha).notes
