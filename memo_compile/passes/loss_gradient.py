@@ -139,12 +139,12 @@ def _move(
     first = next(iter(head))
     with gm.graph.inserting_before(first):
         options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        one = gm.graph.call_function(_aten.full.default, ([], 1), options)
-    one.meta = {**_forward(first), "val": torch.ones_like(value)}
+        ones = gm.graph.call_function(_aten.full.default, ([], 1), options)
+    ones.meta = {**_forward(first), "val": torch.ones_like(value)}
     for node in head:
         node.meta = {**_forward(node), GRADIENT: True}
-        node.replace_input_with(tangent, one)
-    scaled = {one: tangent}
+        node.replace_input_with(tangent, ones)
+    scaled = {ones: tangent}
     for end in ends:
         later = [user for user in end.users if user not in head]
         scaled_end = _scaled(end, tangent, scaled)
