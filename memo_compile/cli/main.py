@@ -129,6 +129,8 @@ def main(argv: list[str] | None = None) -> None:
     atexit.register(gc.freeze)  # else cycles are looked for at the end: 2 s of a plan
     command = (sys.argv[1:] if argv is None else argv)[:1]
     try:
+        app.registered_commands.clear()  # of a call before, in a process that calls twice
+        app.registered_groups.clear()
         # Importing one command alone is faster; the help names them all.
         for name in command if command and command[0] in _COMMANDS else _COMMANDS:
             _register(name)
