@@ -109,8 +109,11 @@ def _root(
 
 @functools.cache
 def _register(name: str) -> None:
-    """Imports the command ``name`` and adds it to the app."""
+    """Imports the command ``name`` and adds it to the app, behind those that are there."""
     command = _COMMANDS[name]
+    # Of a call before this one:
+    app.registered_commands = [each for each in app.registered_commands if each.name != name]
+    app.registered_groups = [each for each in app.registered_groups if each.name != name]
     module, attribute = command.target.split(":")
     function = getattr(importlib.import_module(f"memo_compile.cli.{module}"), attribute)
     shown: dict[str, Any] = {
@@ -129,8 +132,6 @@ def main(argv: list[str] | None = None) -> None:
     atexit.register(gc.freeze)  # else cycles are looked for at the end: 2 s of a plan
     command = (sys.argv[1:] if argv is None else argv)[:1]
     try:
-        app.registered_commands.clear()  # of a call before, in a process that calls twice
-        app.registered_groups.clear()
         # Importing one command alone is faster; the help names them all.
         for name in command if command and command[0] in _COMMANDS else _COMMANDS:
             _register(name)
