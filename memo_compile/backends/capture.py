@@ -177,6 +177,7 @@ class StepCapture:
         @functools.wraps(compiled)
         def run(*args: Any) -> Any:
             assert self.steps is not None, "the step was assembled"
+            self.steps.assembly.return_weights(args)
             if gating is None or self.steps.runs_as_member:
                 return under_hooks(compiled, *args)
             with hidden_from_modes():

@@ -31,6 +31,7 @@ from memo_compile.driver.facts import gradient_bytes
 from memo_compile.driver.gradient_watch import GradientWatch, HandedGradients
 from memo_compile.driver.joint_plan import JointMembers
 from memo_compile.driver.knowledge import StepKnowledge, gradients_at_once, leaving_values
+from memo_compile.driver.layer_weights import move_back_to_host
 from memo_compile.driver.library_buffers import (
     Product,
     keeps_kernels,
@@ -201,6 +202,15 @@ class Assembly:
             raise
         self.request, self.unplanned_request = request, None
         return planned
+
+    def return_weights(self, inputs: Sequence[Any]) -> None:
+        """Moves weights to the host that lay there and are on the device; ``inputs`` of a call.
+
+        Raises HostStoreError: the memory was refused.
+        """
+        names = self.problem.host_weights
+        if names and not leases.any_live():
+            move_back_to_host(self.lowered.cut, names, self.config, inputs)
 
     def forward(self, args: list[Any], *, watched: bool = False) -> list[Any]:
         """Runs the forward and returns its results; empties ``args``.

@@ -182,9 +182,12 @@ class GraphFacts:
         """True unless most of the parameters' bytes are frozen."""
         return self._all_trained_bytes >= self._parameter_bytes // 2
 
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the inputs that are parameters, by their names in the forward."""
-        named = zip(self._names, self.inputs(), strict=False)
+    def parameters(self, inputs: Sequence[Any] | None = None) -> dict[str, torch.nn.Parameter]:
+        """Returns the inputs that are parameters, by their names in the forward.
+
+        ``inputs`` are those of a later call, whose parameters may be other objects.
+        """
+        named = zip(self._names, self.inputs() if inputs is None else inputs, strict=False)
         return {name: value for name, value in named if isinstance(value, torch.nn.Parameter)}
 
     @property

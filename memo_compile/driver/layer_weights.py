@@ -6,6 +6,7 @@ before, over the link. A planned step copies it to the device before each pass o
 """
 
 from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
 import torch
 from memo_runtime.host_store import HostStore
@@ -57,12 +58,35 @@ def on_host_already(step: CutStep) -> frozenset[str]:
     return frozenset(name for name, parameter in parameters if place_of(parameter) is not None)
 
 
-def move_to_host(step: CutStep, names: Iterable[str], config: MemoConfig) -> None:
+def move_back_to_host(
+    step: CutStep, names: Iterable[str], config: MemoConfig, inputs: Sequence[Any]
+) -> None:
+    """Moves those of ``names`` that the program has brought to the device; ``inputs`` of a call.
+
+    For example by ``model.cpu()`` and back. One whose memory another tensor shows by now stays.
+    Raises HostStoreError: the memory was refused.
+    """
+    parameters = step.facts.parameters(inputs)
+    brought = [name for name in names if name in parameters and place_of(parameters[name]) is None]
+    alone = [name for name in brought if storages.is_plain_alone(parameters[name])]
+    move_to_host(step, alone, config, inputs)
+    if len(alone) < len(brought):
+        size = format_bytes(sum(parameters[name].nbytes for name in {*brought} - {*alone}))
+        state.warn_once(
+            f"{size} of weights that lay on the host are on the device again, which no plan "
+            "counts: other tensors show their memory"
+        )
+
+
+def move_to_host(
+    step: CutStep, names: Iterable[str], config: MemoConfig, inputs: Sequence[Any] | None = None
+) -> None:
     """Moves the parameters called ``names`` to host memory of their own, if they are not there.
 
-    Raises HostStoreError: the memory was refused; then none has moved.
+    ``inputs`` as of ``GraphFacts.parameters``. Raises HostStoreError: the memory was refused; then
+    none has moved.
     """
-    parameters = step.facts.parameters()
+    parameters = step.facts.parameters(inputs)
     moving = [parameters[name] for name in names if place_of(parameters[name]) is None]
     if not moving:
         return

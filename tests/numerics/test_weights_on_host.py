@@ -48,6 +48,11 @@ def assert_same(ours: nn.Module, other: nn.Module) -> None:
         assert torch.equal(first, second), name
 
 
+def assert_same_gradients(ours: nn.Module, other: nn.Module) -> None:
+    for (name, first), second in zip(ours.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(first.grad, second.grad), name
+
+
 def weights_there(model: nn.Module) -> set[str]:
     return {name for name, each in model.named_parameters() if place_of(each) is not None}
 
@@ -179,6 +184,38 @@ def test_weights_that_others_show_stay():
     assert "layers.1.up.weight" not in weights_there(model)
     assert "layers.2.down.weight" in weights_there(model)
     assert torch.equal(model.seen, shared)
+
+
+def test_weights_that_the_program_brings_back_return_to_the_host():
+    """As by ``model.cpu()``, ``model.cuda()`` and by loading other parameters."""
+    plain, ours = model_of(), model_of()
+    x = torch.randn(TOKENS, 33)
+    for model, weights in ((plain, "device"), (ours, "host")):
+        run = memo_compiled(model, weights=weights)
+        run(x).backward()
+        there = weights_there(model)
+        model.double().float()
+        assert not weights_there(model)
+        run(x).backward()
+        assert weights_there(model) == there
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        run(x).backward()
+        assert weights_there(model) == there
+    assert there
+    assert_same_gradients(ours, plain)
+
+
+def test_a_weight_that_comes_back_into_shared_memory_stays_and_the_report_says_so():
+    model = model_of()
+    run = memo_compiled(model, weights="host")
+    x = torch.randn(TOKENS, 33)
+    run(x).backward()
+    weight = model.layers[1].up.weight
+    shown = weight.detach().clone()
+    weight.data = shown
+    run(x).backward()
+    assert weight.data_ptr() == shown.data_ptr()
+    assert any("other tensors show" in note for note in memo_compile.report().notes)
 
 
 def test_what_parameters_on_host_refuses():
