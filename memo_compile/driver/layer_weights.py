@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
-from memo_runtime.host_store import HostStore
+from memo_runtime.host_store import HostStore, end_to_end
 from memo_runtime.host_tensors import host_tensor, place_of
 
 from memo_compile.config import MemoConfig
@@ -27,9 +27,6 @@ small adapters. A copy costs its latency, and they take next to nothing."""
 
 LEAST_BYTES = 1024
 """And so do those of fewer bytes."""
-
-_ALIGNMENT = 512
-"""Weights begin at multiples of so many bytes of their store."""
 
 
 def weights_of_layers(step: CutStep, problem: Problem) -> dict[str, int]:
@@ -103,20 +100,12 @@ def place_on_host(
 
     Raises HostStoreError: the memory was refused; then none has moved.
     """
-    offsets, size_bytes = _laid_end_to_end(parameters)
+    offsets, size_bytes = end_to_end([each.nbytes for each in parameters])
     store = HostStore(kind, size_bytes, device)
     for parameter, offset_bytes in zip(parameters, offsets, strict=True):
         there = host_tensor(store, offset_bytes, parameter, device=device)
         there.copy_(parameter)
         parameter.data = there
-
-
-def _laid_end_to_end(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
-    offsets, end = [], 0
-    for tensor in tensors:
-        offsets.append(end)
-        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return offsets, end
 
 
 def _parameters(step: CutStep) -> set[str]:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from memo_compile.analysis.joint_units import UNIT, JointUnits, backward_positions
 from memo_compile.analysis.purity import must_be_saved
-from memo_compile.analysis.structure import GRADIENT
+from memo_compile.analysis.structure import GRADIENT, op_name
 from memo_compile.analysis.views import is_tensor, is_view, results_of, storage_of
 from memo_compile.passes.equal_cut import near_attention
 from memo_compile.torch_private import fx_graphs
@@ -60,8 +60,9 @@ class StoreFloat8:
                                          return loss, mul_float8, rsqrt
 
     Stored as they are: masks and whole numbers, statistics, what a plan must not compute twice (a
-    comparison may read it), inputs and results of attention, whose probabilities would no longer
-    add up to one, inputs of layers, from which everything may be recomputed, and what the program
+    comparison may read it), what was masked, where one huge number would leave no digits to the
+    others, inputs and results of attention, whose probabilities would no longer add up to one,
+    inputs of layers, from which everything may be recomputed, and what the program
     itself gets.
     """
 
@@ -147,7 +148,16 @@ def _is_taken(node: fx.Node) -> bool:
         and not node.meta.get(GRADIENT)
         and not near_attention(node)
         and not _is_handed_on(node)
+        and not _may_be_masked(node)
     )
+
+
+def _may_be_masked(node: fx.Node) -> bool:
+    """True for a choice of two values, and for a sum with what is broadcast, as masks are."""
+    size = node.meta["val"].numel()
+    sources = [each for each in node.all_input_nodes if is_tensor(each)]
+    is_sum = op_name(node) == "add" and any(s.meta["val"].numel() < size for s in sources)
+    return is_sum or op_name(node) in ("where", "masked_fill")
 
 
 def _is_handed_on(node: fx.Node) -> bool:

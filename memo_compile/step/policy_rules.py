@@ -64,7 +64,7 @@ def has_rules() -> bool:
 def decision_of(info: TensorInfo, size_bytes: int) -> str | None:
     """What the rules decide about a tensor; None: the plan decides.
 
-    Raises ConfigError: a rule returns something else.
+    Raises ConfigError: a rule raises, or returns something else.
     """
     tensor = SavedTensor(
         role=info.role,
@@ -75,13 +75,18 @@ def decision_of(info: TensorInfo, size_bytes: int) -> str | None:
         size_bytes=size_bytes,
     )
     for rule in _rules:
-        decision = rule(tensor)
+        name = getattr(rule, "__name__", repr(rule))
+        try:
+            decision = rule(tensor)
+        except Exception as error:
+            raise ConfigError(
+                f"policy_rule: {name} raised {type(error).__name__}: {error}"
+            ) from error
         if decision is None:
             continue
         if decision not in DECISIONS:
             raise ConfigError(
-                f"policy_rule: expected {', '.join(DECISIONS)} or None of {rule.__name__}, got "
-                f"{decision!r}"
+                f"policy_rule: expected {', '.join(DECISIONS)} or None of {name}, got {decision!r}"
             )
         return decision
     return None

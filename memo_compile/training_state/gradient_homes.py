@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from memo_runtime.copies import CopyEngine, Lane, Ticket
-from memo_runtime.host_store import HostStore
+from memo_runtime.host_store import HostStore, end_to_end
 from memo_runtime.host_tensors import host_tensor, place_of
 
 from memo_compile.torch_private import autograd
-from memo_compile.training_state.homes import aligned, dense_bytes
+from memo_compile.training_state.homes import dense_bytes
 
 
 @dataclass(slots=True)
@@ -68,13 +68,16 @@ class GradientHomes:
     def take(self, parameter: torch.Tensor) -> None:
         """Puts the gradient into host memory, and frees the one on the device.
 
-        One that is there already stays, and so does one whose own graph may be needed, or that is
-        sparse.
+        One that is there already stays, and so does one whose own graph may be needed, that is
+        sparse, or that is a part of a larger memory: a buffer of the program, which it goes on
+        using.
         """
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
             return
         if place_of(gradient) is not None or not gradient.numel():
+            return
+        if gradient.untyped_storage().nbytes() > gradient.nbytes:
             return
         slot = self._slot_for(parameter, gradient.nbytes)
         home = host_tensor(slot.store, slot.offset_bytes, like=gradient)
@@ -108,12 +111,10 @@ class GradientHomes:
             for each in self._hooks
             if each.requires_grad and each.device == first.device and each not in self._slots
         )
-        places, size_bytes = [], 0
-        for parameter in dict.fromkeys((first, *others)):
-            places.append((parameter, size_bytes))
-            size_bytes += aligned(parameter.nbytes)
+        parameters = list(dict.fromkeys((first, *others)))
+        offsets, size_bytes = end_to_end([each.nbytes for each in parameters])
         store = HostStore(self.kind_on(first.device), size_bytes, first.device)
-        for parameter, offset_bytes in places:
+        for parameter, offset_bytes in zip(parameters, offsets, strict=True):
             self._slots[parameter] = _Slot(store, offset_bytes, parameter.nbytes)
 
     @property

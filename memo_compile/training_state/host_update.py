@@ -83,6 +83,8 @@ class HostUpdate(Update):
             if _is_staged(piece):
                 weight = piece.tensor().detach()
                 self._begin(chunk, Lane.H2D, dense_bytes(weight), dense_bytes(tensor.detach()))
+            elif piece.parameter.device.type != "cpu":  # autograd has not seen it change
+                torch.autograd.graph.increment_version(piece.parameter)
             for home, value in self._keep_state(chunk, piece, tensor):
                 memory = home.bytes(piece.start, piece.end)
                 if value.data_ptr() != memory.data_ptr():

@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
+from memo_runtime.host_tensors import place_of
 from torch import nn
 
 from memo_compile.config import resolve
 from memo_compile.driver.layer_weights import LEAST_BYTES, LEAST_SHARE, place_on_host
 from memo_compile.errors import ConfigError
+from memo_compile.torch_private import storages
 
 
 def parameters_on_host(
@@ -54,8 +56,12 @@ def parameters_on_host(
         moving = [
             each for each in layer.parameters() if owners[id(each)] == 1 and each.nbytes >= least
         ]
+        _require_plain(moving)
+        # What another tensor shows stays: it would not see what is written here later.
+        moving = [
+            each for each in moving if place_of(each) is None and storages.is_plain_alone(each)
+        ]
         if moving:
-            _require_plain(moving)
             with torch.no_grad():
                 place_on_host(moving, target, kind)
     return _rest_on(model, target)
@@ -67,11 +73,11 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of the outermost lists that hold at least two with parameters."""
-    for module in model.children():
-        members = [each for each in module.children() if any(True for _ in each.parameters())]
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(members) > 1:
-            yield from members
-        else:
+    members = [each for each in model.children() if any(True for _ in each.parameters())]
+    if isinstance(model, nn.ModuleList | nn.Sequential) and len(members) > 1:
+        yield from members
+    else:
+        for module in members:
             yield from _layers(module)
 
 

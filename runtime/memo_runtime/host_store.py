@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,9 @@ from memo_runtime.stream_order import StreamOrder
 log = logging.getLogger("memo")
 
 _CPU = torch.device("cpu")
+
+ALIGNMENT = 512
+"""Tensors that share a store begin at multiples of so many bytes, as those of an arena do."""
 
 PART_BYTES = 2**30
 """Memory is registered with CUDA in parts of this size, a multiple of a page. One call for tens of
@@ -137,6 +140,20 @@ def parts(host: torch.Tensor) -> Iterator[tuple[int, int]]:
     first, size = host.storage_offset(), host.numel()
     borders = range((first // PART_BYTES + 1) * PART_BYTES - first, size, PART_BYTES)
     yield from zip((0, *borders), (*borders, size), strict=True)
+
+
+def end_to_end(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
+    """Offsets of tensors of these sizes in one store, and the bytes of all.
+
+    None but one that is larger than a part lies in two parts: a program may copy it as a whole.
+    """
+    offsets, end = [], 0
+    for size_bytes in sizes_bytes:
+        if size_bytes <= PART_BYTES and end % PART_BYTES + size_bytes > PART_BYTES:
+            end += -end % PART_BYTES
+        offsets.append(end)
+        end += -(-size_bytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end
 
 
 def _pin(store: HostStore, memory: torch.Tensor) -> weakref.finalize:

@@ -88,6 +88,8 @@ def place_of(tensor: torch.Tensor) -> HostPlace | None:
     """Where a tensor of ``host_tensor``, or a view of one, lies; None for all other tensors."""
     if not _stores._addresses or type(tensor) not in _PLAIN:  # others have no address
         return None
+    if tensor.layout is not torch.strided:
+        return None
     at = _stores.at(tensor.data_ptr())
     return None if at is None else HostPlace(store=at[0], offset_bytes=at[1])
 

@@ -499,3 +499,21 @@ def test_host_memory_of_gradients_is_used_again_once_nobody_holds_them() -> None
             held = [parameter.grad, parameter.grad.clone()]
     assert places[0] == places[1] == places[2] != places[3]
     assert torch.equal(*held)
+
+
+def test_gradients_in_a_buffer_of_the_program_stay_there() -> None:
+    """For example one that is reduced among ranks, or cleared, as a whole."""
+    model = nn.Linear(32, 32)
+    optimizer = memo_compile.offload(torch.optim.SGD(model.parameters(), lr=0.1), update="host")
+    flat = torch.zeros(sum(each.numel() for each in model.parameters()))
+    start = 0
+    for parameter in model.parameters():
+        parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    x = torch.randn(4, 32)
+    for _ in range(3):
+        flat.zero_()
+        model(x).sum().backward()
+        assert torch.equal(model.bias.grad, torch.full((32,), 4.0))
+        assert flat[-1] == 4.0
+        optimizer.step()

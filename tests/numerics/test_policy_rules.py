@@ -71,3 +71,16 @@ def test_what_cannot_be_done_is_said() -> None:
 def test_another_answer_is_refused() -> None:
     with pytest.raises(ConfigError, match="policy_rule: expected keep, offload, recompute or None"):
         _decisions(lambda tensor: "drop")
+
+
+def test_a_rule_that_raises_is_named() -> None:
+    with pytest.raises(ConfigError, match="policy_rule: <lambda> raised AttributeError"):
+        _decisions(lambda tensor: tensor.rol)
+
+
+def test_pinned_recomputation_goes_with_a_policy_of_mixes() -> None:
+    def rule(tensor):
+        return "recompute" if tensor.role == "mlp.gate_proj" else None
+
+    decisions = _decisions(rule, policy="memo", alpha=0.5, token_granule=1)
+    assert decisions["mlp.gate_proj"] == {"RECOMPUTE"}

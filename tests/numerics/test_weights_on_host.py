@@ -261,3 +261,13 @@ def test_a_budget_below_the_weights_holds_in_memory(monkeypatch):
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
             mine.grad = theirs.grad = None
     assert max(held + memory.growth_bytes for held, memory in peaks) <= 1.005 * budget
+
+
+def test_weights_that_share_memory_stay_shared() -> None:
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    layers[1].weight = nn.Parameter(layers[0].weight.detach())  # tied by memory, as loaders do it
+    memo_compile.parameters_on_host(layers)
+    assert place_of(layers[2].weight) is not None
+    with torch.no_grad():
+        layers[0].weight.zero_()
+    assert not layers[1].weight.any()

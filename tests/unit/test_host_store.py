@@ -249,3 +249,14 @@ def test_a_forked_child_shares_no_frame_with_its_parent():
         os._exit(0)
     os.waitpid(pid, 0)
     assert bool((pool.stores[0].bytes(4096) == 1).all())
+
+
+def test_no_tensor_lies_in_two_parts(monkeypatch):
+    monkeypatch.setattr(host_store, "PART_BYTES", 8192)
+    sizes = [5000, 4000, 100, 20000, 8192, 1]
+    offsets, size_bytes = host_store.end_to_end(sizes)
+    for offset, size in zip(offsets, sizes, strict=True):
+        assert offset % host_store.ALIGNMENT == 0
+        assert size > 8192 or offset // 8192 == (offset + size - 1) // 8192
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    assert all(end <= after for end, after in zip(ends, [*offsets[1:], size_bytes], strict=True))

@@ -532,6 +532,8 @@ def make_mode(
     for slot in recompute:
         actions[slot] = Action.RECOMPUTE
     actions = [slot.pinned or action for slot, action in zip(cls.slots, actions, strict=True)]
+    if any(slot.pinned is Action.RECOMPUTE for slot in cls.slots):
+        rows = None  # all rows of what is pinned, and so of all that is recomputed
     return Mode(actions=tuple(actions), recompute_rows=rows)
 
 
