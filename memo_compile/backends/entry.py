@@ -40,6 +40,7 @@ from memo_compile.driver.owners import telling
 from memo_compile.driver.pipeline import assemble
 from memo_compile.driver.probe import TilingProbes
 from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
+from memo_compile.driver.step_planner import require_host_budget
 from memo_compile.driver.tries import first_that_fits
 from memo_compile.errors import (
     ConfigError,
@@ -297,8 +298,12 @@ def _planned(
 
     try:
         planned = first_that_fits(gm, facts, config, once)
-    except Infeasible:
-        if not _updates_moved(inputs):
+    except Infeasible as error:
+        try:
+            moved = _updates_moved(inputs, facts, config)
+        except ConfigError as beyond:
+            raise Infeasible(f"{error}; {beyond}", floor_bytes=error.floor_bytes) from None
+        if not moved:
             raise
         planned = first_that_fits(gm, GraphFacts(inputs), config, once)  # read anew: state moved
     if in_heap:
@@ -306,11 +311,17 @@ def _planned(
     return planned
 
 
-def _updates_moved(inputs: Sequence[Any]) -> bool:
-    """True where an optimizer of a step that does not fit updates on the host from now on."""
+def _updates_moved(inputs: Sequence[Any], facts: GraphFacts, config: MemoConfig) -> bool:
+    """True where an optimizer of a step that does not fit updates on the host from now on.
+
+    Raises ConfigError: a declared ``host_budget`` does not allow it.
+    """
+    on_host = facts.fixed_bytes(0).on_host
     parameters = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
     with fx_graphs.real_tensors():
-        moved = move_updates_to_host(parameters)
+        moved = move_updates_to_host(
+            parameters, lambda more_bytes: require_host_budget(config, on_host + more_bytes)
+        )
     if moved:
         state.add_note(
             "the optimizer updates on the host, where gradients go as they are made: with both on "

@@ -203,7 +203,10 @@ class StepPlanner:
     def of(cls, known: KnownStep, config: MemoConfig, request: PlanRequest) -> "StepPlanner":
         """What plans ``known`` for ``request``."""
         config, problem = request.applied_to(config), known.requested(request)
-        problem = all_on_host(problem) if config.weights == "host" else problem
+        if config.weights != "device":
+            before, problem = problem.fixed.on_host, all_on_host(problem)
+            if config.weights == "auto" and problem.fixed.on_host > before:
+                require_host_budget(config, problem.fixed.on_host)
         return cls(known=known, config=config, request=request, problem=problem)
 
     @functools.cached_property
@@ -591,6 +594,16 @@ class StepPlanner:
         if kind.startswith("file:"):
             return default_file_budget_bytes(kind.removeprefix("file:"), local_world_size())
         return default_host_budget_bytes(memory, local_world_size())
+
+
+def require_host_budget(config: MemoConfig, host_bytes: int) -> None:
+    """Raises ConfigError: memo itself would let more lie on the host than was declared."""
+    declared = config.declared_host_budget_bytes(host_memory().total_bytes)
+    if declared is not None and host_bytes > declared:
+        raise ConfigError(
+            "weights, gradients and optimizer state on the host would take "
+            f"{format_bytes(host_bytes)}, more than host_budget {format_bytes(declared)}"
+        )
 
 
 def _is_lowest(problem: Problem, plan: Plan) -> bool:

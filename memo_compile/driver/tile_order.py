@@ -13,7 +13,14 @@ from typing import NamedTuple, TypeVar
 
 from memo_compile.config import MemoConfig
 from memo_compile.driver.left_whole import UNEXPECTED, is_bug, refused, say_dropped
-from memo_compile.errors import Infeasible, MemoError, TooSlow, UnsupportedGraph
+from memo_compile.errors import (
+    ConfigError,
+    Infeasible,
+    MemoError,
+    TooSlow,
+    UnsupportedGraph,
+    without_frames,
+)
 from memo_compile.reporting import state
 from memo_compile.units import format_bytes
 
@@ -108,7 +115,7 @@ Attempt = Callable[[MemoConfig], T]
 def where_weights_fit(config: MemoConfig, attempt: Attempt[T]) -> T:
     """Returns what ``attempt`` makes of ``config``; by ``weights="auto"`` on the device if it fits.
 
-    Else with weights on the host. Raises as ``attempt``.
+    Else with weights on the host, if a declared ``host_budget`` allows it. Raises as ``attempt``.
     """
     if config.weights != "auto":
         return attempt(config)
@@ -116,7 +123,11 @@ def where_weights_fit(config: MemoConfig, attempt: Attempt[T]) -> T:
         return attempt(replace(config, weights="device"))
     except Infeasible as error:
         log.info("memo: with weights on the device: %s", error)
-    planned = attempt(replace(config, weights="host"))
+        on_device = without_frames(error)
+    try:
+        planned = attempt(config)
+    except ConfigError as error:
+        raise Infeasible(f"{on_device}; {error}", floor_bytes=on_device.floor_bytes) from None
     state.add_note("weights='auto': on the host, since nothing fits with them on the device")
     return planned
 

@@ -107,7 +107,7 @@ def sizes_of(products: Iterable[int], facts: GraphFacts, config: MemoConfig) -> 
     """What the order of tiles is made of; ``products`` are a graph's ``products_bytes``."""
     widest, second, *_ = sorted({0, -1, *products}, reverse=True)
     constant_bytes = facts.constant_bytes(config.optimizer_state_bytes_per_parameter)
-    if config.weights == "host":  # but for embeddings and heads
+    if config.weights != "device":  # but for embeddings and heads
         constant_bytes -= facts.parameter_bytes
     return Sizes((widest, second), constant_bytes)
 

@@ -104,7 +104,7 @@ class ModelRecord:
         """The sizes that decide in which order numbers of tiles are tried."""
         state_bytes = config.optimizer_state_bytes_per_parameter
         assert state_bytes is not None, "a forecast says which optimizer trains"
-        held_bytes = self.held_bytes - (self.weight_bytes if config.weights == "host" else 0)
+        held_bytes = self.held_bytes - (self.weight_bytes if config.weights != "device" else 0)
         return Sizes(self.products_bytes, held_bytes + int(self.num_trained * state_bytes))
 
 

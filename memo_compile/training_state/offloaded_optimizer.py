@@ -112,10 +112,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._gradients = GradientHomes(kind_on=kind_on, engine_on=engine_on)
         self._learn_traits()
 
-    def move_update_to_host(self) -> bool:
+    def move_update_to_host(self, require_room: Callable[[int], None]) -> bool:
         """Does so if the program has left the choice; called where a step does not fit."""
         if self._gradients is not None or not self._may_move:
             return False
+        require_room(self._all_bytes)
         try:
             self.send_gradients_home()
         except ConfigError as error:

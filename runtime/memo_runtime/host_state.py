@@ -6,7 +6,7 @@ added it, where it goes to the host then. Parameters are held weakly.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,8 +33,11 @@ class HostState:
 class MovableUpdate(Protocol):
     """An optimizer that may update on the device or on the host."""
 
-    def move_update_to_host(self) -> bool:
-        """Sends gradients to the host from now on; True if it did not before, and does now."""
+    def move_update_to_host(self, require_room: Callable[[int], None]) -> bool:
+        """Sends gradients to the host from now on; True if it did not before, and does now.
+
+        Raises what ``require_room`` raises of the bytes of its gradients.
+        """
 
 
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -59,11 +62,13 @@ def update_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return max((state.update_bytes for state in states if state is not None), default=0)
 
 
-def move_updates_to_host(parameters: Iterable[torch.Tensor]) -> bool:
+def move_updates_to_host(
+    parameters: Iterable[torch.Tensor], require_room: Callable[[int], None]
+) -> bool:
     """Asks the optimizers of ``parameters``, whose step does not fit; True if one of them moved."""
     references = (_states.get(parameter, (None, None))[1] for parameter in parameters)
     optimizers = {id(ref()): ref() for ref in references if ref is not None and ref() is not None}
-    return any([optimizer.move_update_to_host() for optimizer in optimizers.values()])
+    return any([optimizer.move_update_to_host(require_room) for optimizer in optimizers.values()])
 
 
 def gradient_goes_home(parameter: torch.Tensor) -> bool:

@@ -448,6 +448,15 @@ def test_the_update_moves_to_the_host_where_a_step_does_not_fit(
     assert all(map(torch.equal, ours, plain))
 
 
+def test_the_update_stays_where_a_declared_host_budget_holds_no_gradients(
+    trained: Callable[..., tuple[list[torch.Tensor], int]],
+) -> None:
+    plain, _ = trained("auto")
+    budget = int(2.4 * sum(each.nbytes for each in plain))
+    with pytest.raises(Infeasible, match="more than host_budget 0 B"):
+        trained("auto", budget, exact=True, host_budget=0)
+
+
 def test_gradients_that_the_program_makes_or_keeps_itself() -> None:
     """One set by hand, one of a graph of gradients, zeros kept, a forward before the update."""
     plain, ours = pair(OPTIMIZERS["adamw"], update="host")

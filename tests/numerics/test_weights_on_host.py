@@ -97,6 +97,20 @@ def test_auto_moves_weights_only_where_nothing_fits_otherwise():
     assert any("weights='auto'" in note for note in memo_compile.report().notes)
 
 
+def test_auto_moves_no_weights_that_a_declared_host_budget_does_not_hold():
+    model = model_of()
+    with pytest.raises(Infeasible) as refused:
+        trained(model_of(), memory_budget=1, exact=True, host_budget=0)
+    floor = refused.value.floor_bytes
+    options = {"memory_budget": floor - 4096, "weights": "auto", "exact": True}
+    with pytest.raises(Infeasible, match="more than host_budget 0 B") as refused:
+        trained(model, host_budget=0, **options)
+    assert refused.value.floor_bytes == floor
+    assert not weights_there(model)
+    trained(model, host_budget="1GiB", **options)
+    assert weights_there(model)
+
+
 def test_a_model_on_the_host_is_planned_so_without_an_option():
     plain, ours = model_of(), model_of()
     expected = trained(plain)
