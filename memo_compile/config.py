@@ -289,6 +289,10 @@ class MemoConfig:
             return "pinned" if device_type == "cuda" else "shm"
         return self.host_store
 
+    def kind_for_kernels(self, device_type: str) -> str:
+        """Returns the host memory for tensors that kernels read where they lie."""
+        return "pinned" if device_type == "cuda" else self.host_kind(device_type)
+
     def idle_options(self) -> list[str]:
         """Returns a note for each option that was set and changes nothing beside the others."""
         notes = []

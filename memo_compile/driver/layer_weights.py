@@ -88,7 +88,7 @@ def move_to_host(
     if not moving:
         return
     with fx_graphs.real_tensors(), torch.no_grad():
-        place_on_host(moving, step.facts.device, config.host_kind(step.facts.device.type))
+        place_on_host(moving, step.facts.device, config.kind_for_kernels(step.facts.device.type))
     size = format_bytes(sum(parameter.nbytes for parameter in moving))
     state.add_note(f"{len(moving)} weights of layers lie on the host, {size}")
 

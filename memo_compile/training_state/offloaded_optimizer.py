@@ -327,7 +327,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _homes_on(self, device: torch.device) -> Homes:
         if device not in self._homes:
-            kind = _kind_on(self._config, device)
+            kind = self._config.host_kind(device.type)
             self._homes[device] = Homes(kind=kind, device=device, of_parameter={})
         return self._homes[device]
 
@@ -343,8 +343,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _kind_on(config: MemoConfig, device: torch.device) -> str:
-    """Kind of host memory, as of ``HostStore``, for what belongs to ``device``."""
-    return config.host_kind(device.type)
+    """Kind of host memory, as of ``HostStore``, for gradients of ``device``."""
+    return config.kind_for_kernels(device.type)
 
 
 def _options_of(group: dict[str, Any]) -> str:

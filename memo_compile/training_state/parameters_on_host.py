@@ -43,7 +43,9 @@ def parameters_on_host(
     if not parameters:
         raise ConfigError("parameters_on_host: the model has no parameters")
     target = torch.device(parameters[0].device if device is None else device)
-    kind = resolve(None, None).host_kind(target.type) if kind == "auto" else kind
+    if kind == "shm" and target.type == "cuda":
+        raise ConfigError("parameters_on_host: kind: kernels of CUDA read pinned memory, not shm")
+    kind = resolve(None, None).kind_for_kernels(target.type) if kind == "auto" else kind
     layers = list(_layers(model))
     if not layers:
         raise ConfigError(

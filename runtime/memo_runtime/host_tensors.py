@@ -76,7 +76,7 @@ def host_tensor(
     if device.type == "cuda" and store.kind != "pinned":
         raise HostStoreError(
             f"memo: expected pinned host memory, which {device} can read, got {store.kind}; "
-            "set host_store='pinned'"
+            "set kind='pinned'"
         )
     memory = _Memory(store, offset_bytes, layout.untyped_storage().nbytes())
     _stores.add(store)

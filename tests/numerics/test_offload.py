@@ -457,6 +457,17 @@ def test_the_update_stays_where_a_declared_host_budget_holds_no_gradients(
         trained("auto", budget, exact=True, host_budget=0)
 
 
+def test_gradients_go_where_kernels_read_them_whatever_activations_are_offloaded_to(
+    request: pytest.FixtureRequest,
+) -> None:
+    request.addfinalizer(lambda: memo_compile.configure(host_store=None))
+    memo_compile.configure(host_store="shm")
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    ours = memo_compile.offload(optimizer, update="host")
+    assert ours._gradients.kind_on(torch.device("cuda")) == "pinned"
+    assert ours._gradients.kind_on(torch.device("cpu")) == "shm"
+
+
 def test_gradients_that_the_program_makes_or_keeps_itself() -> None:
     """One set by hand, one of a graph of gradients, zeros kept, a forward before the update."""
     plain, ours = pair(OPTIMIZERS["adamw"], update="host")

@@ -241,6 +241,8 @@ def test_what_parameters_on_host_refuses():
         memo_compile.parameters_on_host(model)
     with pytest.raises(ConfigError, match="kind"):
         memo_compile.parameters_on_host(Stack(), kind="file:x")
+    with pytest.raises(ConfigError, match="pinned memory, not shm"):
+        memo_compile.parameters_on_host(Stack(), "cuda", kind="shm")
 
 
 def test_a_budget_below_the_weights_holds_in_memory(monkeypatch):
