@@ -14,6 +14,9 @@ _STEP = re.compile(r"[A-Za-z_]\w*|\d+")
 _HIDDEN = ("_modules", "__dict__")
 """Steps that Dynamo writes and a user does not, on the way to a module's children."""
 
+_MODEL = {"fn": "model"}
+"""Dynamo's name of a module that is compiled -> what users see of a model that is itself a list."""
+
 _MIN_NODES_SHARE = 0.1
 """A module owns a unit if it has this share of its named nodes: borders may be a few nodes off."""
 
@@ -204,4 +207,4 @@ def _readable(pattern: str, entries: set[tuple[int, ...]]) -> str:
             level += 1
             if len(numbers) == 1:
                 names[position] = str(numbers.pop())
-    return ".".join(names[1:]) or names[0]
+    return ".".join(names[1:]) or _MODEL.get(names[0], names[0])
