@@ -175,7 +175,7 @@ def _runs(node: fx.Node) -> bool:
 
 
 def _behind_inputs(graph: fx.Graph, wanted: dict[fx.Node, int | None]) -> dict[fx.Node, int]:
-    """Returns the wanted positions, else the first possible ones, none before an input's."""
+    """Returns the ``wanted`` positions (None: as early as possible), none before an input's."""
     positions: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node not in wanted or not _runs(node):

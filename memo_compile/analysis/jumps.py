@@ -128,6 +128,7 @@ def _is_jump(node: fx.Node, digits: Mapping[fx.Node, Digits]) -> bool:
     )
     if not rounds and (not compares or _is_unaffected(node)):
         return False
+    # A single value is compared with a constant: an activation does so where it has a kink.
     return len(varying) > 1 or Digits.MIXED in varying or _is_called_by_program(node)
 
 
@@ -153,7 +154,10 @@ def _is_called_by_program(node: fx.Node) -> bool:
 
 
 def _digits_of(node: fx.Node, digits: Mapping[fx.Node, Digits], fixed: Set[fx.Node]) -> Digits:
-    """Returns the digits of ``node``, from its inputs'; those of a tuple are of its fractions."""
+    """Returns the digits of ``node``, from its inputs'; of a tuple, those of its fractions.
+
+    ``fixed`` are weights, and what depends on them and constants alone (``_depends_on``).
+    """
     varying = {digits[source] for source in node.all_input_nodes} - {Digits.SAME}
     if is_item(node):
         return digits[node.all_input_nodes[0]] if _has_fractions(node) else Digits.SAME

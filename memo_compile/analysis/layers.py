@@ -98,7 +98,7 @@ def find_layers(nodes: Sequence[fx.Node]) -> LayerStructure:
 
 
 def _find_ranges(tape: Tape, start: int, end: int, paths: LayerPaths) -> list[Range]:
-    """Returns ranges of layers in ``[start, end)``: of the best repeat, and beside it."""
+    """Returns the layers in ``[start, end)``: of the best repeat, and of repeats beside it."""
     if tape.num_matmuls(start, end) < 2:
         return []
     repeat = best_repeat(tape, start, end, paths.begins_layer)
@@ -239,6 +239,7 @@ def _group(tape: Tape, ranges: Sequence[Range]) -> dict[str, list[Range]]:
 
 
 def _is_worthwhile(tape: Tape, members: Sequence[Range]) -> bool:
+    """True for a class of layers that are numerous and large enough to get regions."""
     start, end = members[0]
     num_matmuls = tape.num_matmuls(start, end)
     least = _MIN_SIMPLE_INSTANCES if num_matmuls == 1 else 2

@@ -38,6 +38,7 @@ def large_masks(graph: fx.Graph) -> list[LargeMask]:
 
 
 def _masks(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yields the mask of each call of an attention kernel that has one."""
     for node in graph.nodes:
         if "attention" not in op_name(node) or not isinstance(node.target, torch._ops.OpOverload):
             continue

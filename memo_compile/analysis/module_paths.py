@@ -83,18 +83,18 @@ class LayerPaths:
         return Owner(path=", ".join(paths), period=periods.pop(), pattern=None)
 
     def layer_starts(self, start: int, end: int, pattern: str) -> list[int]:
-        """Returns positions after ``start`` where the next layer of the list begins."""
+        """Returns positions after ``start`` where another entry of the list ``pattern`` begins."""
         starts = []
-        current: tuple[int, ...] | None = None
+        last_indices: tuple[int, ...] | None = None
         for position in range(start, end):
             indices = next(
                 (place.indices for place in self._places[position] if place.path == pattern), None
             )
-            if indices is None or indices == current:
+            if indices is None or indices == last_indices:
                 continue
-            if current is not None:
+            if last_indices is not None:
                 starts.append(position)
-            current = indices
+            last_indices = indices
         return starts
 
     def _owning_places(self, start: int, end: int) -> set[Place]:
@@ -158,7 +158,11 @@ def _inside_layer(node: fx.Node) -> list[str]:
 
 
 def _owner(places: Sequence[set[Place]]) -> Owner:
-    """Returns the outermost list whose entries are the layers, given each layer's places."""
+    """Returns the list whose entries are the layers, given each layer's places.
+
+    It is the outermost of which each layer runs entries of its own, else the innermost of which all
+    layers run the same entry.
+    """
     lists = sorted({(place.depth, place.path) for owned in places for place in owned})
     shared = None
     for _, pattern in lists:
@@ -198,7 +202,10 @@ def _parse(path: str) -> tuple[Place, ...]:
 
 
 def _readable(pattern: str, entries: set[tuple[int, ...]]) -> str:
-    """Returns ``pattern`` without its first name, with numbers that all entries share filled in."""
+    """Returns ``pattern`` without its first name, with numbers that all entries share filled in.
+
+    ``self.stages.*.blocks``, entries (1, 0) and (1, 1) -> ``stages.1.blocks``.
+    """
     names = pattern.split(".")
     level = 0
     for position, name in enumerate(names):

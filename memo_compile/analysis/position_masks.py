@@ -211,10 +211,10 @@ def _compared(
 ) -> torch.Tensor:
     """Returns the two values of a comparison of ``rows`` (..., T, 1) with ``columns`` (..., 1, T).
 
-    If the columns' numbers do not fall, the smaller ones come first: counting them for each row
-    tells which entries of the row are true.
+    Either may be the first argument. If the columns' numbers do not fall, the smaller ones come
+    first: counting them for each row tells which entries of the row are true.
     """
-    try:
+    try:  # all entries of each argument may be equal
         return _computed(target, tuple(map(_one_entry, args)), {}).reshape(-1).expand(2)
     except _Unknown:
         pass

@@ -130,16 +130,16 @@ def _isomorphic_part(tape: Tape, run: TokenRun, rotation: int, border: int) -> R
         tape.canonical(first + index * run.period, first + (index + 1) * run.period)
         for index in range(count)
     ]
-    best_start, best_count = 0, 1
-    begin = 0
+    best_chain, best_count = 0, 1
+    chain = 0  # index of the instance with which the present chain begins
     for index in range(1, count + 1):
-        is_alike = index < count and forms[index] == forms[begin]
+        is_alike = index < count and forms[index] == forms[chain]
         low = first + index * run.period
         if not is_alike or not tape.feeds(low - run.period, low, low + run.period):
-            if index - begin > best_count:
-                best_start, best_count = begin, index - begin
-            begin = index
+            if index - chain > best_count:
+                best_chain, best_count = chain, index - chain
+            chain = index
     if best_count < 2:
         return None
-    start = first + best_start * run.period
+    start = first + best_chain * run.period
     return Repeat(start=start, period=run.period, count=best_count, border_bytes=border)

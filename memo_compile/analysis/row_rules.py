@@ -78,7 +78,10 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _of_first(dim_rule: DimRule) -> Rule:
-    """Makes a rule of a DimRule; it answers only if the first argument alone carries rows."""
+    """Makes a rule of a DimRule; it answers only if the first argument alone carries rows.
+
+    A DimRule gets the ``row_dim`` of that argument, and its ``shape``.
+    """
 
     @functools.wraps(dim_rule)
     def rule(node: fx.Node, rows: Rows) -> Carried | None:
@@ -121,9 +124,10 @@ def _broadcast(node: fx.Node, rows: Rows) -> Carried | None:
 def _join(
     rows: Rows, operands: Sequence[fx.Node], ndim: int, *, broadcasts: bool
 ) -> Carried | None:
-    """Aligns operands at their last dimension; their rows must be at one dimension of the result.
+    """Returns the rows of the result, of ``ndim`` dimensions; None: operands' rows do not meet.
 
-    An operand of size 1 there may lack rows only if the operator ``broadcasts`` it.
+    Operands are aligned at their last dimension. One of size 1 where the rows are may lack rows
+    only if the operator ``broadcasts`` it; others without rows must get them.
     """
     row_dims = {
         RowDim(dim=row.dim + ndim - len(shape_of(source)), factor=row.factor)
@@ -135,8 +139,8 @@ def _join(
     needs = []
     for source in operands:
         dim = out.dim - ndim + len(shape_of(source))
-        spreads = dim < 0 or (broadcasts and shape_of(source)[dim] == 1)
-        if source not in rows and not spreads:
+        is_broadcast = dim < 0 or (broadcasts and shape_of(source)[dim] == 1)
+        if source not in rows and not is_broadcast:
             needs.append((source, RowDim(dim=dim, factor=out.factor)))
     return Carried(out=out, needs=tuple(needs))
 
@@ -159,7 +163,7 @@ def _view(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 @_of_first
-def _permute(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int:
+def _permute(node: fx.Node, row_dim: int, shape: tuple[int, ...]) -> int:
     """``permute``, ``t``, ``transpose``: the rows move with their dimension, whatever the sizes."""
     order = list(range(len(shape)))
     if op_name(node) == "permute":
@@ -169,17 +173,17 @@ def _permute(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int:
     else:
         dim0, dim1 = (argument(node, name) % len(order) for name in ("dim0", "dim1"))
         order[dim0], order[dim1] = order[dim1], order[dim0]
-    return order.index(dim)
+    return order.index(row_dim)
 
 
 @_of_first
-def _unsqueeze(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int:
+def _unsqueeze(node: fx.Node, row_dim: int, shape: tuple[int, ...]) -> int:
     """A dimension before the rows moves them by one."""
-    return dim + (argument(node, "dim") % (len(shape) + 1) <= dim)
+    return row_dim + (argument(node, "dim") % (len(shape) + 1) <= row_dim)
 
 
 @_of_first
-def _squeeze(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int:
+def _squeeze(node: fx.Node, row_dim: int, shape: tuple[int, ...]) -> int:
     """Dimensions of size 1 go, all or those that are named; the rows' own has two entries or more.
 
     A part of one row is another matter, which the slicer checks: there the rows' own goes as well.
@@ -187,7 +191,7 @@ def _squeeze(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int:
     named = set(range(len(shape)))
     if "dim" in _argument_names(node):
         named = _dims(node, "dim", len(shape)) or set()
-    return dim - len([axis for axis in range(dim) if shape[axis] == 1 and axis in named])
+    return row_dim - len([axis for axis in range(row_dim) if shape[axis] == 1 and axis in named])
 
 
 def _argument_names(node: fx.Node) -> set[str]:
@@ -195,17 +199,17 @@ def _argument_names(node: fx.Node) -> set[str]:
 
 
 @_of_first
-def _slice(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
+def _slice(node: fx.Node, row_dim: int, shape: tuple[int, ...]) -> int | None:
     """It cuts another dimension than the rows', or nothing."""
     at = argument(node, "dim") % len(shape)
-    return None if at == dim and shape_of(node) != shape else dim
+    return None if at == row_dim and shape_of(node) != shape else row_dim
 
 
 @_of_first
-def _drop_dim(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
+def _drop_dim(node: fx.Node, row_dim: int, shape: tuple[int, ...]) -> int | None:
     """``select`` and ``unbind`` remove the dimension that they name; it must not be the rows'."""
     at = argument(node, "dim") % len(shape)
-    return None if at == dim else dim - (at < dim)
+    return None if at == row_dim else row_dim - (at < row_dim)
 
 
 def _along(node: fx.Node, rows: Rows) -> Carried | None:
@@ -227,13 +231,13 @@ def _along(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 @_of_first
-def _reduction(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
+def _reduction(node: fx.Node, row_dim: int, shape: tuple[int, ...]) -> int | None:
     """It reduces along the dimensions that it names, none of which may be the rows'."""
     reduced = _dims(node, "dim", len(shape))
-    if reduced is None or dim in reduced:
+    if reduced is None or row_dim in reduced:
         return None
     keeps_dims = argument(node, "keepdim") or op_name(node) == "prepare_softmax_online"
-    return dim if keeps_dims else dim - len([axis for axis in reduced if axis < dim])
+    return row_dim if keeps_dims else row_dim - len([axis for axis in reduced if axis < row_dim])
 
 
 def _matmul(node: fx.Node, rows: Rows) -> Carried | None:
@@ -327,9 +331,9 @@ def _index_select(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 @_of_first
-def _norm(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
+def _norm(node: fx.Node, row_dim: int, shape: tuple[int, ...]) -> int | None:
     """The last ``len(normalized_shape)`` dimensions are mixed; statistics keep them with size 1."""
-    return dim if dim < len(shape) - len(argument(node, "normalized_shape")) else None
+    return row_dim if row_dim < len(shape) - len(argument(node, "normalized_shape")) else None
 
 
 _BATCHED = frozenset("query key value grad_out grad_out_ out logsumexp".split())
@@ -360,7 +364,7 @@ def _attention(node: fx.Node, rows: Rows) -> Carried | None:
     """
     if {row.dim for row in rows.values()} != {0} or len(set(rows.values())) != 1:
         return None
-    carries: dict[fx.Node, bool] = {}
+    has_batch_of: dict[fx.Node, bool] = {}
     for name in _argument_names(node):
         source = argument(node, name)
         if not isinstance(source, fx.Node):
@@ -376,13 +380,15 @@ def _attention(node: fx.Node, rows: Rows) -> Carried | None:
             has_batch = False
         else:
             return None
-        if carries.setdefault(source, has_batch) != has_batch:
+        if has_batch_of.setdefault(source, has_batch) != has_batch:
             return None
-    if not all(carries[source] for source in rows):
+    if not all(has_batch_of[source] for source in rows):
         return None
     out = next(iter(rows.values()))
     needs = [
-        (source, out) for source, has_batch in carries.items() if has_batch and source not in rows
+        (source, out)
+        for source, has_batch in has_batch_of.items()
+        if has_batch and source not in rows
     ]
     return Carried(out=out, needs=tuple(needs))
 
@@ -399,7 +405,7 @@ def is_counter(node: fx.Node) -> bool:
 
 
 @_of_first
-def _images(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
+def _images(node: fx.Node, row_dim: int, shape: tuple[int, ...]) -> int | None:
     """Convolutions and pooling: rows are images, dimension 0 of the first input.
 
     Groups, stride and padding concern the other dimensions only. A convolution's input without a
@@ -408,14 +414,14 @@ def _images(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
     """
     weight = argument(node, "weight")
     has_batch = not isinstance(weight, fx.Node) or len(shape_of(weight)) == len(shape)
-    return 0 if dim == 0 and len(shape) >= 3 and has_batch else None
+    return 0 if row_dim == 0 and len(shape) >= 3 and has_batch else None
 
 
 @_of_first
-def _pad(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
+def _pad(node: fx.Node, row_dim: int, shape: tuple[int, ...]) -> int | None:
     """It must not pad the rows' dimension; ``pad`` has two sides a dimension, the last first."""
-    from_end = len(shape) - 1 - dim
-    return None if any(argument(node, "pad")[2 * from_end : 2 * from_end + 2]) else dim
+    from_end = len(shape) - 1 - row_dim
+    return None if any(argument(node, "pad")[2 * from_end : 2 * from_end + 2]) else row_dim
 
 
 def _repeat(node: fx.Node, rows: Rows) -> Carried | None:
@@ -427,7 +433,7 @@ def _repeat(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 @_of_first
-def _getitem(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
+def _getitem(node: fx.Node, row_dim: int, shape: tuple[int, ...]) -> int | None:
     """An element of a tuple has its rows where the rule of the tuple's node says.
 
     All results of an operator with a rule have the rows at one dimension, except for the gradient
@@ -435,7 +441,7 @@ def _getitem(node: fx.Node, dim: int, shape: tuple[int, ...]) -> int | None:
     """
     maker, position = node.args
     of_mask = op_name(_node(maker)).endswith("attention_backward") and position == 3
-    return dim if is_tensor(node) and not is_counter(node) and not of_mask else None
+    return row_dim if is_tensor(node) and not is_counter(node) and not of_mask else None
 
 
 def _select_scatter(node: fx.Node, rows: Rows) -> Carried | None:

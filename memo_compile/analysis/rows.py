@@ -128,11 +128,11 @@ class _Walk:
     dims: dict[fx.Node, RowDim | None] = field(default_factory=dict)
     """Nodes visited so far, as ``row_dims`` returns them."""
     new_seeds: dict[fx.Node, RowDim] = field(default_factory=dict)
-    wanted: dict[fx.Node, RowDim] = field(default_factory=dict)
-    """Nodes without rows in this walk that must have them in the next."""
+    rows_in_next: dict[fx.Node, RowDim] = field(default_factory=dict)
+    """Nodes without rows in this walk -> their rows in the next, once the new seeds have theirs."""
 
     def run(self) -> None:
-        """Fills ``dims``, node by node, and ``new_seeds``."""
+        """Fills ``dims`` and ``new_seeds``, node by node; what depends on mixed rows is left out."""
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 continue
@@ -160,12 +160,13 @@ class _Walk:
         carried = self._carried(node, rows)
         if carried is not None and self._all_carry(carried):
             self.dims[node] = carried.out
-        elif self.any_source:  # a sum of products over the rows is one row by row
-            partner = contracted_partner(node, rows)
+        elif self.any_source:
+            partner = contracted_partner(node, rows)  # ``x.T @ y`` sums over rows that y has too
             if partner is not None:
                 self.can_carry(*partner)
 
     def _carried(self, node: fx.Node, rows: Mapping[fx.Node, RowDim]) -> Carried | None:
+        """Returns what the operator's rule says, if the result's size agrees; None: it mixes."""
         rule = rule_of(node)
         carried = None if rule is None else rule(node, rows)
         if carried is None or not _fits(node, carried.out, self.num_rows):
@@ -174,32 +175,35 @@ class _Walk:
 
     def _all_carry(self, carried: Carried) -> bool:
         """True if all inputs that must carry rows can, which they do from the next walk on."""
-        before = dict(self.new_seeds), dict(self.wanted)
+        before_tries = dict(self.new_seeds), dict(self.rows_in_next)
         if all(self.can_carry(source, row) for source, row in carried.needs):
             return True
-        self.new_seeds, self.wanted = before
+        self.new_seeds, self.rows_in_next = before_tries
         return False
 
     def can_carry(self, node: fx.Node, row: RowDim) -> bool:
-        """True if ``node`` has rows at ``row``, or can have them once new seeds are added."""
+        """True if ``node`` has rows at ``row``, or has them in the next walk; notes its new seeds.
+
+        A placeholder or a constant becomes a seed, another node gets rows from one of its inputs.
+        """
         if not _fits(node, row, self.num_rows):
             return False
-        if node in self.wanted:
-            return row == self.wanted[node]
-        status = self.dims.get(node)
-        if status is not None:
-            return row == status
-        before = dict(self.new_seeds), dict(self.wanted)
-        self.wanted[node] = row
+        if node in self.rows_in_next:
+            return row == self.rows_in_next[node]
+        present_row = self.dims.get(node)
+        if present_row is not None:
+            return row == present_row
+        before_tries = dict(self.new_seeds), dict(self.rows_in_next)
+        self.rows_in_next[node] = row
         if node in self.dims:
             if node.op == "placeholder" or _is_uniform(node, row):
                 self.new_seeds[node] = row
                 return True
             if self._from_inputs(node, row):
                 return True
-        self.new_seeds, self.wanted = before
+        self.new_seeds, self.rows_in_next = before_tries
         if self.any_source and node.op == "call_function" and is_tensor(node):
-            self.new_seeds[node] = self.wanted[node] = row
+            self.new_seeds[node] = self.rows_in_next[node] = row
             return True
         return False
 

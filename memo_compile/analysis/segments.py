@@ -61,25 +61,28 @@ def with_segments(nodes: Sequence[fx.Node], structure: LayerStructure) -> LayerS
 
 
 def _cuts(tape: Tape, start: int, end: int) -> Iterator[int]:
-    """Yields where segments of ``[start, end)`` begin, but for the first."""
+    """Yields where segments of ``[start, end)`` begin, but for the first.
+
+    The n-th of ``count`` cuts lies near the place where n / count of the bytes are made.
+    """
     heavy = np.array([_is_heavy(node) for node in tape.nodes[start:end]], dtype=np.int64)
     count = min(MAX_SEGMENTS, int(heavy.sum()) // HEAVY_PER_SEGMENT)
     bytes_so_far = np.cumsum(_new_bytes(tape, (start, end)))
     if count < 2 or not bytes_so_far[-1]:
         return
-    last, heavy_before = start, np.concatenate(([0], np.cumsum(heavy)))
+    last_cut, heavy_before = start, np.concatenate(([0], np.cumsum(heavy)))
     for number in range(1, count):
         low, middle, high = (
             start + 1 + int(np.searchsorted(bytes_so_far, place / count * bytes_so_far[-1]))
             for place in (number - REACH, number, number + REACH)
         )
         cut = _narrowest(tape, range(low, min(high, end)), start, middle)
-        if cut is None or cut <= last:
+        if cut is None or cut <= last_cut:
             continue
-        at_last, at_cut, at_end = (heavy_before[at - start] for at in (last, cut, end))
+        at_last, at_cut, at_end = (heavy_before[at - start] for at in (last_cut, cut, end))
         if at_last < at_cut < at_end:  # a heavy operator on both sides
             yield cut
-            last = cut
+            last_cut = cut
 
 
 def _narrowest(tape: Tape, places: Sequence[int], start: int, middle: int) -> int | None:

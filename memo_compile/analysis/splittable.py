@@ -77,7 +77,7 @@ def may_reuse_input(node: fx.Node) -> bool:
     source = node.all_input_nodes[0]
     root = storage_of(source)
     if root is not base_of(source) or root.op != "call_function":
-        return False
+        return False  # the result would take more than the input's part of its storage
     if root.meta["val"].dtype is not node.meta["val"].dtype:
         return False
     pending = [root]

@@ -227,6 +227,7 @@ class _Writer:
         return self.ids.setdefault(text, len(self.ids)), sources
 
     def _write(self, arg: object, sources: list[fx.Node]) -> str:
+        """Returns an argument as text; its nodes, written by their specs, go to ``sources``."""
         if isinstance(arg, fx.Node):
             sources.append(arg)
             return f"<{self._spec(arg)}>"
@@ -246,6 +247,7 @@ class _Writer:
 
 
 def _spec_of_node(node: fx.Node) -> str:
+    """Returns the spec of the node's value; of a body, an attribute that is a graph, its code."""
     if node.op != "get_attr" or "val" in node.meta:
         return spec_of(node.meta.get("val"))
     attribute = getattr(node.graph.owning_module, str(node.target), None)

@@ -52,7 +52,10 @@ class Chain:
 
 
 def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
-    """Yields candidates: around each wide value, for each number of rows, in each stage."""
+    """Yields candidates: around each wide value, for each number of rows, in each stage.
+
+    ``tiles`` is how many tiles are asked for; a chain's may be fewer.
+    """
     keys: set[tuple[frozenset[fx.Node], int]] = set()
     for anchor in _anchors(region.gm):
         for num_rows in _row_counts(region.gm, anchor):
@@ -101,7 +104,10 @@ def _anchors(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
-    """Returns the anchor's outermost size, and the batch where its tokens are flattened."""
+    """Returns numbers of rows to try: the anchor's outermost size, and batches flattened into it.
+
+    [8 * 1024, vocabulary] in a region with values [8, 1024, ...] -> 8192 tokens, or 8 sequences.
+    """
     size = next(length for length in shape_of(anchor) if length > 1)
     batches = {
         shape_of(node)[0]
@@ -161,24 +167,25 @@ def _stages(
 def _narrow_ends(
     nodes: Iterable[fx.Node], row_wise: set[fx.Node], sums: set[fx.Node]
 ) -> set[fx.Node]:
-    """Returns narrow row-wise values and sums of them that run before the tiles.
+    """Returns narrow row-wise values, and sums of them, that run before the tiles.
 
-    They are those of sums that row-wise nodes depend on, and those that checks read.
+    They make a sum on which a row-wise node depends (``(labels != -100).sum()``, by which the
+    loss is divided), or what a check reads.
     """
     widest = max((bytes_of(node) for node in row_wise), default=0)
-    of_sums: set[fx.Node] = set()  # nodes that depend on a sum
+    depends_on_sum: set[fx.Node] = set()
     read_by_tiles: set[fx.Node] = set()
     for node in nodes:
-        if node in sums or any(source in of_sums for source in node.all_input_nodes):
-            of_sums.add(node)
+        if node in sums or any(source in depends_on_sum for source in node.all_input_nodes):
+            depends_on_sum.add(node)
             read_by_tiles.update(node.all_input_nodes if node in row_wise else ())
     before_tiles: set[fx.Node] = set()
     for end in (*sums, *filter(is_check, nodes)):
         makers = makers_of([end])
-        feeds = end not in sums or any(
+        is_needed = end not in sums or any(
             end in makers_of([node]) for node in read_by_tiles - row_wise
         )
-        if feeds and all(NARROW * bytes_of(node) <= widest for node in makers & row_wise):
+        if is_needed and all(NARROW * bytes_of(node) <= widest for node in makers & row_wise):
             before_tiles |= makers & (row_wise | sums)
     return before_tiles
 
