@@ -132,7 +132,7 @@ class _Walk:
     """Nodes without rows in this walk -> their rows in the next, once the new seeds have theirs."""
 
     def run(self) -> None:
-        """Fills ``dims`` and ``new_seeds``, node by node; what depends on mixed rows is left out."""
+        """Fills ``dims`` and ``new_seeds`` in graph order, without nodes behind mixed rows."""
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 continue

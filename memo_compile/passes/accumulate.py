@@ -81,6 +81,7 @@ def _is_new(node: fx.Node) -> bool:
 
 
 def _write_over(total: fx.Node, part: fx.Node) -> None:
+    """Lets all readers of ``total`` read a copy of it that lies in the memory of ``part``."""
     with total.graph.inserting_after(total):
         written = total.graph.call_function(_aten.copy_.default, (part, total))
     written.meta = dict(total.meta)

@@ -113,7 +113,8 @@ class SymbolicJoint:
     def at(self, numbers: Mapping[str, int], symbols: tuple[int, ...]) -> fx.GraphModule:
         """Returns a new graph in which ``numbers`` stand in place of the inputs that are sizes.
 
-        Raises UnsupportedGraph: a value has another layout than its symbols say.
+        ``symbols`` are the values of ``self.symbols`` that belong to ``numbers``. Raises
+        UnsupportedGraph: a value has another layout than its symbols say.
         """
         copier = _Copier(self, dict(numbers), self.symbols.at(symbols))
         for node in self.gm.graph.nodes:
@@ -123,8 +124,8 @@ class SymbolicJoint:
     def inputs_of(self, gm: fx.GraphModule) -> tuple[list[Any], list[Any]]:
         """Returns inputs and incoming gradients of a graph that ``at`` made, for AOTAutograd."""
         placeholders = gm.graph.find_nodes(op="placeholder")
-        values = [(node.meta["val"], is_tangent(node)) for node in placeholders]
-        return [v for v, is_last in values if not is_last], [v for v, is_last in values if is_last]
+        primals = [node.meta["val"] for node in placeholders if not is_tangent(node)]
+        return primals, [node.meta["val"] for node in placeholders if is_tangent(node)]
 
 
 def _numbers(node: fx.Node) -> tuple[Any, ...]:
@@ -152,10 +153,10 @@ class _Copier:
     """Copies a symbolic joint graph, with numbers in place of symbols."""
 
     def __init__(
-        self, joint: SymbolicJoint, sizes: Mapping[str, int], number: Callable[[Any], int]
+        self, joint: SymbolicJoint, sizes: Mapping[str, int], evaluate: Callable[[Any], int]
     ) -> None:
-        """``sizes`` are the inputs that are numbers, by name; ``number`` evaluates a symbol."""
-        self.joint, self.sizes, self.number = joint, sizes, number
+        """``sizes`` are the inputs that are numbers, by name; ``evaluate`` is for symbols."""
+        self.joint, self.sizes, self.evaluate = joint, sizes, evaluate
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, Any] = {}
         """Node -> its copy, or the number that it is."""
@@ -179,19 +180,20 @@ class _Copier:
             copy.meta["val"] = self._value(node, args, kwargs)
 
     def _mapped(self, value: Any) -> Any:
+        """Returns arguments of the symbolic graph as arguments of the copy."""
         return fx.node.map_aggregate(value, self._argument)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
             return self.copies[value]
         if isinstance(value, torch.SymInt):
-            return self.number(value)
+            return self.evaluate(value)
         if isinstance(value, torch.SymFloat | torch.SymBool):
             raise UnsupportedGraph("an argument is a symbol, and no node")
         return value
 
     def _computed(self, node: fx.Node) -> Any:
-        """Returns the number that ``node`` is."""
+        """Returns the number that ``node``, a size or a computation with sizes, is."""
         if node.op == "placeholder":
             return self.sizes[node.name]
         if node.op != "call_function":
@@ -208,7 +210,10 @@ class _Copier:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Returns the value of the copy of ``node``, which has these arguments."""
+        """Returns the fake value of the copy of ``node``, which has these arguments.
+
+        One that depends on no symbol, and is no view of one that does, is made once for all sizes.
+        """
         symbolic, fixed = node.meta["val"], self.joint._fixed
         if node in fixed:
             return fixed[node]
@@ -219,18 +224,18 @@ class _Copier:
             value = self._run(node, args, kwargs)
             self._require_equal(node, value, symbolic)
         else:
-            value = self.joint.fakes.like(self.joint._notes[node].layout, self.number)
+            value = self.joint.fakes.like(self.joint._notes[node].layout, self.evaluate)
         if is_fixed(symbolic) and (not is_view(node) or viewed(node) in fixed):
             fixed[node] = value
         return value
 
     def _require_equal(self, node: fx.Node, value: Any, symbolic: Any) -> None:
         """Raises UnsupportedGraph unless ``value`` has the symbolic value's size and strides."""
-        several = isinstance(value, tuple | list)
-        for tensor, like in zip(value, symbolic, strict=True) if several else [(value, symbolic)]:
-            size, stride = list(map(self.number, like.shape)), map(self.number, like.stride())
-            steps = zip(size, tensor.stride(), stride, strict=True)
-            if list(tensor.shape) != size or any(n > 1 and step != got for n, got, step in steps):
+        is_tuple = isinstance(value, tuple | list)
+        for tensor, like in zip(value, symbolic, strict=True) if is_tuple else [(value, symbolic)]:
+            size, stride = list(map(self.evaluate, like.shape)), map(self.evaluate, like.stride())
+            dims = zip(size, tensor.stride(), stride, strict=True)
+            if list(tensor.shape) != size or any(n > 1 and got != noted for n, got, noted in dims):
                 raise UnsupportedGraph(f"{node.name} has another layout than its symbols say")
 
     def _finish(self, node: fx.Node) -> None:

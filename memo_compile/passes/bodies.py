@@ -163,6 +163,7 @@ def _operands(gm: fx.GraphModule, call: fx.Node) -> list[Any]:
 
 
 def _is_body(gm: fx.GraphModule, value: Any) -> bool:
+    """True for an argument that is a graph, an attribute of ``gm``."""
     if not isinstance(value, fx.Node) or value.op != "get_attr":
         return False
     return isinstance(getattr(gm, str(value.target), None), fx.GraphModule)

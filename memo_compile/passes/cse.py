@@ -61,8 +61,9 @@ def _merge(graph: fx.Graph) -> set[fx.Node]:
         if not is_pure(node) or is_constant(node) or storage_of(node) in returned:
             continue
         signature = _signature(node)
-        key = None if signature is None else (node in forward, signature)
-        first = node if key is None else first_with.setdefault(key, node)
+        if signature is None:
+            continue
+        first = first_with.setdefault((node in forward, signature), node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
