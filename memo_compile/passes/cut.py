@@ -129,10 +129,13 @@ def cut(request: CutRequest) -> Cut:
 
 
 class _Cutter:
+    """Cuts one half: its nodes into places (a call each), these into pieces at collectives."""
+
     def __init__(self, request: CutRequest) -> None:
         self.request = request
         self.graph = request.gm.graph
         self.prefix = "" if request.phase is Phase.FORWARD else "bwd:"
+        """Of names of values, since both halves may have a node of one name."""
         self.results = results_of(self.graph)
         self.leases = self.graph.find_nodes(op="call_function", target=ops.lease)
         self.fetches = self.graph.find_nodes(op="call_function", target=ops.fetch)
@@ -141,6 +144,7 @@ class _Cutter:
             for node in self.results
             if isinstance(node, fx.Node) and node.target is not ops.lease
         }
+        """The makers of the storages of results, which lie in ordinary memory."""
         self.waits = split_collectives(self.graph.nodes)
         self.positions = _with_views_at_their_source(request)
         for issue, wait in self.waits.items():
@@ -153,7 +157,7 @@ class _Cutter:
         layer_calls = layers.run()
         if not self.waits:
             return self._assemble(layer_calls, layers.regions)
-        parts = self._parts(places, layers.wanted)
+        parts = self._parts(places, layers.handed_over)
         part_of = {node: at for at, part in enumerate(parts) for node in part.nodes}
         part_calls = _Calls(self, {**self.positions, **part_of}, parts)
         result = self._assemble(part_calls.run(), part_calls.regions)
@@ -177,14 +181,14 @@ class _Cutter:
             for position in sorted(nodes_at)
         ]
 
-    def _parts(self, places: Sequence["_Place"], wanted: set[fx.Node]) -> list["_Place"]:
-        """Returns the places, cut at their collectives."""
+    def _parts(self, places: Sequence["_Place"], handed_over: set[fx.Node]) -> list["_Place"]:
+        """Returns the places, cut at their collectives; ``handed_over`` are results of places."""
         parts: list[_Place] = []
         for place in places:
             if self.waits.keys().isdisjoint(place.nodes):
                 parts.append(replace(place, at=len(parts)))
                 continue
-            cut_pieces = pieces(place.nodes, self.waits, wanted, joins=self.request.joins)
+            cut_pieces = pieces(place.nodes, self.waits, handed_over, joins=self.request.joins)
             for number, piece in enumerate(cut_pieces):
                 name = op_name(piece.nodes[0]) if piece.kind is CallKind.ISSUE else "part"
                 name = "wait" if piece.kind is CallKind.COMM_WAIT else name
@@ -204,6 +208,7 @@ class _Cutter:
         return node.name if is_given(node) else self.prefix + node.name
 
     def _assemble(self, calls: list[CutCall], regions: Mapping[str, RegionGraph]) -> Cut:
+        """Returns the cut half; ``calls`` stand for the layers' and the whole ones as well."""
         leased = [source for lease in self.leases for source in lease.all_input_nodes]
         placeholders = self.graph.find_nodes(op="placeholder")
         constants = {
@@ -257,17 +262,20 @@ class _Calls:
         self.positions = positions
         self.places = places
         self.regions: dict[str, RegionGraph] = {}
-        self.keys: dict[str, str] = {}
+        self.region_of_content: dict[str, str] = {}
+        """Text of what a region is -> its name."""
         self.issues: dict[fx.Node, CutCall] = {}
         """Collective -> its call."""
         computing = [place for place in places if place.kind is CallKind.RUN]
         self.borders = {place: _Border(self, place) for place in computing}
-        self.wanted = {base_of(node) for border in self.borders.values() for node in border.inputs}
-        self.wanted.update(source for lease in cutter.leases for source in lease.all_input_nodes)
-        self.wanted.update(node for node in cutter.results if isinstance(node, fx.Node))
+        inputs = (node for border in self.borders.values() for node in border.inputs)
+        self.handed_over = set(map(base_of, inputs))
+        """Nodes whose values other places, collectives, the lease or the user read."""
+        self.handed_over.update(node for lease in cutter.leases for node in lease.all_input_nodes)
+        self.handed_over.update(node for node in cutter.results if isinstance(node, fx.Node))
         for place in places:
             if place.kind is CallKind.ISSUE:
-                self.wanted.add(base_of(place.nodes[0].all_input_nodes[0]))
+                self.handed_over.add(base_of(place.nodes[0].all_input_nodes[0]))
 
     def run(self) -> list[CutCall]:
         """Returns the calls in order, without those whose results nobody reads."""
@@ -282,7 +290,7 @@ class _Calls:
     def _call(self, place: _Place) -> CutCall | None:
         """Returns the call of a place that computes; None: nobody reads its results."""
         border = self.borders[place]
-        outputs = [node for node in border.nodes if node in self.wanted]
+        outputs = [node for node in border.nodes if node in self.handed_over]
         effects = any(has_effect(node) for node in border.nodes)
         if not outputs and not effects:
             return None
@@ -344,6 +352,7 @@ class _Calls:
         )
 
     def _static(self, inputs: Sequence[fx.Node]) -> tuple[int, ...]:
+        """Returns the positions of ``inputs`` that are parameters, buffers or constants."""
         static = self.request.static_inputs
         return tuple(
             index
@@ -361,11 +370,12 @@ class _Calls:
         may_reuse_input: bool = False,
     ) -> str:
         """Returns the name of the place's region, which is added if no other place has the same."""
-        key = f"{content_of(gm, external, static)} {symbol_text(gm)}"
+        content = f"{content_of(gm, external, static)} {symbol_text(gm)}"
         if place.kind is not CallKind.RUN:
-            key = f"{place.kind.value} {may_reuse_input} {key}"
-        if key not in self.keys:
-            name = self.keys[key] = unique_name(place.base, self.regions, "_")
+            content = f"{place.kind.value} {may_reuse_input} {content}"
+        if content not in self.region_of_content:
+            name = unique_name(place.base, self.regions, "_")
+            self.region_of_content[content] = name
             self.regions[name] = RegionGraph(
                 name=name,
                 gm=gm,
@@ -376,7 +386,7 @@ class _Calls:
                 kind=place.kind,
                 may_reuse_input=may_reuse_input,
             )
-        return self.keys[key]
+        return self.region_of_content[content]
 
 
 class _Border:
@@ -410,13 +420,16 @@ class _Border:
             for source in node.all_input_nodes:
                 self._reach(source)
             return
-        is_own = self.calls.positions.get(node) == self.at and not is_given(node)
+        is_inside = self.calls.positions.get(node) == self.at and not is_given(node)
         is_submodule = node.op == "get_attr" and not is_tensor(node)
-        if not is_own and not is_submodule:
+        if not is_inside and not is_submodule:
             self.inputs.setdefault(node)
 
     def extract(self, outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
-        """Returns the region's graph, and its inputs in the order of the placeholders."""
+        """Returns the graph that makes ``outputs``, and its inputs in order of placeholders.
+
+        It also has the place's effects. What nothing in it reads is left out.
+        """
         inside = set(self.nodes)
         ends = {node for node in self.nodes if node in outputs or has_effect(node)}
         needed = makers_of(ends, lambda node: node in inside)

@@ -62,14 +62,14 @@ class CutTemplate:
             if storage_of(first) is storage_of(second) and not overlap(first, second):
                 raise UnsupportedGraph("results are parts of one value, apart at these sizes")
         _require_beginnings(cut.regions)
-        number = self.symbols.at(self.numbers)
+        evaluate = self.symbols.at(self.numbers)
         self._regions = {
-            name: _Template(region.gm, self.fakes, number) for name, region in cut.regions.items()
+            name: _Template(region.gm, self.fakes, evaluate) for name, region in cut.regions.items()
         }
-        self._half = _Template(cut.half_graph, self.fakes, number)
+        self._half = _Template(cut.half_graph, self.fakes, evaluate)
         names = cut.leased if cut.phase is Phase.FORWARD else ()
         saved = {name: cut.nodes[name] for name in names if name in cut.nodes}
-        self._saved = {name: _layout_of_saved(node, number) for name, node in saved.items()}
+        self._saved = {name: _layout_of_saved(node, evaluate) for name, node in saved.items()}
 
     def _reads(self, call: CutCall) -> Any:
         return self.cut.regions[call.region].input_layouts()
@@ -81,9 +81,9 @@ class CutTemplate:
             UnsupportedGraph: an input of a region begins inside of a value.
             Exception: torch's own, if an operator refuses the sizes.
         """
-        number, cut = self.symbols.at(numbers), self.cut
+        evaluate, cut = self.symbols.at(numbers), self.cut
         regions = {
-            name: replace(cut.regions[name], gm=template.at(number))
+            name: replace(cut.regions[name], gm=template.at(evaluate))
             for name, template in self._regions.items()
         }
         _require_beginnings(regions)
@@ -95,11 +95,11 @@ class CutTemplate:
             calls=calls,
             whole_calls=calls,
             layer_calls=calls,
-            half_graph=self._half.at(number),
-            nodes=self._saved_at(number),
+            half_graph=self._half.at(evaluate),
+            nodes=self._saved_at(evaluate),
         )
 
-    def _saved_at(self, number: Callable[[Any], int]) -> dict[str, fx.Node]:
+    def _saved_at(self, evaluate: Callable[[Any], int]) -> dict[str, fx.Node]:
         """Returns nodes without inputs that have the saved values' layouts and notes."""
         graph = fx.Graph()
         nodes = {}
@@ -110,7 +110,7 @@ class CutTemplate:
                 source, at = node.args
                 assert isinstance(source, fx.Node), "an element of a node's tuple"
                 copy.args = (graph.create_node(source.op, source.target, (), {}, source.name), at)
-            copy.meta = {**node.meta, "val": self.fakes.like(layout, number)}
+            copy.meta = {**node.meta, "val": self.fakes.like(layout, evaluate)}
             nodes[name] = copy
         return nodes
 
@@ -139,7 +139,7 @@ class OtherSizes:
         that equal it, change.
         """
         near = (symbols.near(numbers, increase, sizes) for increase in _INCREASES)
-        admitted = (others for others in near if symbols.admits(*others) and others != numbers)
+        admitted = (larger for larger in near if symbols.admits(*larger) and larger != numbers)
         others = next(admitted, None)
         if others is None:
             return None
@@ -201,6 +201,8 @@ def _inputs(half: fx.GraphModule) -> list[tuple[str, str]]:
 
 
 def _is_same_region(first: RegionGraph, second: RegionGraph) -> bool:
+    """True for regions that do and are lowered to the same; their names may differ."""
+
     def identity(region: RegionGraph) -> tuple[object, ...]:
         kind = (region.is_backward, region.kind, region.op_by_op, region.device)
         content = content_of(region.gm, region.external_outputs, region.static_inputs)
@@ -238,33 +240,33 @@ class _Template:
     """A graph at some sizes, from which ``at`` makes it at others."""
 
     def __init__(
-        self, gm: fx.GraphModule, fakes: StaticFakes, number: Callable[[Any], int]
+        self, gm: fx.GraphModule, fakes: StaticFakes, evaluate: Callable[[Any], int]
     ) -> None:
-        """``number`` evaluates symbols at the sizes of ``gm``.
+        """``evaluate`` gives the values of symbols at the sizes of ``gm``.
 
         Raises UnsupportedGraph: a number in it is no known function of the sizes.
         """
-        self._gm, self._fakes, self._number = gm, fakes, number
+        self._gm, self._fakes, self._evaluate = gm, fakes, evaluate
         self._nodes = [self._sized(node) for node in gm.graph.nodes]
 
-    def at(self, number: Callable[[Any], int]) -> fx.GraphModule:
-        """Returns the graph at the sizes at which ``number`` evaluates symbols. Torch may raise."""
+    def at(self, evaluate: Callable[[Any], int]) -> fx.GraphModule:
+        """Returns the graph at the sizes that ``evaluate`` gives symbols. Torch may raise."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for sized in self._nodes:
-            copy = fx_graphs.like_node(graph, sized.node, *_arguments(sized, copies, number))
+            copy = fx_graphs.like_node(graph, sized.node, *_arguments(sized, copies, evaluate))
             copy.meta.update(sized.node.meta)
             copies[sized.node] = copy
             if sized.way is not _Way.STAYS:
-                copy.meta["val"] = self._value(sized, copy, number)
+                copy.meta["val"] = self._value(sized, copy, evaluate)
         return fx_graphs.graph_module(self._gm, graph)
 
-    def _value(self, sized: _SizedNode, copy: fx.Node, number: Callable[[Any], int]) -> Any:
+    def _value(self, sized: _SizedNode, copy: fx.Node, evaluate: Callable[[Any], int]) -> Any:
         """Returns the value of ``copy``, which has its arguments already."""
         if sized.way is _Way.NOTED:
-            return self._fakes.like(sized.layout, number)
+            return self._fakes.like(sized.layout, evaluate)
         if sized.way is _Way.VIEW:
-            return self._fakes.view(viewed(copy).meta["val"], sized.layout, number)
+            return self._fakes.view(viewed(copy).meta["val"], sized.layout, evaluate)
         if sized.way is _Way.ELEMENT:
             source, at = copy.args
             return source.meta["val"][at]  # type: ignore[union-attr]
@@ -274,6 +276,7 @@ class _Template:
             return copy.target(*args, **kwargs)  # type: ignore[operator]
 
     def _sized(self, node: fx.Node) -> _SizedNode:
+        """Returns how ``node`` depends on the sizes."""
         note = self._valid_note(node)
         layout = None if note is None else note.layout
         return _SizedNode(node, self._way(node, note), layout, self._numbers(node, note))
@@ -286,9 +289,9 @@ class _Template:
         if not is_given(node):  # the note of an input has the arguments of its maker elsewhere
             if None in note.numbers:
                 raise UnsupportedGraph(f"{node.name} has a float that depends on sizes")
-            if [*map(self._number, note.numbers)] != _numbers(node):
+            if [*map(self._evaluate, note.numbers)] != _numbers(node):
                 return None
-        return note if _is_like(note.value, node.meta.get("val"), self._number) else None
+        return note if _is_like(note.value, node.meta.get("val"), self._evaluate) else None
 
     def _numbers(self, node: fx.Node, note: SymbolicNote | None) -> tuple[Any, ...]:
         """Returns ``_SizedNode.numbers``."""
@@ -322,13 +325,13 @@ class _Template:
 
 
 def _arguments(
-    sized: _SizedNode, copies: Mapping[fx.Node, fx.Node], number: Callable[[Any], int]
+    sized: _SizedNode, copies: Mapping[fx.Node, fx.Node], evaluate: Callable[[Any], int]
 ) -> Any:
     """Returns the node's arguments at other sizes, with nodes of the new graph."""
     arguments = (sized.node.args, sized.node.kwargs)
     if not sized.numbers:
         return fx.node.map_arg(arguments, copies.__getitem__)
-    numbers = map(number, sized.numbers)
+    numbers = map(evaluate, sized.numbers)
     return with_numbers(arguments, copies, lambda _: next(numbers))
 
 
@@ -350,12 +353,12 @@ def _numbers(node: fx.Node) -> list[int]:
     return list(filter(is_number, leaves))
 
 
-def _is_like(symbolic: Any, value: Any, number: Callable[[Any], int]) -> bool:
-    """True if ``value`` is ``symbolic`` at the sizes at which ``number`` evaluates symbols."""
+def _is_like(symbolic: Any, value: Any, evaluate: Callable[[Any], int]) -> bool:
+    """True if ``value`` is ``symbolic`` at the sizes that ``evaluate`` gives symbols."""
     if isinstance(symbolic, tuple | list):
         several = isinstance(value, tuple | list) and len(value) == len(symbolic)
         return several and all(
-            _is_like(*pair, number) for pair in zip(symbolic, value, strict=True)
+            _is_like(*pair, evaluate) for pair in zip(symbolic, value, strict=True)
         )
     if not isinstance(symbolic, torch.Tensor):
         return not isinstance(value, torch.Tensor)
@@ -363,14 +366,14 @@ def _is_like(symbolic: Any, value: Any, number: Callable[[Any], int]) -> bool:
         isinstance(value, torch.Tensor)
         and value.dtype == symbolic.dtype
         and value.device == symbolic.device
-        and [*map(number, symbolic.shape)] == [*value.shape]
-        and [*map(number, symbolic.stride())] == [*value.stride()]
+        and [*map(evaluate, symbolic.shape)] == [*value.shape]
+        and [*map(evaluate, symbolic.stride())] == [*value.stride()]
     )
 
 
-def _layout_of_saved(node: fx.Node, number: Callable[[Any], int]) -> Any:
-    """Returns the layout of a saved value with symbols; ``number`` must evaluate it as it is."""
+def _layout_of_saved(node: fx.Node, evaluate: Callable[[Any], int]) -> Any:
+    """Returns the layout of a saved value with symbols. Raises UnsupportedGraph: no note has it."""
     note = node.meta.get(SIZES)
-    if note is None or not _is_like(note.value, node.meta["val"], number):
+    if note is None or not _is_like(note.value, node.meta["val"], evaluate):
         raise UnsupportedGraph(f"{node.name} is saved, and no symbol says how large it is")
     return note.layout

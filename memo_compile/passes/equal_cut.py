@@ -78,13 +78,12 @@ class SaveMinCut:
             names = self._names(gm)
         if cache is not None:
             cache[nodes] = names
-        by_name = {node.name: node for node in gm.graph.nodes}
-        forward = set(forward_nodes(gm))
+        saved_names, forward = set(names), set(forward_nodes(gm))
         chosen = {
-            base_of(node)
-            for name in names
-            if name in by_name
-            for node in _made_in_forward(by_name[name], forward)
+            base_of(maker)
+            for node in gm.graph.nodes
+            if node.name in saved_names
+            for maker in _made_in_forward(node, forward)
         }
         return PassResult(gm, tag_saved(gm, chosen))
 
@@ -183,6 +182,7 @@ class SufficientCut:
             remade=remade,
             unit_of=_unit_of_every_node(gm, self.units),
         )
+        # From what depends on gradients back to what the backward must get: the rest it recomputes.
         backward = tangent_dependents(gm.graph)
         visited: set[fx.Node] = set()
         stack = [(node, source) for node in backward for source in node.all_input_nodes]
@@ -272,7 +272,11 @@ class _Cut:
     unit_of: Mapping[fx.Node, int]
 
     def need_not_compute(self, node: fx.Node, reader: fx.Node) -> bool:
-        """True if ``reader`` need not compute ``node``; saves it if the backward must not do so."""
+        """True if the backward gets ``node`` for ``reader``: an input, an attribute, or saved.
+
+        Saves it if the backward must not compute it: it belongs to another unit than ``reader``,
+        must run once, or is tagged as saved.
+        """
         base = base_of(node)
         if base.op == "placeholder":
             self.saved.add(base)

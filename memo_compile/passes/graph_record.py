@@ -175,6 +175,7 @@ def _notes(node: fx.Node) -> dict[str, Any]:
 
 
 def _meta_of_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a node's ``meta`` from its notes (``_notes``)."""
     meta = dict(notes)
     if _RECOMPUTE in meta:
         meta[_RECOMPUTE] = CheckpointPolicy[meta[_RECOMPUTE]]

@@ -47,7 +47,7 @@ class HoistInvariants:
 
 
 def hoist_invariants(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """The same nodes, reordered.
+    """Returns the same nodes, reordered.
 
     A model makes some values in its first layer and uses them in all: T5's relative bias, the
     seeds of all dropouts, a mask. They depend on no matrix product, hence on no earlier layer,
@@ -80,7 +80,10 @@ def apply_order(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 def _improve(
     order: list[fx.Node], structure: LayerStructure
 ) -> tuple[list[fx.Node], LayerStructure] | None:
-    """The reordering that covers most nodes by layers, None when none covers more than now."""
+    """Returns the order that lets layers cover most nodes, and its layers; None: none covers more.
+
+    Each try moves some nodes, and what they are computed from, to the front; the best is kept.
+    """
     reach = _reach(order)
     if structure.classes:
         far = _far_readers(reach, structure)
@@ -93,15 +96,15 @@ def _improve(
         if front == order[: len(front)]:
             continue
         moved = set(front)
-        rest = [node for node in order if node not in moved]
-        found = find_layers(front + rest)
-        if found.num_covered > most:
-            best, most = _sink(front, rest, found), found.num_covered
+        others = [node for node in order if node not in moved]
+        new_structure = find_layers(front + others)
+        if new_structure.num_covered > most:
+            best, most = _sink(front, others, new_structure), new_structure.num_covered
     return None if best is None else (best, find_layers(best))
 
 
 def _reach(order: Sequence[fx.Node]) -> list[int]:
-    """Positions from each movable node to its last reader; -1 for a node that must stay.
+    """Returns how many positions behind each node its last reader stands; -1: it must not move.
 
     Random draws keep their order, so that the results stay those of the unchanged graph; a
     single tensor of seeds has no order to keep.
@@ -133,7 +136,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _far_readers(reach: Sequence[int], structure: LayerStructure) -> list[int]:
-    """Movable positions read a whole layer later: no value inside of a layer lives that long.
+    """Returns movable positions read a whole layer later: no value of a layer lives that long.
 
     The layer that counts is the one at the position, or the next one.
     """
@@ -149,7 +152,7 @@ def _far_readers(reach: Sequence[int], structure: LayerStructure) -> list[int]:
 def _lone_tables(
     order: Sequence[fx.Node], reach: Sequence[int], structure: LayerStructure
 ) -> list[int]:
-    """Movable positions outside of the layers that compute with what was made before the layers.
+    """Returns movable positions outside of layers that compute with what is made before the layers.
 
     The only global attention layer among local ones makes its own mask and rotary table, where
     the local ones share theirs. Views of weights and dropout masks belong to their layer.
@@ -171,7 +174,7 @@ def _lone_tables(
 
 
 def _guesses(reach: Sequence[int]) -> list[list[int]]:
-    """Sets of movable positions, by descending distance to the last reader."""
+    """Returns sets of movable positions to try: with the farthest last reader, then ever more."""
     distances = sorted({distance for distance in reach if distance > 1}, reverse=True)
     return [
         [position for position, distance in enumerate(reach) if distance >= threshold]
@@ -180,22 +183,22 @@ def _guesses(reach: Sequence[int]) -> list[list[int]]:
 
 
 def _with_sources(order: Sequence[fx.Node], chosen: Sequence[int]) -> list[fx.Node]:
-    """The nodes at ``chosen`` and all that they are computed from, in order."""
+    """Returns the nodes at positions ``chosen`` and all that they are computed from, in order."""
     inside = set(order)
-    found = makers_of((order[position] for position in chosen), lambda node: node in inside)
-    return [node for node in order if node in found]
+    makers = makers_of((order[position] for position in chosen), lambda node: node in inside)
+    return [node for node in order if node in makers]
 
 
 def _sink(
-    front: Sequence[fx.Node], rest: Sequence[fx.Node], structure: LayerStructure
+    front: Sequence[fx.Node], others: Sequence[fx.Node], structure: LayerStructure
 ) -> list[fx.Node]:
-    """Merge ``front`` into ``rest``, as late as the first reader's run of layers allows.
+    """Merges ``front`` into ``others``: each node just before the layers of its first reader.
 
     At the front of the graph they would live longer than needed: a decoder's bias through the
-    encoder. ``structure`` is that of ``front + rest``.
+    encoder. ``structure`` is that of ``front + others``.
     """
-    sequence = [*front, *rest]
-    place: dict[fx.Node, int] = {}
+    sequence = [*front, *others]
+    place: dict[fx.Node, int] = {}  # where a reader is, or where its run of layers begins
     run_start: int | None = None
     for unit in structure.units:
         is_layer = unit.class_key is not None
@@ -205,12 +208,12 @@ def _sink(
             run_start = None
         for position in range(max(unit.start, len(front)), unit.end):
             place[sequence[position]] = position if run_start is None else run_start
-    waiting: dict[int, list[fx.Node]] = {}
+    moved_to: dict[int, list[fx.Node]] = {}
     for node in reversed(front):
         place[node] = min((place[u] for u in node.users if u in place), default=len(front))
-        waiting.setdefault(place[node], []).append(node)
+        moved_to.setdefault(place[node], []).append(node)
     merged: list[fx.Node] = []
     for position in range(len(front), len(sequence)):
-        merged += reversed(waiting.get(position, []))
+        merged += reversed(moved_to.get(position, []))
         merged.append(sequence[position])
     return merged

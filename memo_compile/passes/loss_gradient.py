@@ -66,7 +66,10 @@ class GradientOfLoss:
 
 
 def _head(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
-    """Returns the nodes to move in order: wide values of the last unit, makers and readers."""
+    """Returns the nodes to move, in order; empty: too small, coarse, or not known to be linear.
+
+    They are the wide values of the last unit's backward, all that makes them, and their readers.
+    """
     linear = _linear(gm, tangent)
     widest = max(map(bytes_of, linear), default=0)
     wide = {node for node in linear if 2 * bytes_of(node) >= widest}
@@ -134,7 +137,10 @@ def _is_zero(value: object) -> bool:
 def _move(
     gm: fx.GraphModule, tangent: fx.Node, head: Mapping[fx.Node, None], ends: Sequence[fx.Node]
 ) -> None:
-    """Moves ``head`` to the forward, for a gradient of 1; other readers get its ``ends`` scaled."""
+    """Moves ``head`` to the forward, for a gradient of 1.
+
+    The backward's readers of its ``ends`` get these times ``tangent``, the true gradient.
+    """
     value = tangent.meta["val"]
     first = next(iter(head))
     with gm.graph.inserting_before(first):
@@ -144,7 +150,7 @@ def _move(
     for node in head:
         node.meta = {**_forward(node), GRADIENT: True}
         node.replace_input_with(tangent, ones)
-    scaled = {ones: tangent}
+    scaled = {ones: tangent}  # a node of the head -> the node times ``tangent``
     for end in ends:
         later = [user for user in end.users if user not in head]
         scaled_end = _scaled(end, tangent, scaled)
@@ -153,7 +159,10 @@ def _move(
 
 
 def _scaled(node: fx.Node, tangent: fx.Node, scaled: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Returns ``tangent`` times ``node``, of its dtype; for a view the same view of its source."""
+    """Returns ``tangent`` times ``node``, of its dtype; for a view the same view of its source.
+
+    What was made is in ``scaled``, and what it is made of is saved.
+    """
     if node in scaled:
         return scaled[node]
     backward = {**node.meta, "partitioner_tag": "is_backward"}

@@ -29,7 +29,7 @@ class PutNumbers:
         placeholders = gm.graph.find_nodes(op="placeholder")
         for position, number in self.numbers.items():
             node = placeholders[position]
-            if isinstance(number, float):
+            if isinstance(number, float):  # a wrapped one, which only ``item`` reads
                 for item in list(node.users):
                     put_instead(item, number)
             put_instead(node, number)

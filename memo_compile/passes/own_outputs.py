@@ -56,7 +56,7 @@ class OwnOutputs:
             tensors = results.values()
             if not results or any(map(is_random_state, tensors)):
                 changed |= _copy_leaving(node, leaving)
-            elif leaving.intersection(tensors) or _may_become(node, tensors, leaving):
+            elif leaving.intersection(tensors) or _may_hold_output(node, tensors, leaving):
                 _rewrite(node, results)
                 changed = True
         return PassResult(gm, changed)
@@ -79,7 +79,7 @@ def _is_custom(node: fx.Node) -> bool:
     return namespace(node) not in ("aten", "prims", "memo")
 
 
-def _may_become(node: fx.Node, results: Iterable[fx.Node], leaving: Iterable[fx.Node]) -> bool:
+def _may_hold_output(node: fx.Node, results: Iterable[fx.Node], leaving: Iterable[fx.Node]) -> bool:
     """True for a custom operator's result over which Inductor may write an output of the region.
 
     If a sum is the result's last reader and of the same size, Inductor writes it over the result;
@@ -143,6 +143,7 @@ def _copy_leaving(node: fx.Node, leaving: set[fx.Node]) -> bool:
 
 
 def _empty(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
+    """Adds a buffer with the layout of ``value`` that is yet to be filled."""
     node = graph.call_function(
         _aten.empty_strided.default,
         (list(value.shape), list(value.stride())),

@@ -77,7 +77,7 @@ def layer_ops(layer: ClassGraph, seconds_of: Callable[[fx.Node], float]) -> tupl
     placeholders, outputs = graph.find_nodes(op="placeholder"), results_of(graph)
     inputs = {placeholders[at]: slot for at, slot in layer.slot_of_input.items()}
     slots = {outputs[at]: slot for at, slot in layer.slot_of_output.items()} | inputs
-    row_wise = {node for node in layer.row_dims() if not _is_given(node, layer.row_seeds)}
+    row_wise = {node for node in layer.row_dims() if not _is_computed_seed(node, layer.row_seeds)}
     changed = layer.changed()
     ops: list[LayerOp] = []
     op_of: dict[fx.Node, int] = {}
@@ -102,7 +102,7 @@ def layer_ops(layer: ClassGraph, seconds_of: Callable[[fx.Node], float]) -> tupl
     return tuple(ops)
 
 
-def _is_given(node: fx.Node, row_seeds: Mapping[fx.Node, RowDim]) -> bool:
+def _is_computed_seed(node: fx.Node, row_seeds: Mapping[fx.Node, RowDim]) -> bool:
     """True for a seed that is computed: its rows exist, but it mixes rows to make them."""
     return node in row_seeds and node.op != "placeholder"
 
@@ -221,6 +221,7 @@ def _first_rows(
     part_dims = {
         copy: dims[node]
         for node, copy in part.copies.items()
-        if node in dims and (copy.op == "placeholder" or not _is_given(node, layer.row_seeds))
+        if node in dims
+        and (copy.op == "placeholder" or not _is_computed_seed(node, layer.row_seeds))
     }
     return slice_rows(part.gm, part_dims, key.rows, layer.num_rows)

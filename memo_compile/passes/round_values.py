@@ -54,17 +54,17 @@ class RoundValues:
         unrounded: set[fx.Node] = set()
         changed = False
         for node in list(gm.graph.nodes):
-            reads = not unrounded.isdisjoint(node.all_input_nodes)
+            reads_unrounded = not unrounded.isdisjoint(node.all_input_nodes)
             is_low = is_tensor(node) and node.meta["val"].dtype in _LOW
-            makes = is_low and not is_view(node) and _is_fused(node)
-            if is_view(node) and reads:
+            is_fused = is_low and not is_view(node) and _is_fused(node)
+            if is_view(node) and reads_unrounded:
                 unrounded.add(node)
-            elif _is_marked(node) and (reads or (makes and _is_read_twice(node))):
+            elif _can_mark(node) and (reads_unrounded or (is_fused and _is_read_twice(node))):
                 node.meta[inductor_api.ROUNDED] = changed = True
-            elif makes and not _is_marked(node) and _is_read_twice(node):
+            elif is_fused and not _can_mark(node) and _is_read_twice(node):
                 _round(node)
                 changed = True
-            elif makes:
+            elif is_fused:
                 unrounded.add(node)
         return PassResult(gm, changed)
 
@@ -74,7 +74,7 @@ def _is_forward(node: fx.Node) -> bool:
     return node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward"
 
 
-def _is_marked(node: fx.Node) -> bool:
+def _can_mark(node: fx.Node) -> bool:
     """True for an operator of the forward for which Inductor can round operands and result."""
     if not _is_forward(node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -85,8 +85,8 @@ def _is_fused(node: fx.Node) -> bool:
     """True for an operator whose result Inductor rounds only where it is stored."""
     if not _is_forward(node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    makes = torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _SUMS
-    return makes and node.target is not _aten.clone.default
+    is_kernel = torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _SUMS
+    return is_kernel and node.target is not _aten.clone.default
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -108,7 +108,7 @@ def _reads_memory(node: fx.Node) -> bool:
 def _is_read_twice(node: fx.Node) -> bool:
     """True if ``node`` has several readers, or one that cannot round it."""
     readers = list(_readers(node))
-    return len(readers) > 1 or not all(map(_is_marked, readers))
+    return len(readers) > 1 or not all(map(_can_mark, readers))
 
 
 def _round(node: fx.Node) -> None:

@@ -113,6 +113,7 @@ class PassRunner:
         return name in self._selection.skipped
 
     def _run_one(self, gm: fx.GraphModule, graph_pass: GraphPass, stage: str) -> fx.GraphModule:
+        """Runs one pass, checks what it has left and claimed, and dumps the graph around it."""
         name = graph_pass.name
         before = "" if self.dump is None else graph_text(gm)
         nodes, notes = _nodes(gm), _notes(gm)

@@ -43,8 +43,8 @@ class SeparateResults:
         output, results = gm.graph.output_node(), results_of(gm.graph)
         separated: list[Any] = list(results)
         positions = set(self.own)
-        users = results[: self.num_results]
-        nodes = {at: result for at, result in enumerate(users) if isinstance(result, fx.Node)}
+        user_results = enumerate(results[: self.num_results])
+        nodes = {at: result for at, result in user_results if isinstance(result, fx.Node)}
         values_in: dict[fx.Node, list[fx.Node]] = {}  # storage -> results that stay in it
         for at, node in nodes.items():
             if at not in positions and is_tensor(node):

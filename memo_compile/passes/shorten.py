@@ -118,6 +118,8 @@ def _candidates(gm: fx.GraphModule, static_inputs: tuple[int, ...]) -> list[int]
 
 
 class _Shortener(FakeCopier):
+    """Copies a graph with its sizes scaled; raises _OtherSizeError where that does not work out."""
+
     def __init__(self, gm: fx.GraphModule, static_inputs: tuple[int, ...], scale: _Scale) -> None:
         super().__init__(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -125,6 +127,7 @@ class _Shortener(FakeCopier):
         self.scale = scale
 
     def change(self, copy: fx.Node, node: fx.Node) -> None:
+        """Scales the sizes of an input, unless it is a parameter, or of an operator."""
         if node.op == "call_function":
             self._call(copy, node)
         elif node.op == "placeholder" and node not in self.static and is_tensor(node):

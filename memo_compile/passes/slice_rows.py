@@ -92,6 +92,8 @@ class FakeCopier:
 
 
 class _Slicer(FakeCopier):
+    """Copies a graph for ``rows`` of ``num_rows`` rows, which lie in ``dims`` of its values."""
+
     def __init__(
         self, gm: fx.GraphModule, dims: Mapping[fx.Node, RowDim | None], rows: int, num_rows: int
     ) -> None:
@@ -99,6 +101,7 @@ class _Slicer(FakeCopier):
         self.dims, self.rows, self.num_rows = dims, rows, num_rows
 
     def change(self, copy: fx.Node, node: fx.Node) -> None:
+        """Gives ``copy`` fewer rows; a view of a sliced value may need a dense copy of it."""
         row = self.dims[node]
         if row is None:
             return

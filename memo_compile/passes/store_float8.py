@@ -45,7 +45,7 @@ _MARGIN = 1 + 2**-12
 
 _BIAS = 127
 """What is added to an exponent, so that a byte holds it."""
-_TAKEN = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _aten, _to_dtype = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
 
@@ -77,7 +77,7 @@ class StoreFloat8:
         stored = {
             node: _stored(node)
             for node in results[self.num_fwd_outputs :]
-            if isinstance(node, fx.Node) and _is_taken(node) and storage_of(node) not in given
+            if isinstance(node, fx.Node) and _can_store(node) and storage_of(node) not in given
         }
         if stored:
             fx_graphs.set_results(output, [stored.get(node, node) for node in results])
@@ -104,9 +104,9 @@ class ReadFloat8:
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
         placeholders = gm.graph.find_nodes(op="placeholder")
-        read = [node for node in placeholders if node.name in self.stored]
-        positions = backward_positions(gm.graph, self.units.num_units) if read else {}
-        for node in read:
+        activations = [node for node in placeholders if node.name in self.stored]
+        positions = backward_positions(gm.graph, self.units.num_units) if activations else {}
+        for node in activations:
             with gm.graph.inserting_before(node):
                 stored = gm.graph.placeholder(node.name + FLOAT8_NAME)
             stored.meta = {**node.meta, "val": self.stored[node.name]}
@@ -114,16 +114,16 @@ class ReadFloat8:
             for user in node.users:
                 by_position.setdefault(positions.get(user), []).append(user)
             for users in by_position.values():
-                first = next(each for each in gm.graph.nodes if each in users)
-                again = _read(stored, node, first)
+                first = next(user for user in gm.graph.nodes if user in users)
+                read_back = _read(stored, node, first)
                 for user in users:
-                    user.replace_input_with(node, again)
+                    user.replace_input_with(node, read_back)
             gm.graph.erase_node(node)
-        return PassResult(gm, bool(read))
+        return PassResult(gm, bool(activations))
 
 
 def stored_values(forward: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """The activations that a forward returns as float8, as ``ReadFloat8.stored``."""
+    """Returns what a forward returns in place of activations, as ``ReadFloat8.stored``."""
     return {
         node.name.removesuffix(FLOAT8_NAME): node.meta["val"]
         for node in results_of(forward.graph)
@@ -134,12 +134,13 @@ def stored_values(forward: fx.GraphModule) -> dict[str, torch.Tensor]:
 _STORED = "memo_stored_as_float8"
 
 
-def _is_taken(node: fx.Node) -> bool:
+def _can_store(node: fx.Node) -> bool:
+    """True for an activation that may be rounded to float8: see ``StoreFloat8`` for all others."""
     if node.op != "call_function" or not is_tensor(node) or is_view(node):
         return False
     value = node.meta["val"]
     return (
-        value.dtype in _TAKEN
+        value.dtype in _DTYPES
         and value.dim() > 1
         and value.numel() >= MIN_NUMBERS
         and value.shape[-1] >= MIN_ROW
@@ -155,7 +156,7 @@ def _is_taken(node: fx.Node) -> bool:
 def _may_be_masked(node: fx.Node) -> bool:
     """True for a choice of two values, and for a sum with what is broadcast, as masks are."""
     size = node.meta["val"].numel()
-    sources = [each for each in node.all_input_nodes if is_tensor(each)]
+    sources = filter(is_tensor, node.all_input_nodes)
     is_sum = op_name(node) == "add" and any(s.meta["val"].numel() < size for s in sources)
     return is_sum or op_name(node) in ("where", "masked_fill")
 
@@ -203,6 +204,7 @@ def _read(stored: fx.Node, node: fx.Node, reader: fx.Node) -> fx.Node:
 
 
 def _blocks(shape: Sequence[int]) -> list[int]:
+    """Returns the shape of a value's blocks: [tokens, 4096] -> [tokens, 32, BLOCK]."""
     width = BLOCK if shape[-1] % BLOCK == 0 else shape[-1]
     return [*shape[:-1], shape[-1] // width, width]
 
@@ -220,9 +222,10 @@ class _Calls:
         self._mode = fx_graphs.detect_fake_mode([like.meta["val"]]) or contextlib.nullcontext()
 
     def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        """Adds a call of ``target``; its value follows from running it on fakes."""
         with self._place.graph.inserting_before(self._place):
             node = self._place.graph.call_function(target, args)
-        values = pytree.tree_map_only(fx.Node, lambda each: each.meta["val"], args)
+        values = pytree.tree_map_only(fx.Node, lambda source: source.meta["val"], args)
         with self._mode:
             node.meta = {**self._meta, "val": target(*values)}
         return node

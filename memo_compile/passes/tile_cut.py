@@ -154,6 +154,7 @@ class _PartCalls:
         self._add_values(Source.REGION_INPUT, call.inputs, call.reads)
 
     def run(self) -> Iterator[CutCall]:
+        """Yields the calls in order: before, each tile with its additions to sums, after."""
         tiling = self.tiled.tiling
         inputs = [Ref(source=Source.REGION_INPUT, index=at) for at in tiling.before_inputs]
         yield self._call("before", tiling.before, self._whole_operands(inputs), makes=Source.BEFORE)
@@ -205,6 +206,7 @@ class _PartCalls:
         )
 
     def _add_values(self, source: Source, values: Sequence[str], layouts: Layouts) -> None:
+        """Notes names and layouts of the values that ``source`` makes."""
         for at, (value, layout) in enumerate(zip(values, layouts, strict=True)):
             ref = Ref(source=source, index=at)
             self.values[ref], self.layouts[ref] = value, layout

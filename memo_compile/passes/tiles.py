@@ -113,9 +113,14 @@ class _EqualTiles(NamedTuple):
 
 
 class _Splitter:
-    """Builds the parts of one chain; ``run`` returns None if the chain cannot run in tiles."""
+    """Builds the parts of one chain; ``run`` returns None if the chain cannot run in tiles.
+
+    ``early`` are values that ``before`` hands out, ``late`` results that ``after`` makes, ``rows``
+    values of the chain that tiles fill for other parts, ``sums`` those over rows that end it.
+    """
 
     def __init__(self, region: RegionGraph, chain: Chain, *, widens: bool = True) -> None:
+        """``widens``: sums of 16-bit products are float32, see ``FEW_SAVING``."""
         self.region = region
         self.chain = chain
         self.totals = Totals(device=region.device, rounds_products=not widens)
@@ -382,6 +387,7 @@ class _Splitter:
         return gm
 
     def _tile_region(self, name: str, gm: fx.GraphModule, part: Extract) -> RegionGraph:
+        """Returns the region of a tile, whose graph ``gm`` has the inputs of ``part``."""
         static = tuple(
             at
             for at, node in enumerate(part.inputs)
@@ -396,6 +402,7 @@ class _Splitter:
         )
 
     def _part(self, name: str, part: Extract, outputs: Sequence[fx.Node]) -> RegionGraph:
+        """Returns the region ``before`` or ``after``. Totals to be rounded are not the user's."""
         external = {
             at
             for at, output in enumerate(outputs)
