@@ -99,7 +99,7 @@ def interpret(gm: fx.GraphModule, change: Callable[[Any], Any] | None = None) ->
 
 
 class _AtenRegion:
-    """A region op by op: number of a line = number of its node."""
+    """A region op by op. A line is the index of a node among ``nodes``."""
 
     def __init__(
         self, region: RegionGraph, *, poison: bool, in_registers: Callable[[fx.Node], bool] = _never
@@ -115,16 +115,19 @@ class _AtenRegion:
         self.dropped = self._dropped()
         self.external = region.external_storages()
         self.kept = {storage_of(node) for node in self.outputs if isinstance(node, fx.Node)}
-        self.writers = {
+        """Storages that outlive the region."""
+        self.writes_out = {
             node: self._writes_out(node) for node in filter(self._is_placed, self.nodes)
         }
+        """Result -> True if its operator writes into a given buffer; else it allocates."""
         self.workspaces = tuple(self._workspaces())
-        self.outside = {node: self._copied(node) for node, out in self.writers.items() if not out}
-        """Results that their operators put into ordinary memory."""
+        self.outside = {n: self._until_copied(n) for n, out in self.writes_out.items() if not out}
+        """Results that their operators put into ordinary memory, and that memory."""
         self.unplaced = self._unplaced()
         large = (out for out in self.outside.values() if out.size_bytes >= MIN_OWN_MAPPING_BYTES)
         self.trims = {out.end - 1 for out in large if region.device.type == "cpu"}
-        placed = (node for node in self.writers if node not in self.unplaced)
+        """Lines after which the heap is trimmed."""
+        placed = (node for node in self.writes_out if node not in self.unplaced)
         self.buffers = {node: self._buffer(node) for node in placed}
         self.index = {node: index for index, node in enumerate(self.buffers)}
         self.mapped = {node for node in self.external if self._is_mapped(node)}
@@ -164,6 +167,7 @@ class _AtenRegion:
         return value.device.type == self.region.device.type and value.numel() > 0
 
     def _buffer(self, node: fx.Node) -> RegionBuffer:
+        """Returns the buffer of a result, from the line that makes it to its last reader's."""
         return RegionBuffer(
             name=node.name,
             size_bytes=align(storage_bytes(node.meta["val"])),
@@ -171,30 +175,30 @@ class _AtenRegion:
             end=self._end(node, self.line[node]),
         )
 
-    def _end(self, node: fx.Node, unread: int) -> int:
-        """Returns the line after the last that reads the node's storage; ``unread + 1`` if none."""
-        return len(self.nodes) if node in self.kept else self.last_use.get(node, unread) + 1
+    def _end(self, node: fx.Node, if_unread: int) -> int:
+        """Returns the line after the last that reads the node's storage, or ``if_unread + 1``."""
+        return len(self.nodes) if node in self.kept else self.last_use.get(node, if_unread) + 1
 
     def _unplaced(self) -> set[fx.Node]:
         """Chooses results that are read in ordinary memory and not copied, the largest first.
 
         Only as many as keep the peak of memory outside as low as if all were copied.
         """
-        taken = np.zeros(len(self.nodes) + 1, dtype=np.int64)  # bytes outside, by line
+        outside_bytes = np.zeros(len(self.nodes) + 1, dtype=np.int64)  # by line
         for buffer in (*self.outside.values(), *self.workspaces):
-            taken[buffer.start : buffer.end] += buffer.size_bytes
-        taken[:-1] += [attention_bytes(node) for node in self.nodes]
-        peak, unplaced = taken.max(), set()
+            outside_bytes[buffer.start : buffer.end] += buffer.size_bytes
+        outside_bytes[:-1] += [attention_bytes(node) for node in self.nodes]
+        peak_bytes, unplaced = outside_bytes.max(), set()
         for node, buffer in sorted(self.outside.items(), key=lambda item: -item[1].size_bytes):
             end = self._end(node, self.line[node])
-            fits = (taken[buffer.end : end] + buffer.size_bytes <= peak).all()
+            fits = (outside_bytes[buffer.end : end] + buffer.size_bytes <= peak_bytes).all()
             if fits and node not in self.kept and not is_collective(node):
-                taken[buffer.end : end] += buffer.size_bytes
+                outside_bytes[buffer.end : end] += buffer.size_bytes
                 self.outside[node] = replace(buffer, end=end)
                 unplaced.add(node)
         return unplaced
 
-    def _copied(self, node: fx.Node) -> OutsideBuffer:
+    def _until_copied(self, node: fx.Node) -> OutsideBuffer:
         """Returns the ordinary memory of a result until it is copied to its buffer."""
         return OutsideBuffer(
             kind=str(_maker(node).target),
@@ -267,6 +271,7 @@ class _AtenRegion:
         return _WRITES_OUT[text]
 
     def _run(self, args: list[Any]) -> list[Any]:
+        """Runs the operators in order on the views of the current call; drops what is read last."""
         env: dict[fx.Node, Any] = dict(zip(self.inputs, args, strict=True))
         args.clear()
         views = current.views
@@ -287,6 +292,7 @@ class _AtenRegion:
     def _call(
         self, node: fx.Node, env: Mapping[fx.Node, Any], views: Sequence[torch.Tensor]
     ) -> Any:
+        """Runs one operator, and returns its result where it was planned to lie."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: env[source])
         if node in self.begins:
             args, kwargs = _from_arena(node, self.begins[node], args, kwargs)
@@ -297,13 +303,13 @@ class _AtenRegion:
             return target
         if node in self.unplaced:
             return _as_traced(runnable(node.target)(*args, **kwargs), node.meta["val"])
-        if node not in self.index:
+        if node not in self.index:  # a view, a write, the user's result, a collective in flight
             return runnable(node.target)(*args, **kwargs)
         view = views[self.index[node]]
         if in_flight(node):  # leaves the region, and a copy of it cannot be waited for
             wait = torch.ops._c10d_functional.wait_tensor.default
             return view.copy_(wait(runnable(node.target)(*args, **kwargs)))
-        if self.writers[node]:
+        if self.writes_out[node]:
             _write_out(node, args, kwargs, _in_place(args, view))
         else:
             view.copy_(runnable(node.target)(*args, **kwargs))
@@ -330,9 +336,9 @@ def _from_arena(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments with a storage offset ``begin`` elements behind that of the first."""
     names = [declared.name for declared in schema_of(node).arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    source = given.pop(names[0])
-    return (source,), {**given, STORAGE_OFFSET: source.storage_offset() + begin}
+    by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+    source = by_name.pop(names[0])
+    return (source,), {**by_name, STORAGE_OFFSET: source.storage_offset() + begin}
 
 
 def _as_traced(result: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
@@ -364,7 +370,7 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _out_overload(node: fx.Node) -> torch._ops.OpOverload | None:
-    """Returns the overload of ``node``'s operator that writes into one given tensor; None: no gain.
+    """Returns the ``out=`` overload of the operator, for one result; None: none, or it allocates.
 
     Overloads that torch generates (tag ``generated``) allocate inside and copy. So do those of
     Fourier transforms.
@@ -405,7 +411,7 @@ def _positional(operator: torch._ops.OpOverload) -> list[tuple[str, str]]:
 
 
 def _takes_out(node: fx.Node) -> bool:
-    """Tries the ``out=`` overload on fakes."""
+    """True if the ``out=`` overload accepts the traced layout on fakes, and keeps it."""
     fake = node.meta["val"]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     target = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)

@@ -56,14 +56,10 @@ def _never(inputs: list[object]) -> list[object]:
 
 
 def apart(lowered: LoweredRegion, region: RegionGraph) -> LoweredRegion:
-    """Returns the same collective with a buffer of its own."""
-    layouts = lowered.profile
+    """Returns the collective ``lowered`` with a buffer of its own in place of its input's."""
+    inputs, outputs = lowered.profile.input_layouts, lowered.profile.output_layouts
     moved = lower(region, in_place=False)
-    profile = replace(
-        moved.profile,
-        input_layouts=layouts.input_layouts,
-        output_layouts=layouts.output_layouts,
-    )
+    profile = replace(moved.profile, input_layouts=inputs, output_layouts=outputs)
     return replace(moved, profile=profile)
 
 
@@ -75,24 +71,25 @@ def overwriting(problem: Problem) -> frozenset[str]:
     """
     storage_of: dict[str, str | None] = {}
     """Value -> the arena buffer that it lies in; None in ordinary memory."""
-    taken: dict[str, tuple[str, str]] = {}
+    taken_by: dict[str, tuple[str, str]] = {}
     """Value whose place a collective has taken -> the collective's region, and its call."""
-    wrong: set[str] = set()
+    overwriting_regions: set[str] = set()
     for call in problem.calls:
         for value in call.touched:
-            if value in taken and call.waits_for != taken[value][1]:
-                wrong.add(taken[value][0])
+            if value in taken_by and call.waits_for != taken_by[value][1]:
+                overwriting_regions.add(taken_by[value][0])
         first_output = problem.regions[call.region].outputs[:1]
         if call.kind is CallKind.ISSUE and first_output[0].storage is Storage.INPUT:
             buffer = storage_of.get(call.inputs[0])
-            if buffer is None:
-                wrong.add(call.region)
+            if buffer is None:  # its input is not the step's to write over
+                overwriting_regions.add(call.region)
             in_buffer = (value for value, other in storage_of.items() if other == buffer)
-            taken.update((value, (call.region, call.name)) for value in in_buffer)
+            taken_by.update((value, (call.region, call.name)) for value in in_buffer)
         for output, value in problem.made_by(call):
             storage_of[value] = _storage(call, output, storage_of)
-    results = (value for half in problem.halves for value in half.results if value in taken)
-    return frozenset((*wrong, *(taken[value][0] for value in results if value is not None)))
+    results = (value for half in problem.halves for value in half.results if value in taken_by)
+    overwriting_regions.update(taken_by[value][0] for value in results if value is not None)
+    return frozenset(overwriting_regions)
 
 
 def _storage(

@@ -35,6 +35,7 @@ def _generator(seed: torch.Tensor) -> torch.Generator:
 
 
 def _random(size: Any, seed: torch.Tensor, mode: str, *, offset: int = 0) -> torch.Tensor:
+    """Returns float32 numbers of ``mode`` rand or randn, equal ones for equal ``seed + offset``."""
     seed = seed + offset
     if seed.device.type != "cpu":
         number = {"rand": _uniform, "randn": _normal}[mode]
@@ -47,14 +48,14 @@ def _random(size: Any, seed: torch.Tensor, mode: str, *, offset: int = 0) -> tor
 def _randint(
     low: int, high: int, size: Any, seed: torch.Tensor, *, offset: int = 0
 ) -> torch.Tensor:
+    """Returns integers of [low, high); equal ``seed + offset`` give equal ones."""
     seed = seed + offset
     if seed.device.type != "cpu":
-        return _in_pieces(
-            size,
-            seed,
-            torch.int64,
-            lambda bits: _shifted(bits, 1).remainder_(high - low).add_(low),
-        )
+
+        def number(bits: torch.Tensor) -> torch.Tensor:
+            return _shifted(bits, 1).remainder_(high - low).add_(low)
+
+        return _in_pieces(size, seed, torch.int64, number)
     generator = _generator(seed)
     return torch.randint(low, high, list(size), device=seed.device, generator=generator)
 
@@ -146,10 +147,10 @@ def _extent(size: Any, stride: Any) -> int:
 
 
 def _copy(base: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    made = torch.empty_like(base)
+    result = torch.empty_like(base)
     if source.dim() == 0 and source.device.type == "cpu":  # a number; to copy it waits for a device
-        return made.fill_(source.to(base.dtype))
-    return made.copy_(source, non_blocking=non_blocking)
+        return result.fill_(source.to(base.dtype))
+    return result.copy_(source, non_blocking=non_blocking)
 
 
 def _auto_functionalized(operator: Any, **given: Any) -> Any:
@@ -178,14 +179,16 @@ def _iota(
     device: torch.device,
     requires_grad: bool,
 ) -> torch.Tensor:
+    """Counts from ``start``; types that eager cannot count in are counted in int64."""
     counted = torch.int64 if dtype in _WITHOUT_ARANGE else dtype
     settings = {"dtype": counted, "device": device, "requires_grad": requires_grad}
-    made = torch.ops.prims.iota.default(length, start=start, step=step, **settings)
-    return made if counted is dtype else made.to(dtype)
+    result = torch.ops.prims.iota.default(length, start=start, step=step, **settings)
+    return result if counted is dtype else result.to(dtype)
 
 
 @functools.cache
 def _table() -> dict[Any, Callable[..., Any]]:
+    """Returns operator -> its eager version here."""
     aten, prims = torch.ops.aten, torch.ops.prims
     return {
         prims.iota.default: _iota,

@@ -36,7 +36,7 @@ class _Recorder:
     convolutions: tuple[Convolution, ...]
     layouts: Layouts = ()
     """The traced layouts of the region's results: Inductor rewrites its graph."""
-    number: Callable[[Any], int] | None = None
+    evaluate: Callable[[Any], int] | None = None
     """Evaluates symbolic sizes, where the graph's first input is a size."""
     scan: LineScan | None = None
 
@@ -70,7 +70,7 @@ class ArenaWrapper(inductor_api.PythonWrapperCodegen):
         recorder = _recorders[-1]
         self.header.writeline("from memo_runtime.current import current as memo_current")
         self.header.writeline("from memo_runtime.pages import own_mapping as memo_own_mapping")
-        scan = LineScan(self, recorder.region, recorder.convolutions, recorder.number)
+        scan = LineScan(self, recorder.region, recorder.convolutions, recorder.evaluate)
         self.lines = list(scan.rewrite(poison=recorder.poison))
         recorder.scan = scan
 
@@ -154,21 +154,24 @@ def lower(
 
 
 def given_away(lowered: LoweredRegion, region: RegionGraph) -> set[int]:
-    """Returns the inputs in whose place, in the arena, the code has put results for the user."""
+    """Returns the positions of inputs over which the code has written results for the user.
+
+    The user would then hold memory of the arena; such an input must not be donated.
+    """
     results = [lowered.profile.outputs[at] for at in region.external_outputs]
     inputs = {result.index for result in results if result.storage is Storage.INPUT}
     return {*lowered.profile.overwrites}.intersection(inputs)
 
 
 def lower_symbolic(
-    region: RegionGraph, number: Callable[[Any], int], *, poison: bool
+    region: RegionGraph, evaluate: Callable[[Any], int], *, poison: bool
 ) -> tuple[LineScan, Callable[[list[Any]], Any]] | None:
     """Compiles a region whose first input is a size; None: it has no kernels.
 
-    ``number`` evaluates sizes. To get the profile and views of the code at another size, set the
-    scan's ``number`` to another function. Call it inside a ``session``.
+    ``evaluate`` is for symbolic sizes. To get the profile and views of the code at another size,
+    set the scan's ``evaluate`` to another function. Call it inside a ``session``.
     """
-    recorder = _Recorder(region=region, poison=poison, convolutions=(), number=number)
+    recorder = _Recorder(region=region, poison=poison, convolutions=(), evaluate=evaluate)
     compiled = _compiled(recorder, ArenaWrapper)
     return None if recorder.scan is None else (recorder.scan, compiled)
 
@@ -186,6 +189,7 @@ def _with_cache(recorder: _Recorder, cache: RegionCache) -> LoweredRegion | None
         attempt = replace(recorder, region=copied)
         with compile_caches.graph_cache(tag):
             compiled = _compiled(attempt, CachedArenaWrapper)
+        # With a scan it was compiled just now; without code it has no kernels, and is not cached.
         if attempt.scan is not None or compile_caches.generated_code(compiled) is None:
             lowered = _lowered(attempt, compiled)
             cache.keep(region, compiled, lowered)

@@ -62,19 +62,21 @@ class LineScan:
         wrapper: Any,
         region: RegionGraph,
         convolutions: Sequence[Convolution],
-        number: Callable[[Any], int] | None = None,
+        evaluate: Callable[[Any], int] | None = None,
     ) -> None:
-        """``convolutions`` are those of the region's graph; ``number`` evaluates symbolic sizes."""
+        """``convolutions`` are those of the region's graph; ``evaluate`` is for symbolic sizes."""
         self._wrapper = wrapper
-        self._has_symbol = number is not None
-        self.number: Callable[[Any], int] = number or int
+        self._has_symbol = evaluate is not None
+        self.evaluate: Callable[[Any], int] = evaluate or int
         self._region = region
         self._convolutions = convolutions
         self.graph = inductor_api.current_graph()
         self._lines: list[Any] = list(wrapper.lines)
         self._groups = _Groups()
         self._births: dict[str, tuple[int, Any]] = {}
+        """Buffer that Inductor allocates -> the line of that, its node."""
         self._frees: dict[str, int] = {}
+        """Buffer -> the line that frees it."""
         self._handed_over: set[str] = set()
         """Names whose memory another name has taken over."""
         self._outside: dict[str, tuple[int, Any, str]] = {}
@@ -106,12 +108,13 @@ class LineScan:
     def _strides(self) -> list[tuple[int, ...] | None]:
         """The strides that Inductor has chosen for each result."""
         chosen = inductor_api.chosen_strides(self.graph)
-        return [None if s is None else tuple(map(self.number, s)) for s in chosen]
+        return [None if s is None else tuple(map(self.evaluate, s)) for s in chosen]
 
     def _removed(self, name: str) -> bool:
         return name in self.graph.removed_buffers
 
     def _read_lines(self) -> None:
+        """Notes what each line does to buffers: in the tables above."""
         for number, line in enumerate(self._lines):
             if isinstance(line, inductor_api.AllocateLine):
                 self._births.setdefault(line.node.get_name(), (number, line.node))
@@ -131,14 +134,15 @@ class LineScan:
     def _read_scatter(self, number: int, node: Any) -> None:
         """Notes what torch's own scatter on a CPU allocates for itself while its line runs."""
         written = node.inputs[0]
-        numbers = math.prod(map(self.number, written.get_size()))
+        numbers = math.prod(map(self.evaluate, written.get_size()))
         averages = node.kwargs.get("reduce") == "mean" and len(node.inputs) > 2
-        averaged = math.prod(map(self.number, node.inputs[2].get_size())) if averages else 0
+        averaged = math.prod(map(self.evaluate, node.inputs[2].get_size())) if averages else 0
         size_bytes = cast_bytes(_kernel_name(node), written.get_dtype(), numbers, averaged)
         if size_bytes and self._region.device.type == "cpu":
             self._workspaces.append(at_line(CAST, size_bytes, number))
 
     def _read_extern(self, number: int, node: Any) -> None:
+        """Notes what an extern kernel, called on line ``number``, allocates, copies or aliases."""
         name, kind = node.get_name(), _kernel_name(node)
         self._called_at[name] = number
         if is_attention(operator := inductor_api.called_operator(node)):
@@ -164,7 +168,7 @@ class LineScan:
         operands = node.inputs[len(written) :]  # behind the buffers that are written
         is_backward = "backward" in name
         if not is_backward:
-            operands = [*written, node][:1] + operands[:2]
+            operands = [*written, node][:1] + operands[:2]  # a backward's begin with a gradient
         shapes = (tuple(map(int, operand.get_size())) for operand in operands[:3])
         result, source, weight = shapes
         plain = Convolution(
@@ -174,11 +178,13 @@ class LineScan:
             item_bytes=operands[1].get_dtype().itemsize,
             is_backward=is_backward,
         )
+        # The kernel does not show groups and strides; the graph's convolutions of these shapes do.
         alike = [traced for traced in self._convolutions if traced.key == plain.key] or [plain]
         size_bytes = max(map(convolution_bytes, alike))
         self._workspaces.append(at_line(CONVOLUTION, size_bytes, number))
 
     def _read_multi_output(self, number: int, line: Any) -> None:
+        """Notes the line that takes one result out of the tuple of an extern kernel."""
         node = self.graph.name_to_buffer.get(line.result_name)
         source = self.graph.name_to_buffer.get(line.arg_name)
         if node is None or source is None or not inductor_api.is_tensor_buffer(node):
@@ -196,7 +202,7 @@ class LineScan:
         """Returns the bytes of the storage of ``node``, aligned."""
         elements = self.graph.get_allocation_storage_size(node)
         try:
-            return align(self.number(elements) * node.get_dtype().itemsize)
+            return align(self.evaluate(elements) * node.get_dtype().itemsize)
         except TypeError as error:
             raise UnsupportedGraph(
                 f"region {self._region.name}: the size of {node.get_name()} depends on data"
@@ -237,7 +243,7 @@ class LineScan:
         return self._births[name][1] if name in self._births else self._outside[name][1]
 
     def _first_write(self, name: str) -> int:
-        """Returns the line on which a buffer of the arena is written first."""
+        """Returns the line from which on a buffer of the arena holds a value."""
         return self._births[name][0] if name in self._births else self._named[name]
 
     def _is_static(self, node: Any) -> bool:
@@ -252,8 +258,8 @@ class LineScan:
     def _view_spec(self, node: Any) -> ViewSpec:
         return ViewSpec(
             dtype=node.get_dtype(),
-            size=tuple(map(self.number, node.get_size())),
-            stride=tuple(map(self.number, node.get_stride())),
+            size=tuple(map(self.evaluate, node.get_size())),
+            stride=tuple(map(self.evaluate, node.get_stride())),
         )
 
     def require_traced_strides(self, layouts: Layouts) -> None:
@@ -284,7 +290,7 @@ class LineScan:
     def rewrite(self, *, poison: bool) -> Iterator[Any]:
         """Yields the lines with views of the arena for allocations, and with poison on demand."""
         ends = self._ends()
-        dying: dict[int, list[str]] = {}
+        dying: dict[int, list[str]] = {}  # line -> buffers that it reads last
         for name in self._arena:
             if poison and name not in self._outputs:
                 dying.setdefault(ends[name] - 1, []).append(name)
@@ -293,7 +299,7 @@ class LineScan:
         copied = {self._named[name]: name for name in self._arena if name in self._named}
         for number, line in enumerate(self._lines):
             yield self._replaced(line, results)
-            if number in copied:
+            if number in copied:  # a result that its kernel has allocated elsewhere
                 name = copied[number]
                 yield f"{name} = memo_current.views[{self._arena[name]}].copy_({name})"
             for name in dying.get(number, ()):

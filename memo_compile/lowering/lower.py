@@ -96,6 +96,7 @@ def _once(
 def _lowered(
     region: RegionGraph, config: MemoConfig, runner: PassRunner, cache: RegionCache | None
 ) -> LoweredRegion:
+    """Lowers ``region`` by what its kind and the options say; by Inductor after memo's passes."""
     poison = "poison" in config.debug
     if region.kind is not CallKind.RUN:
         return collective_profile.lower(region)
@@ -113,12 +114,13 @@ def _lowered(
         """Lowers by Inductor, again without donated inputs that it made results for the user."""
         current = prepared
         while True:
-            before = fx_graphs.copied(current.gm) if current.donated else current.gm
+            unchanged = fx_graphs.copied(current.gm) if current.donated else current.gm
             lowered = inductor.lower(current, poison=poison, cache=cache)
-            given = inductor.given_away(lowered, current)
-            if not given:
+            given_away = inductor.given_away(lowered, current)
+            if not given_away:
                 return lowered
-            current = replace(current, gm=before, donated=tuple(sorted({*current.donated} - given)))
+            donated = tuple(sorted({*current.donated} - given_away))
+            current = replace(current, gm=unchanged, donated=donated)
 
     def at_others(sizes: OtherSizes) -> fx.GraphModule:
         return runner.run(sizes.graph(region.gm), passes, stage=f"{region.name}-other-size")

@@ -97,6 +97,7 @@ def written(gm: fx.GraphModule) -> Written:
     lines = []
 
     def word(value: Any) -> str:
+        """Returns an argument as text; a number, which is noted, as #."""
         if isinstance(value, fx.Node):
             return names[value]
         if is_number(value):
@@ -113,8 +114,8 @@ def written(gm: fx.GraphModule) -> Written:
         target = _start(node) if node.op == "placeholder" else str(node.target)
         once = " once" if runs_once(node) else ""
         is_input = node.op == "placeholder"
-        given = "" if is_input else fx.node.map_aggregate((node.args, node.kwargs), word)
-        lines.append(f"{node.op} {target}{once} {given} {_value(node.meta.get('val'), layouts)}")
+        words = "" if is_input else fx.node.map_aggregate((node.args, node.kwargs), word)
+        lines.append(f"{node.op} {target}{once} {words} {_value(node.meta.get('val'), layouts)}")
     return Written(text="\n".join(lines), arguments=tuple(arguments), layouts=tuple(layouts))
 
 
@@ -150,14 +151,14 @@ class _Code:
     scan: LineScan
     compiled: Callable[[list[Any]], Any]
 
-    def is_of(self, region: Written, n: int) -> bool:
+    def serves(self, region: Written, n: int) -> bool:
         """True where the symbolic graph is ``region`` when the symbol is ``n``."""
         symbol = self.symbol
         return _equal(symbol, self.arguments, self.layouts, region, n) and symbol.admits(n)
 
     def lowered(self, name: str, n: int) -> LoweredRegion:
-        """Returns the code for size ``n``."""
-        self.scan.number = self.symbol.at((n,))
+        """Returns the code for size ``n``, which becomes its first input."""
+        self.scan.evaluate = self.symbol.at((n,))
         profile, compiled = self.scan.profile(), self.compiled
 
         def run(args: list[Any]) -> Any:
@@ -233,11 +234,11 @@ class VaryingRegions:
             log.debug("memo: region %s is of its sizes only: %s", region.name, error)
             self.counts.alone += 1
             return alone()
-        key = self._key(region, region_text, poison)
+        key = _code_key(region, region_text, poison)
         codes = self._codes.setdefault(key, [])
         for code in codes:
-            n = self._numbers[code.position]
-            if isinstance(n, int) and n >= SMALLEST and code.is_of(region_text, n):
+            n = self._numbers[code.position]  # a size; another of the numbers may be a float
+            if isinstance(n, int) and n >= SMALLEST and code.serves(region_text, n):
                 self.counts.reused += 1
                 return code.lowered(region.name, n)
         same_regions = self._lowered_alone.setdefault(key, [])
@@ -269,24 +270,11 @@ class VaryingRegions:
         same = other.text == region_text.text
         return [_RegionAt(numbers=others.others, written=other)] if same else []
 
-    def _key(self, region: RegionGraph, region_text: Written, poison: bool) -> str:
-        """Returns a digest of all that code for ``region`` depends on, but for its numbers."""
-        contents = (
-            region_text.text,
-            sorted(region.external_outputs),
-            region.static_inputs,
-            region.is_backward,
-            str(region.device),
-            poison,
-            torch.get_num_threads(),
-        )
-        return hashlib.sha256(repr(contents).encode()).hexdigest()
-
     def _symbolic(
         self, region: RegionGraph, region_text: Written, other: _RegionAt, key: str, *, poison: bool
     ) -> _Code | None:
         """Lowers with a symbol for the size that differs from ``other``; None: it cannot."""
-        changed = _changed(other.numbers, self._numbers)
+        changed = _changed_size(other.numbers, self._numbers)
         if changed is None or any(map(convolution_of, region.gm.graph.nodes)):
             return None
         base = (int(other.numbers[changed]), int(self._numbers[changed]))
@@ -296,7 +284,7 @@ class VaryingRegions:
         layouts = [formula(*pair, base) for pair in pairs]
         if None in arguments or None in layouts or region_text.layouts == other.written.layouts:
             return None
-        formulas = tuple(of for of in arguments if of is not None)
+        formulas = tuple(argument for argument in arguments if argument is not None)
         try:
             return self._lowered(
                 region, region_text, other, changed, formulas, layouts, poison=poison
@@ -351,10 +339,18 @@ class VaryingRegions:
         )
 
 
-def _changed(before: Sequence[float], now: Sequence[float]) -> int | None:
+def _code_key(region: RegionGraph, region_text: Written, poison: bool) -> str:
+    """Returns a digest of all that code for ``region`` depends on, but for its numbers."""
+    sets = (sorted(region.external_outputs), region.static_inputs)
+    settings = (region.is_backward, str(region.device), poison, torch.get_num_threads())
+    contents = (region_text.text, *sets, *settings)
+    return hashlib.sha256(repr(contents).encode()).hexdigest()
+
+
+def _changed_size(before: Sequence[float], now: Sequence[float]) -> int | None:
     """Returns the first position of a number that differs, if all others are formulas of it.
 
-    None where they are not, or where one is no size.
+    (8, 16, 0.5) and (12, 24, 0.5) -> 0. None where they are not, or where one is no size.
     """
     if len(before) != len(now):
         return None
@@ -390,7 +386,7 @@ class _WithSymbol:
         self.layouts: list[Any] = []
         remaining = iter(layouts)
         for node in gm.graph.nodes:
-            old_layout: list[Any] = []
+            old_layout: list[Any] = []  # to count the formulas of this node
             _value(node.meta.get("val"), old_layout)
             value = self._copied(node, [next(remaining) for _ in old_layout])
             _value(value, self.layouts)
@@ -403,9 +399,9 @@ class _WithSymbol:
             new = self._graph.placeholder(str(node.target))
             value = _fake(node.meta["val"], self._symbol, layout)
         elif node.op == "output":
-            new = self._graph.output(self._changed(node.args[0]))
+            new = self._graph.output(self._with_formulas(node.args[0]))
         else:
-            args, kwargs = self._changed(node.args), self._changed(node.kwargs)
+            args, kwargs = self._with_formulas(node.args), self._with_formulas(node.kwargs)
             new = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
             args, kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
             with self._symbol.mode:
@@ -416,26 +412,28 @@ class _WithSymbol:
         new.meta["val"] = value
         return value
 
-    def _changed(self, value: Any) -> Any:
-        """Returns an argument with nodes of the new graph, and formulas in place of numbers."""
+    def _with_formulas(self, value: Any) -> Any:
+        """Returns arguments with nodes of the new graph, and formulas in place of numbers."""
         return with_numbers(value, self._nodes, lambda _: self._number(next(self._arguments)))
 
-    def _number(self, of: Formula) -> Any:
-        if not of.square and not of.scale:
-            return of.constant
-        if of not in self._numbers:
-            self._numbers[of] = self._computed(of)
-        return self._numbers[of]
+    def _number(self, term: Formula) -> Any:
+        """Returns the constant that the formula is, or the one node that computes it."""
+        if not term.square and not term.scale:
+            return term.constant
+        if term not in self._numbers:
+            self._numbers[term] = self._computed(term)
+        return self._numbers[term]
 
-    def _computed(self, of: Formula) -> fx.Node:
-        """Returns the node that computes the formula."""
-        terms: list[fx.Node] = []
-        if of.square:
-            terms.append(self._times(self._call(operator.mul, self._size, self._size), of.square))
-        if of.scale:
-            terms.append(self._times(self._size, of.scale))
-        total = terms[0] if len(terms) == 1 else self._call(operator.add, *terms)
-        return self._call(operator.add, total, of.constant) if of.constant else total
+    def _computed(self, term: Formula) -> fx.Node:
+        """Adds the nodes that compute the formula; returns the last."""
+        summands: list[fx.Node] = []
+        if term.square:
+            squared = self._call(operator.mul, self._size, self._size)
+            summands.append(self._times(squared, term.square))
+        if term.scale:
+            summands.append(self._times(self._size, term.scale))
+        total = summands[0] if len(summands) == 1 else self._call(operator.add, *summands)
+        return self._call(operator.add, total, term.constant) if term.constant else total
 
     def _times(self, node: fx.Node, factor: int) -> fx.Node:
         return node if factor == 1 else self._call(operator.mul, node, factor)
@@ -463,7 +461,7 @@ def _misaligned(value: torch.Tensor) -> int:
 
 def _fake(value: torch.Tensor, symbol: SizeSymbols, layout: Sequence[Formula | None]) -> Any:
     """Returns a placeholder's value with a symbolic layout, aligned as it was."""
-    numbers = [of.at(symbol.values[0]) for of in layout if of is not None]
+    numbers = [number.at(symbol.values[0]) for number in layout if number is not None]
     size, stride = numbers[: value.dim()], numbers[value.dim() :]
     start = _misaligned(value)
     with symbol.mode:

@@ -98,7 +98,7 @@ class Convolution:
         return self.is_backward, self.result, self.source, self.weight
 
 
-def convolution_bytes(of: Convolution) -> int:
+def convolution_bytes(conv: Convolution) -> int:
     """Bytes that a convolution allocates for itself on a CPU (1 % of random ones took more).
 
     Torch's own implementations unfold the source. oneDNN copies into layouts of its own; with
@@ -106,46 +106,46 @@ def convolution_bytes(of: Convolution) -> int:
     gradients, and sums the weight's in float32. A transposed convolution runs as the backward of
     another, and is unfolded where it is dilated.
     """
-    return align(_unfolded_bytes(of) if of.backend.startswith("Slow") else _copied_bytes(of))
+    return align(_unfolded_bytes(conv) if conv.backend.startswith("Slow") else _copied_bytes(conv))
 
 
-def _unfolded_bytes(of: Convolution) -> int:
+def _unfolded_bytes(conv: Convolution) -> int:
     """Bytes of torch's own: the source's columns, in a backward for both gradients, and copies.
 
     Columns of all groups count: they are so small that the heap may not reuse their places.
     """
-    images = 1 if "Dilated" in of.backend else of.source[0]
-    numbers = (1 + of.is_backward) * images * of.groups * _columns(of)
-    numbers += sum(map(math.prod, (of.source, of.result, of.weight)))
-    if of.groups > 1:  # results of the groups, before they are put together
-        numbers += math.prod(of.source) + math.prod(of.weight)
-    return numbers * of.item_bytes + _summed_bytes(of)
+    images = 1 if "Dilated" in conv.backend else conv.source[0]
+    numbers = (1 + conv.is_backward) * images * conv.groups * _columns(conv)
+    numbers += sum(map(math.prod, (conv.source, conv.result, conv.weight)))
+    if conv.groups > 1:  # results of the groups, before they are put together
+        numbers += math.prod(conv.source) + math.prod(conv.weight)
+    return numbers * conv.item_bytes + _summed_bytes(conv)
 
 
-def _summed_bytes(of: Convolution) -> int:
+def _summed_bytes(conv: Convolution) -> int:
     """Bytes in which products of 16-bit numbers are summed in float32: a product for each thread.
 
     (Processors with instructions for such products take none.) In a forward a thread's product is
     an image's result; in a backward it is columns, which are folded into the source's gradient. A
     transposed convolution's forward makes columns, and its backward makes the source's gradient.
     """
-    if of.item_bytes >= FLOAT32_BYTES:
+    if conv.item_bytes >= FLOAT32_BYTES:
         return 0
-    makes_columns = of.is_backward != of.is_transposed
-    image = of.source if of.is_backward else of.result
-    numbers = _columns(of) if makes_columns else math.prod(image[1:])
-    return min(torch.get_num_threads(), of.source[0]) * numbers * FLOAT32_BYTES
+    makes_columns = conv.is_backward != conv.is_transposed
+    image = conv.source if conv.is_backward else conv.result
+    numbers = _columns(conv) if makes_columns else math.prod(image[1:])
+    return min(torch.get_num_threads(), conv.source[0]) * numbers * FLOAT32_BYTES
 
 
-def _columns(of: Convolution) -> int:
+def _columns(conv: Convolution) -> int:
     """Returns how many numbers the columns of one image have, in one group."""
-    ends = of.source if of.is_transposed else of.result
-    return math.prod(of.weight[1:]) * math.prod(ends[2:])
+    ends = conv.source if conv.is_transposed else conv.result
+    return math.prod(conv.weight[1:]) * math.prod(ends[2:])
 
 
-def _copied_bytes(of: Convolution) -> int:
+def _copied_bytes(conv: Convolution) -> int:
     """Bytes of the copies that oneDNN makes."""
-    result, source, weight, item_bytes = of.result, of.source, of.weight, of.item_bytes
+    result, source, weight, item_bytes = conv.result, conv.source, conv.weight, conv.item_bytes
     channels, outputs = max(1, source[1]), max(1, result[1])
     blocked = max(1, CHANNEL_BLOCK_BYTES // item_bytes)
     source_bytes = math.prod(source) // channels * _rounded(channels, blocked) * item_bytes
@@ -154,36 +154,41 @@ def _copied_bytes(of: Convolution) -> int:
     weight_bytes *= _rounded(weight[0], blocked) * _rounded(weight[1], blocked)
     if weight[0] != outputs or math.prod(result[2:]) > math.prod(source[2:]):
         result_bytes *= 2
-    num_bytes = source_bytes + result_bytes + weight_bytes + _without_kernel_bytes(of)
-    if of.is_backward or of.is_transposed:
+    num_bytes = source_bytes + result_bytes + weight_bytes + _without_kernel_bytes(conv)
+    if conv.is_backward or conv.is_transposed:
         num_bytes += source_bytes
-    if of.is_backward and of.is_transposed:
+    if conv.is_backward and conv.is_transposed:
         num_bytes += result_bytes
-    if of.is_backward:
+    if conv.is_backward:
         num_bytes += weight_bytes // item_bytes * max(item_bytes, FLOAT32_BYTES)
         num_bytes += min(PARTIAL_SUMS_BYTES, 2 * (source_bytes + result_bytes))
     return num_bytes
 
 
-def _without_kernel_bytes(of: Convolution) -> int:
-    """Bytes beside ``_copied_bytes`` where oneDNN has no kernel of its own for the shape."""
-    num_bytes = 0
-    is_volume = len(of.source) > 4
-    unfolds = of.is_transposed or (of.is_backward and (of.is_strided or is_volume))
-    if of.is_dilated and unfolds:
-        depth = of.source[2] if is_volume else 1  # a slice of a volume at a time
-        threads = min(torch.get_num_threads(), of.source[0])
-        num_bytes = threads * _columns(of) // depth * FLOAT32_BYTES
-    usual = not (of.is_dilated or of.is_transposed) and all(n in (1, 3) for n in of.weight[2:])
-    if of.groups == 1 or usual or not of.is_backward:
+def _without_kernel_bytes(conv: Convolution) -> int:
+    """Bytes beside ``_copied_bytes`` where oneDNN has no kernel of its own for the shape.
+
+    It unfolds a dilated source, and computes groups of unusual shape in float32.
+    """
+    num_bytes, weight = 0, conv.weight
+    is_volume = len(conv.source) > 4
+    unfolds = conv.is_transposed or (conv.is_backward and (conv.is_strided or is_volume))
+    if conv.is_dilated and unfolds:
+        depth = conv.source[2] if is_volume else 1  # a slice of a volume at a time
+        threads = min(torch.get_num_threads(), conv.source[0])
+        num_bytes = threads * _columns(conv) // depth * FLOAT32_BYTES
+    is_plain = not (conv.is_dilated or conv.is_transposed)
+    is_usual = is_plain and all(length in (1, 3) for length in weight[2:])
+    if conv.groups == 1 or is_usual or not conv.is_backward:
         return num_bytes
-    ends = _rounded(of.weight[0] // of.groups, GROUP_BLOCK), _rounded(of.weight[1], GROUP_BLOCK)
-    num_bytes += of.groups * math.prod((*ends, *of.weight[2:])) * FLOAT32_BYTES
-    if of.item_bytes < FLOAT32_BYTES:
-        num_bytes += of.groups * math.prod((*ends, *of.weight[2:])) * FLOAT32_BYTES
-        num_bytes += 2 * FLOAT32_BYTES * (math.prod(of.source) + math.prod(of.result))
-        if of.is_strided:
-            num_bytes += GROUP_BLOCK * of.item_bytes * math.prod(of.source)
+    channels = _rounded(weight[0] // conv.groups, GROUP_BLOCK), _rounded(weight[1], GROUP_BLOCK)
+    weight_bytes = conv.groups * math.prod((*channels, *weight[2:])) * FLOAT32_BYTES
+    num_bytes += weight_bytes
+    if conv.item_bytes < FLOAT32_BYTES:
+        num_bytes += weight_bytes
+        num_bytes += 2 * FLOAT32_BYTES * (math.prod(conv.source) + math.prod(conv.result))
+        if conv.is_strided:
+            num_bytes += GROUP_BLOCK * conv.item_bytes * math.prod(conv.source)
     return num_bytes
 
 
@@ -289,6 +294,7 @@ def cast_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
 
 
 def _cast_bytes(node: fx.Node) -> int:
+    """Returns the bytes of ``cast_workspace``, for an operator of aten."""
     name, result = op_name(node), node.meta.get("val")
     source = _fake(argument(node, "self"))
     if source is None or source.device.type != "cpu" or not isinstance(result, torch.Tensor):
@@ -324,6 +330,7 @@ def with_workspaces(
 
 
 def _with_workspaces(lowered: LoweredRegion, region: RegionGraph) -> LoweredRegion:
+    """Adds the workspaces of attention kernels: on their lines, or if unknown on all lines."""
     sizes: dict[str, int] = {}
     for node in region.gm.graph.nodes:
         if size_bytes := attention_bytes(node):
@@ -358,21 +365,21 @@ def attention_bytes(node: fx.Node) -> int:
     if node.op != "call_function" or "attention" not in op_name(node):
         return 0
     is_backward, is_ring = "backward" in op_name(node), "ring" in op_name(node)
-    first = 1 if is_backward else 0
+    first = 1 if is_backward else 0  # behind the result's gradient
     query, key = (_fake(node.args[at]) for at in (first, first + 1))
     if query is None or key is None or query.dim() != 4:
         return 0
     if "efficient" in op_name(node):
         return _efficient_bytes(query, key, is_backward=is_backward)
-    arriving = RING_BUFFERS * key.nbytes if is_ring else 0
+    arriving_bytes = RING_BUFFERS * key.nbytes if is_ring else 0
     if not is_backward:
-        return arriving
+        return arriving_bytes
     batch, heads, rows, width = query.shape
     rows = -(-rows // ROW_GRANULE) * ROW_GRANULE
     width = -(-width // WIDTH_GRANULE) * WIDTH_GRANULE
     sums = batch * heads * rows * (width + 1) * FLOAT32_BYTES
     expanded = 2 * key.nbytes * heads // key.shape[1] if key.shape[1] != heads else 0
-    return align(sums) + align(expanded) + align(arriving)
+    return align(sums) + align(expanded) + align(arriving_bytes)
 
 
 def _efficient_bytes(query: torch.Tensor, key: torch.Tensor, *, is_backward: bool) -> int:
@@ -388,13 +395,12 @@ def _efficient_bytes(query: torch.Tensor, key: torch.Tensor, *, is_backward: boo
     blocks = batch * heads * -(-rows // granule) * -(-width // granule)
     sums = blocks * (granule * granule * FLOAT32_BYTES + EFFICIENT_LOCK_BYTES)
     if is_wide:
-        of_keys = max(
-            1, min(-(-key.shape[2] // EFFICIENT_GRANULE), EFFICIENT_BLOCKS // (batch * heads))
-        )
+        most_blocks = EFFICIENT_BLOCKS // (batch * heads)
+        key_blocks = max(1, min(-(-key.shape[2] // EFFICIENT_GRANULE), most_blocks))
         columns = -(-width // WIDE_HEAD) * WIDE_HEAD
-        sums += 2 * batch * heads * of_keys * EFFICIENT_GRANULE * columns * FLOAT32_BYTES
-    of_rows = batch * heads * rows * FLOAT32_BYTES
-    return align(sums) + 2 * align(of_rows)
+        sums += 2 * batch * heads * key_blocks * EFFICIENT_GRANULE * columns * FLOAT32_BYTES
+    row_numbers_bytes = batch * heads * rows * FLOAT32_BYTES
+    return align(sums) + 2 * align(row_numbers_bytes)
 
 
 def called_operator(node: fx.Node) -> str:
@@ -429,5 +435,6 @@ def _flash_package_bytes(node: fx.Node, *, has_lengths: bool) -> int:
 
 
 def _fake(argument: object) -> torch.Tensor | None:
+    """Returns the value of an operator's argument; None: it is no tensor."""
     value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
