@@ -65,6 +65,7 @@ class Slab:
             self._allocate(size_bytes)
 
     def _allocate(self, size_bytes: int) -> None:
+        """Takes new memory in place of the old. Raises ArenaError: it was refused."""
         self._storage = torch.UntypedStorage(0, device=self.device)  # the old one goes first
         try:
             self._storage.resize_(size_bytes)
@@ -119,6 +120,7 @@ class Slab:
         return views
 
     def _view(self, view: FrameView) -> torch.Tensor:
+        """Returns the buffer as a tensor; one that lies elsewhere as its layout alone."""
         if not view.in_frame:
             return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta")
         if view.offset_bytes % view.dtype.itemsize:
@@ -172,7 +174,10 @@ class DeviceArena:
                     slab.drop_tail(0)
 
     def make_room(self, size_bytes: int) -> None:
-        """Gives pages of free slabs back: beside the rest so much fits into what may be idle."""
+        """Gives pages of free slabs back, so that ``size_bytes`` of other memory may be taken.
+
+        What stays of each slab, and those bytes, are together at most ``idle_bytes``.
+        """
         keep = max(0, self.idle_bytes() - size_bytes)
         with self._lock:
             for slab in self._slabs:

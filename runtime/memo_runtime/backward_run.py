@@ -80,6 +80,7 @@ class BackwardRun:
             self._end()
 
     def _run_to(self, end: int) -> None:
+        """Runs the calls before ``end`` that have not run; any error ends the backward."""
         if self.is_over:
             raise StepError("memo: this backward has ended, because a part of it failed")
         if any(tensor._version != version for tensor, version in self._versions):

@@ -221,6 +221,7 @@ class CollectiveEngine:
         self.schedule = schedule
         self.bytes_per_s = bytes_per_s
         self._free_s = 0.0
+        """The time at which the throttled link has carried all that was issued."""
         self._waiting: deque[CollectiveTicket] = deque()
         """LATE: what was issued and not begun, in order."""
         self._lock = threading.RLock()  # the collector may end a step while this thread holds it
@@ -235,10 +236,10 @@ class CollectiveEngine:
         if times is not None and times.is_stopped:
             times = None
         if times is not None:
-            _finish_stream(flight)  # what makes the input does not count
+            _finish_stream(flight)  # the seconds of what makes the input do not count
         start_s = time.perf_counter()
         with self._lock:
-            if self.bytes_per_s is not None:
+            if self.bytes_per_s is not None:  # it starts when the link has carried those before
                 start_s = max(self._free_s, time.perf_counter())
                 self._free_s = flight.carried_s = start_s + flight.num_bytes / self.bytes_per_s
             if self.schedule is CollectiveSchedule.LATE:
@@ -292,7 +293,7 @@ class CollectiveEngine:
             flight.finished = True
 
     def _hide(self, flight: CollectiveTicket) -> None:
-        """Until the wait the output holds what must not be read."""
+        """Leaves ``flight`` to its wait, until which its output holds what must not be read."""
         if flight.destination.data_ptr() == flight.source.data_ptr():
             flight.kept = flight.source.clone()
         poison(flight.destination)

@@ -169,6 +169,7 @@ class CopyEngine:
             log.warning("memo: a copy of a dropped step failed: %s", ticket.error)
 
     def _start(self, ticket: Ticket) -> None:
+        """Begins the copy on its lane, or makes it here, as the schedule says; once."""
         if not ticket.started:
             if self.schedule in (CopySchedule.EARLY, CopySchedule.LATE):
                 self._lanes.copy_now(ticket)
@@ -178,7 +179,7 @@ class CopyEngine:
 
 
 class _CpuLanes:
-    """A thread for each lane."""
+    """A thread for each lane. ``start`` copies there, ``copy_now`` here; ``finish`` waits."""
 
     def __init__(self, bytes_per_s: dict[Lane, float | None]) -> None:
         self.bytes_per_s = bytes_per_s
@@ -195,6 +196,7 @@ class _CpuLanes:
         self._copy(ticket)
 
     def _copy(self, ticket: Ticket) -> None:
+        """Copies as fast as the lane's link, and notes that it has, or the error."""
         lane = ticket.lane
         # The link's time, not the thread's, which waits for the interpreter's lock as well.
         begin_s, speed = max(ticket.issued_s, self.free_s[lane]), self.bytes_per_s[lane]
@@ -217,7 +219,7 @@ class _CpuLanes:
 
 
 class _CudaLanes:
-    """A stream for each lane.
+    """A stream for each lane, with the methods of ``_CpuLanes``.
 
     Slabs and host stores live as long as the leases that copies belong to, and a lease settles its
     copies before it ends. So no memory can be freed under a copy, and nothing needs
@@ -230,6 +232,7 @@ class _CudaLanes:
         self.streams: dict[Lane, torch.cuda.Stream] = {}
 
     def start(self, ticket: Ticket) -> None:
+        """Issues the copy behind all work of the current stream."""
         if ticket.lane not in self.streams:
             self.streams.setdefault(ticket.lane, torch.cuda.Stream(self.device))
         lane = self.streams[ticket.lane]
@@ -250,6 +253,7 @@ class _CudaLanes:
             to[start:end].copy_(source[start:end], non_blocking=True)
 
     def finish(self, ticket: Ticket) -> float:
+        """Lets the current stream wait; returns for how long, if stalls are measured."""
         assert ticket.event is not None
         stream = torch.cuda.current_stream(self.device)
         if not self.measure_stall:

@@ -18,16 +18,16 @@ _OUT = 3
 
 def _fwd(q: Any, k: Any, v: Any, *settings: Any) -> tuple[str, tuple[Any, ...]]:
     dropout, scale, causal, left, right, softcap, slopes, returns_scores = settings
-    rest = (slopes, dropout, scale, causal, left, right, softcap, returns_scores, None)
-    return "fwd", (q, k, v, None, *rest)
+    options = (slopes, dropout, scale, causal, left, right, softcap, returns_scores, None)
+    return "fwd", (q, k, v, None, *options)
 
 
 def _varlen_fwd(q: Any, k: Any, v: Any, *settings: Any) -> tuple[str, tuple[Any, ...]]:
     ends_q, ends_k, most_q, most_k, dropout, scale, causal, left, right, softcap = settings[:10]
     slopes, returns_scores, blocks, padding, used, zeroes = settings[10:]
     lengths = (ends_q, ends_k, used, padding, blocks, slopes, most_q, most_k)
-    rest = (dropout, scale, zeroes, causal, left, right, softcap, returns_scores, None)
-    return "varlen_fwd", (q, k, v, None, *lengths, *rest)
+    options = (dropout, scale, zeroes, causal, left, right, softcap, returns_scores, None)
+    return "varlen_fwd", (q, k, v, None, *lengths, *options)
 
 
 _KERNELS: dict[str, Callable[..., tuple[str, tuple[Any, ...]]]] = {
@@ -43,13 +43,13 @@ def takes_output(operator: str) -> bool:
 
 
 def forward_into(operator: str, out: torch.Tensor, args: Sequence[Any]) -> Sequence[torch.Tensor]:
-    """The results of ``operator`` on ``args``; the first is ``out``, (B, T, H, D) or (T, H, D).
+    """Returns the results of ``operator`` on ``args``, the first of them written into ``out``.
 
-    Queries, keys and values must have unit strides along D, as the package itself makes them.
+    Queries, keys, values and ``out`` are (B, T, H, D), or (T, H, D) of packed sequences.
     """
-    name, given = _KERNELS[operator](*map(_contiguous, args[:_OUT]), *args[_OUT:])
+    name, kernel_args = _KERNELS[operator](*map(_contiguous, args[:_OUT]), *args[_OUT:])
     kernel = getattr(_kernels(), name)
-    results: Sequence[torch.Tensor] = kernel(*given[:_OUT], out, *given[_OUT + 1 :])
+    results: Sequence[torch.Tensor] = kernel(*kernel_args[:_OUT], out, *kernel_args[_OUT + 1 :])
     return results
 
 

@@ -96,7 +96,7 @@ class GroupStep:
         return self.plan.order.index((member, is_backward))
 
     def takes(self, member: int) -> bool:
-        """True where the member's forward can run now.
+        """True where the member's forward can run now, in its place of the plan's order.
 
         No live backward may stand before it in the plan's order: its place in the frame is planned
         for when those have run. Nor may the frame have to be restored for one.
@@ -132,6 +132,7 @@ class GroupStep:
         place = self.place_of(member, is_backward=True)
         if place < self.position:
             self._restore(place, keep_graph=keep_graph)
+        # What is skipped, or this half itself, overwrites what a later backward reads.
         skipped = self.plan.order[self.position : place]
         waits = any(is_backward and other in self.live for other, is_backward in skipped)
         if self._snapshot is None and (keep_graph or waits):
@@ -171,12 +172,17 @@ class GroupStep:
             self.position += 1
 
     def _copy_frame(self) -> None:
+        """Copies the frame as it is now, behind all copies that are in flight."""
         self.plan.before_copy()
         for number in list(self.frame.tickets):
             self.frame.wait(number)
         self._snapshot = _Snapshot(self.position, self.frame.snapshot())
 
     def _restore(self, place: int, *, keep_graph: bool) -> None:
+        """Goes back to the copied frame, for a half at ``place`` which has been passed already.
+
+        Raises StepError: there is no copy from before that half.
+        """
         snapshot = self._snapshot
         if snapshot is None or snapshot.position > place:
             raise StepError(
@@ -192,6 +198,7 @@ class GroupStep:
             self._snapshot = None
 
     def _ended(self, member: int) -> None:
+        """The member's lease has ended: its backward has run, or will not come."""
         self.live.pop(member, None)
         self._end_if_unused()
 

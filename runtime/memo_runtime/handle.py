@@ -143,7 +143,10 @@ def hooks_pack() -> bool:
 
 
 def under_hooks(run: Callable[..., Any], *args: Any) -> Any:
-    """Runs ``run`` of AOTAutograd; under saved-tensor hooks its handles live with its node."""
+    """Runs a graph by ``run`` of AOTAutograd, on ``args``; returns the results.
+
+    Under saved-tensor hooks the lives of its handles are kept by its node of autograd's graph.
+    """
     if not hooks_pack():
         return run(*args)
     before, _watched.lives = _watched.lives, []

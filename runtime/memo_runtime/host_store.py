@@ -143,7 +143,7 @@ def parts(host: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 def end_to_end(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
-    """Offsets of tensors of these sizes in one store, and the bytes of all.
+    """Returns where tensors of these sizes lie in one store, in bytes, and the bytes of all.
 
     None but one that is larger than a part lies in two parts: a program may copy it as a whole.
     """
@@ -177,6 +177,7 @@ def _pin(store: HostStore, memory: torch.Tensor) -> weakref.finalize:
 
 
 def _register(address: int, num_bytes: int, all_bytes: int) -> None:
+    """Registers one part with CUDA. Raises HostStoreError, which names the bytes of all parts."""
     code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
     if int(code) != 0:
         reason = torch.cuda.cudart().cudaGetErrorString(code)
@@ -231,6 +232,7 @@ class HostPool:
             return store
 
     def _replacement(self, free: list[HostStore], kind: str, size_bytes: int) -> HostStore:
+        """Returns a new store; the largest of the ``free`` ones, too small, goes first if any."""
         plans: set[int] = set()
         if free:
             small = max(free, key=lambda store: store.size_bytes)

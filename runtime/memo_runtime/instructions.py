@@ -69,6 +69,11 @@ class Running:
             else:
                 slab.drop(start, end)
 
+    def poison_ranges(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Poison mode: overwrites (offset, bytes) of the frame whose life has ended."""
+        for offset, size_bytes in ranges if self.poison else ():
+            self.lease.slab.bytes(size_bytes, offset).fill_(255)
+
     def reloaded(self, table: int, offload: int | None, buffer_start_bytes: int) -> torch.Tensor:
         """Returns the value of ``offload`` in its reload's buffer; None: a weight, all of it."""
         (buffer,) = self.tables[table]
@@ -144,6 +149,7 @@ class RunCall:
             running.count(recomputed_bytes=self.recomputed_bytes)
 
     def _with_into(self, views: Sequence[torch.Tensor], env: list[Any]) -> list[torch.Tensor]:
+        """Returns ``views``, those of ``into`` in the storages of their values."""
         changed = list(views)
         for buffer, register, offset_bytes in self.into:
             changed[buffer] = view_inside(env[register], views[buffer], offset_bytes)
@@ -251,9 +257,7 @@ class WaitCopy:
         stall_s = running.lease.wait(self.number)
         if stall_s:
             running.count(stall_s=stall_s)
-        if running.poison:
-            for offset, size_bytes in self.dying:
-                running.lease.slab.bytes(size_bytes, offset).fill_(255)
+        running.poison_ranges(self.dying)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -324,9 +328,7 @@ class WaitCollective:
         env[self.output] = env[self.in_flight]
         for register in self.drop:
             env[register] = None
-        if running.poison:
-            for offset, size_bytes in self.dying:
-                running.lease.slab.bytes(size_bytes, offset).fill_(255)
+        running.poison_ranges(self.dying)
 
 
 Instruction = (

@@ -180,14 +180,14 @@ class Lease:
             self.checked = []
             self.read_later = []
             self.shown = {}
-            if (
-                self.tickets or self.flights
-            ) and on_worker():  # the collector ran there; it cannot wait for itself
+            # The collector may run on the thread that copies, which cannot wait for itself.
+            if (self.tickets or self.flights) and on_worker():
                 threading.Thread(target=self._end, daemon=True).start()
             else:
                 self._end()
 
     def _end(self) -> None:
+        """Waits for copies and ranks, also if interrupted; then closes ``at_end``."""
         try:
             self.settle()
         except KeyboardInterrupt:
@@ -221,7 +221,7 @@ class Lease:
 def _give_back(
     at_end: contextlib.ExitStack, tickets: dict[int, Ticket], flights: dict[int, CollectiveTicket]
 ) -> None:
-    """Closes a lease that was dropped unended, unless a copy or a rank may still write into it."""
+    """Gives the frames of a lease dropped unended back, if no copy or rank may write there."""
     finished = [ticket.finished for ticket in tickets.values()]
     if all(finished + [flight.finished for flight in flights.values()]):
         _close(at_end)

@@ -146,6 +146,7 @@ class StepPlan:
         return lease
 
     def _ordinary_lease(self) -> Lease:
+        """Returns frames in ordinary memory, which count as one step beyond the planned ones."""
         self.on_unplanned()
         lease = lease_ordinary(
             self.device, self.arena_bytes, host_bytes=self.host_bytes, host_kind=self.host_store
@@ -317,6 +318,7 @@ def begin_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> Back
 
 
 def _environment(half: RunHalf, args: list[Any]) -> list[Any]:
+    """Returns the half's registers with constants and ``args``, which is emptied."""
     env: list[Any] = [None] * half.num_registers
     for register, value in half.constants:
         env[register] = value
@@ -332,6 +334,7 @@ def _calls(half: RunHalf, lease: Lease) -> tuple[Instruction, ...]:
 
 
 def _running(plan: StepPlan, lease: Lease, env: list[Any]) -> Running:
+    """Returns what a half's instructions run on; in a group that is the group's frame."""
     if lease.group is not None:
         lease = lease.group.frame
     return Running(
@@ -346,6 +349,7 @@ def _running(plan: StepPlan, lease: Lease, env: list[Any]) -> Running:
 
 
 def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> StepCounters:
+    """Runs all instructions of a half; returns what it counted."""
     running = _running(plan, lease, env)
     try:
         for call in _calls(half, lease):
