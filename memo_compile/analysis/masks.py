@@ -62,5 +62,4 @@ def _described(mask: fx.Node) -> LargeMask | None:
     if rows * columns < LARGE_NUMBERS or is_an_input or is_learned:
         return None
     size_bytes = storage_of(mask).meta["val"].untyped_storage().nbytes()
-    is_given = bool(sources)
-    return LargeMask(rows=rows, columns=columns, size_bytes=size_bytes, is_given=is_given)
+    return LargeMask(rows=rows, columns=columns, size_bytes=size_bytes, is_given=bool(sources))

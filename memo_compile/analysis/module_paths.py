@@ -107,10 +107,7 @@ class LayerPaths:
 _PRODUCTS = ("mm", "addmm", "bmm", "linear", "convolution")
 """Operators whose result is named like the module that made it."""
 
-_RESULTS = {
-    "attention": ("output", "log-sum-exp"),
-    "layer_norm": ("output", "mean", "rstd"),
-}
+_RESULTS = {"attention": ("output", "log-sum-exp"), "layer_norm": ("output", "mean", "rstd")}
 """A part of an operator's name -> its results in words."""
 
 

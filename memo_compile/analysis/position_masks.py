@@ -250,10 +250,7 @@ def _values_of_counts(counts: torch.Tensor, tokens: int) -> tuple[bool, bool]:
 
 
 def _cut(
-    target: torch._ops.OpOverload,
-    triangle: _Triangle,
-    shape: tuple[int, ...],
-    diagonal: int = 0,
+    target: torch._ops.OpOverload, triangle: _Triangle, shape: tuple[int, ...], diagonal: int = 0
 ) -> _Triangle:
     """Returns the triangle after ``tril`` or ``triu`` along its own diagonal."""
     is_lower = target is _aten.tril.default

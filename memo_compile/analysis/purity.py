@@ -185,12 +185,8 @@ def ties_inputs(graph: fx.Graph, num_results: int) -> bool:
 
 def written_storages(graph: fx.Graph) -> set[fx.Node]:
     """Returns the makers of all storages that an operator of ``graph`` writes into."""
-    return {
-        storage_of(target)
-        for node in graph.nodes
-        if is_write(node)
-        for target in written_arguments(node)
-    }
+    writes = filter(is_write, graph.nodes)
+    return {storage_of(target) for node in writes for target in written_arguments(node)}
 
 
 def _written_by_the_caller(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -109,9 +109,7 @@ def layout_of(value: object) -> Layout | None:
     )
 
 
-def counted_once(
-    outputs: Iterable[tuple[Hashable, RegionOutput]],
-) -> tuple[RegionOutput, ...]:
+def counted_once(outputs: Iterable[tuple[Hashable, RegionOutput]]) -> tuple[RegionOutput, ...]:
     """Returns ``outputs``, (storage, output) each, so that storages of ordinary memory count once.
 
     The second output of such a storage gets 0 bytes and ``same_as`` the first.

@@ -385,12 +385,8 @@ def _attention(node: fx.Node, rows: Rows) -> Carried | None:
     if not all(has_batch_of[source] for source in rows):
         return None
     out = next(iter(rows.values()))
-    needs = [
-        (source, out)
-        for source, has_batch in has_batch_of.items()
-        if has_batch and source not in rows
-    ]
-    return Carried(out=out, needs=tuple(needs))
+    others = (source for source in has_batch_of if has_batch_of[source] and source not in rows)
+    return Carried(out=out, needs=tuple((source, out) for source in others))
 
 
 def is_counter(node: fx.Node) -> bool:

@@ -134,12 +134,9 @@ class Tape:
     def broken_chains(self, cut: int, origin: int) -> int:
         """Counts edges across ``cut`` whose two ends Inductor would have fused (both pointwise)."""
         crossing = origin + np.flatnonzero(self.last_use[origin:cut] >= cut)
-        return sum(
-            has_tag(self.nodes[position], torch.Tag.pointwise)
-            and has_tag(user, torch.Tag.pointwise)
-            for position in crossing
-            for user in self.nodes[position].users
-        )
+        edges = ((self.nodes[at], user) for at in crossing for user in self.nodes[at].users)
+        pointwise = torch.Tag.pointwise
+        return sum(has_tag(maker, pointwise) and has_tag(user, pointwise) for maker, user in edges)
 
     def canonical(self, start: int, end: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Returns (token, argument numbers) of each node of the range.

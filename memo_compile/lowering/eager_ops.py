@@ -125,11 +125,7 @@ def _scatter(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _as_strided_scatter(
-    base: torch.Tensor,
-    src: torch.Tensor,
-    size: Any,
-    stride: Any,
-    storage_offset: int | None = None,
+    base: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> torch.Tensor:
     """As ``_scatter``; the view may also reach memory between and beside elements of ``base``."""
     base_offset = base.storage_offset()

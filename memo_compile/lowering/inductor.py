@@ -19,6 +19,7 @@ import torch
 
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.analysis.views import is_view, results_of, storage_of
+from memo_compile.errors import described
 from memo_compile.lowering import aten
 from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.region_cache import RegionCache, say_broken, tag_of
@@ -138,17 +139,15 @@ def lower(
     convolutions = tuple(filter(None, map(convolution_of, region.gm.graph.nodes)))
     layouts = region.output_layouts()
     recorder = _Recorder(region=region, poison=poison, convolutions=convolutions, layouts=layouts)
-    cache_error: Exception | None = None
-    if cache is not None:
-        try:
-            cached = _with_cache(recorder, cache)
-        except Exception as error:  # of the cache, or of the region: then it fails below too
-            cache_error = error
-        else:
-            if cached is not None:
-                return cached
+    cache_error = ""
+    try:
+        cached = None if cache is None else _with_cache(recorder, cache)
+    except Exception as error:  # of the cache, or of the region: then it fails below too
+        cached, cache_error = None, described(error)
+    if cached is not None:
+        return cached
     lowered = _lowered(recorder, _compiled(recorder, ArenaWrapper))
-    if cache_error is not None:
+    if cache_error:
         say_broken(cache_error)
     return lowered
 

@@ -22,7 +22,7 @@ from memo_runtime import ops
 
 from memo_compile.analysis.regions import AttentionLine, LoweredRegion, RegionGraph, ViewSpec
 from memo_compile.analysis.views import results_of
-from memo_compile.errors import InputError, described
+from memo_compile.errors import InputError
 from memo_compile.file_store import FileStore, code_digest, digest_of, say_unused
 from memo_compile.lowering.workspace import Convolution
 from memo_compile.passes.cut import content_of
@@ -144,13 +144,9 @@ class RegionCache:
 
 
 @functools.cache
-def _say_broken(reason: str) -> None:
-    log.warning("memo: a region is lowered without the cache: %s", reason)
-
-
-def say_broken(error: Exception) -> None:
+def say_broken(reason: str) -> None:
     """Says, once for each reason, that a region could not be lowered with the cache."""
-    _say_broken(described(error))
+    log.warning("memo: a region is lowered without the cache: %s", reason)
 
 
 def _key(graph_key: str) -> Mapping[str, Any]:

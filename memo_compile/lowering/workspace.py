@@ -228,10 +228,8 @@ def convolution_of(node: fx.Node) -> Convolution | None:
 
 def convolution_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
     """Returns what ``node``, if a convolution on a CPU, allocates for itself on ``line``."""
-    convolution = convolution_of(node)
-    if convolution is None:
-        return None
-    return at_line(CONVOLUTION, convolution_bytes(convolution), line)
+    conv = convolution_of(node)
+    return None if conv is None else at_line(CONVOLUTION, convolution_bytes(conv), line)
 
 
 def pooling_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:
@@ -309,9 +307,8 @@ def _cast_bytes(node: fx.Node) -> int:
         return source.nbytes + result.nbytes
     averages = name == "scatter_reduce" and argument(node, "reduce") == "mean"
     averaged = _fake(argument(node, "src")) if averages else None
-    return cast_bytes(
-        name, result.dtype, result.numel(), 0 if averaged is None else averaged.numel()
-    )
+    num_averaged = 0 if averaged is None else averaged.numel()
+    return cast_bytes(name, result.dtype, result.numel(), num_averaged)
 
 
 def random_workspace(node: fx.Node, line: int) -> OutsideBuffer | None:

@@ -230,7 +230,7 @@ class _Cutter:
             leased=tuple(self.value(node) for node in leased or self.fetches),
             handle=self.value(self.leases[0]) if self.leases else HANDLE,
             constants=constants,
-            half_graph=_half_graph(self, calls),
+            half_graph=_half_graph(self, calls, results),
             nodes={self.value(n): n for n in self.graph.nodes if n.op == "call_function"},
         )
 
@@ -497,7 +497,9 @@ def _alignment(placeholder: fx.Node) -> str:
     return f"+{value.storage_offset() * value.element_size() % KERNEL_ALIGNMENT_BYTES}"
 
 
-def _half_graph(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
+def _half_graph(
+    cutter: _Cutter, calls: Sequence[CutCall], results: Sequence[str | None]
+) -> fx.GraphModule:
     """Returns the half as a graph to print and read: fetches, calls as they run, the lease."""
     graph = fx.Graph()
     node_of: dict[str, fx.Node] = {}
@@ -518,12 +520,7 @@ def _half_graph(cutter: _Cutter, calls: Sequence[CutCall]) -> fx.GraphModule:
     for node in cutter.leases:
         sources = tuple(node_of[cutter.value(source)] for source in node.all_input_nodes)
         node_of[cutter.value(node)] = graph.call_function(ops.lease, sources)
-    graph.output(
-        tuple(
-            node_of[cutter.value(node)] if isinstance(node, fx.Node) else None
-            for node in cutter.results
-        )
-    )
+    graph.output(tuple(None if name is None else node_of[name] for name in results))
     return fx_graphs.graph_module(cutter.request.gm, graph)
 
 

@@ -170,13 +170,9 @@ def _require_beginnings(regions: Mapping[str, RegionGraph]) -> None:
 
 def is_same(first: Cut, second: Cut) -> bool:
     """True for halves with the same calls of the same regions, all numbers included."""
+    fields = ("calls", "arguments", "results", "leased", "handle", "tilings")
     return (
-        first.calls == second.calls
-        and first.arguments == second.arguments
-        and first.results == second.results
-        and first.leased == second.leased
-        and first.handle == second.handle
-        and first.tilings == second.tilings
+        all(getattr(first, name) == getattr(second, name) for name in fields)
         and _constants(first) == _constants(second)
         and _inputs(first.half_graph) == _inputs(second.half_graph)
         and first.regions.keys() == second.regions.keys()

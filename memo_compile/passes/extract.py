@@ -75,7 +75,7 @@ def copied(gm: fx.GraphModule, inputs: list[fx.Node], nodes: Iterable[fx.Node]) 
         if node not in copies:
             for source in node.all_input_nodes:
                 make(source)
-            copies[node] = graph.node_copy(node, lambda source: copies[source])
+            copies[node] = graph.node_copy(node, copies.__getitem__)
 
     for node in nodes:
         make(node)

@@ -38,12 +38,11 @@ class HoistInvariants:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Reorder in place."""
-        before = forward_nodes(gm)
-        order = hoist_invariants(before)
-        if order == before:
-            return PassResult(gm, False)
-        apply_order(gm.graph, order)
-        return PassResult(gm, True)
+        nodes = forward_nodes(gm)
+        order = hoist_invariants(nodes)
+        if order != nodes:
+            apply_order(gm.graph, order)
+        return PassResult(gm, order != nodes)
 
 
 def hoist_invariants(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

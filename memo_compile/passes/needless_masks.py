@@ -15,6 +15,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.nn import functional
 
 from memo_compile.analysis.position_masks import Allowed, allowed_by
+from memo_compile.analysis.structure import has_tag
 from memo_compile.analysis.views import makers_of
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -144,16 +145,11 @@ def _allowed(gm: fx.GraphModule, mask: fx.Node) -> Allowed | None:
             traced = make_fx(fx.GraphModule(gm, graph), tracing_mode="fake")()
     except Exception:  # torch cannot trace it alone: the mask stays
         return None
-    if any(map(_draws, traced.graph.nodes)):  # without the draw, later random numbers would differ
-        return None
+    seeded = torch.Tag.nondeterministic_seeded
+    if any(has_tag(node, seeded) for node in traced.graph.nodes):
+        return None  # without the draw, later random numbers would differ
     traced.graph.eliminate_dead_code()
     return allowed_by(traced.graph)
-
-
-def _draws(node: fx.Node) -> bool:
-    """True for an operator that draws random numbers."""
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
-    return torch.Tag.nondeterministic_seeded in tags
 
 
 def _may_be_written(graph: fx.Graph, makers: Iterable[fx.Node]) -> bool:

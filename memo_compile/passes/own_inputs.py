@@ -16,7 +16,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.joint_units import forward_part, is_tangent, tangent_dependents
 from memo_compile.analysis.purity import READS_OVERWRITTEN, is_token, overwritten
-from memo_compile.analysis.views import bytes_of, is_view
+from memo_compile.analysis.views import bytes_of, is_view, makers_of
 
 SMALL_SHARE = 8
 """A buffer is small if the forward makes a tensor that is this many times larger."""
@@ -49,14 +49,16 @@ class OwnInputs:
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
         inputs = inputs_of(gm.graph)
-        written, backward = overwritten(gm.graph), tangent_dependents(gm.graph)
+        written = overwritten(gm.graph)
+        needed_by_backward = makers_of(tangent_dependents(gm.graph))
         modified = False
         first = next(node for node in gm.graph.nodes if node.op != "placeholder")
         changing = [inputs[at] for at in self.changing if _needs_copy(inputs[at], gm.graph)]
         sources = dict.fromkeys([*(inputs[at] for at in self.positions), *changing])
         for source in sources:
             readers = [user for user in source.users if user.op != "output"]
-            if source in written or source.meta["val"].is_conj() or not _reaches(readers, backward):
+            is_unneeded = needed_by_backward.isdisjoint(readers)
+            if source in written or source.meta["val"].is_conj() or is_unneeded:
                 continue
             with gm.graph.inserting_before(first):
                 copy = gm.graph.call_function(torch.ops.aten.clone.default, (source,))
@@ -124,17 +126,3 @@ def _needs_copy(source: fx.Node, graph: fx.Graph) -> bool:
             return False
         stack.extend(reader.users if is_view(reader) else ())
     return True
-
-
-def _reaches(readers: list[fx.Node], backward: set[fx.Node]) -> bool:
-    """True if the backward reads a value that depends on these readers of the input."""
-    visited: set[fx.Node] = set()
-    stack = list(readers)
-    while stack:
-        node = stack.pop()
-        if node in backward:
-            return True
-        if node not in visited:
-            visited.add(node)
-            stack.extend(node.users)
-    return False

@@ -14,6 +14,7 @@ from memo_compile.analysis.purity import is_write
 from memo_compile.analysis.random_states import is_random_state
 from memo_compile.analysis.structure import argument, namespace, schema_of
 from memo_compile.analysis.views import is_tensor, results_of, storage_of
+from memo_compile.passes.extract import call_like
 from memo_compile.torch_private import inductor_api
 
 _aten = torch.ops.aten
@@ -144,10 +145,6 @@ def _copy_leaving(node: fx.Node, leaving: set[fx.Node]) -> bool:
 
 def _empty(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
     """Adds a buffer with the layout of ``value`` that is yet to be filled."""
-    node = graph.call_function(
-        _aten.empty_strided.default,
-        (list(value.shape), list(value.stride())),
-        {"dtype": value.dtype, "device": value.device},
-    )
-    node.meta["val"] = value
-    return node
+    layout = (list(value.shape), list(value.stride()))
+    settings = {"dtype": value.dtype, "device": value.device}
+    return call_like(graph, _aten.empty_strided.default, layout, settings, like=value)

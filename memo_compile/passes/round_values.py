@@ -8,6 +8,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from memo_compile.analysis.structure import has_tag
 from memo_compile.analysis.views import is_tensor, is_view
 from memo_compile.torch_private import inductor_api
 
@@ -76,9 +77,8 @@ def _is_forward(node: fx.Node) -> bool:
 
 def _can_mark(node: fx.Node) -> bool:
     """True for an operator of the forward for which Inductor can round operands and result."""
-    if not _is_forward(node) or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return torch.Tag.pointwise in node.target.tags and node.target not in _UNMARKED
+    is_pointwise = has_tag(node, torch.Tag.pointwise)
+    return _is_forward(node) and is_pointwise and node.target not in _UNMARKED
 
 
 def _is_fused(node: fx.Node) -> bool:

@@ -17,6 +17,8 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.nn import functional
 
+from memo_compile.analysis.purity import is_write
+
 _aten = torch.ops.aten
 _ALL = slice(None)
 
@@ -198,9 +200,8 @@ def _is_elementwise(node: fx.Node) -> bool:
     if node.op == "call_method":
         return target in _ELEMENTWISE
     if isinstance(target, torch._ops.OpOverload):
-        is_pure = not target._schema.is_mutable
-        is_pure = is_pure and torch.Tag.nondeterministic_seeded not in target.tags
-        return is_pure and torch.Tag.pointwise in target.tags
+        is_random = torch.Tag.nondeterministic_seeded in target.tags
+        return torch.Tag.pointwise in target.tags and not (is_write(node) or is_random)
     name = getattr(target, "__name__", "")
     functions = (getattr(module, name, None) for module in (torch, operator))
     return node.op == "call_function" and name in _ELEMENTWISE and target in functions

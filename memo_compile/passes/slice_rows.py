@@ -63,13 +63,9 @@ class FakeCopier:
         """Returns the copy."""
         for node in self.gm.graph.nodes:
             if node.op == "output":
-                self.graph.output(
-                    fx.node.map_arg(node.args[0], lambda source: self._copies[source])
-                )
+                self.graph.output(fx.node.map_arg(node.args[0], self._copies.__getitem__))
                 continue
-            copy = self._copies[node] = self.graph.node_copy(
-                node, lambda source: self._copies[source]
-            )
+            copy = self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
             with self._mode:
                 self.change(copy, node)
         return fx_graphs.graph_module(self.gm, self.graph)

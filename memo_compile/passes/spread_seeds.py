@@ -1,7 +1,7 @@
 """Makes dropout's seeds, each a tensor of one number, by one kernel for all."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from memo_runtime.ops import spread
@@ -9,6 +9,9 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from memo_compile.analysis.views import results_of
+from memo_compile.passes.extract import call_like
+
+_aten = torch.ops.aten
 
 FEWEST = 2
 """For a single seed nothing is gained: it is one kernel either way."""
@@ -55,18 +58,14 @@ def _spread(seeds: fx.Node, lookups: list[fx.Node]) -> None:
         numbers = [node.args[1] for node in lookups]
         call = graph.call_function(spread(len(lookups)), (*buffers, seeds, numbers))
         call.meta["val"] = None
-        views = [
-            graph.call_function(torch.ops.aten.view.default, (buffer, [])) for buffer in buffers
-        ]
+        views = [graph.call_function(_aten.view.default, (buffer, [])) for buffer in buffers]
     for node, view in zip(lookups, views, strict=True):
         view.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(view)
         graph.erase_node(node)
 
 
-def _empty(graph: fx.Graph, value: Any) -> fx.Node:
+def _empty(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
     """Adds an empty tensor of shape [1]: for one of shape [] Inductor launches a kernel."""
-    settings = {"dtype": value.dtype, "device": value.device}
-    node = graph.call_function(torch.ops.aten.empty_strided.default, ([1], [1]), settings)
-    node.meta["val"] = value.reshape(1)
-    return node
+    settings, empty = {"dtype": value.dtype, "device": value.device}, value.reshape(1)
+    return call_like(graph, _aten.empty_strided.default, ([1], [1]), settings, like=empty)

@@ -115,10 +115,7 @@ class Totals:
 
 
 def take_sums_out(
-    tile: RegionGraph,
-    tile_inputs: Sequence[Operand],
-    num_rows: int,
-    totals: Sequence[int],
+    tile: RegionGraph, tile_inputs: Sequence[Operand], num_rows: int, totals: Sequence[int]
 ) -> list[tuple[RegionGraph, RunningSum]]:
     """Takes the additions to totals out of ``tile``; returns a region for each.
 

@@ -74,33 +74,23 @@ class Collective:
             operation = _reduction(self.reduce_op)
             return dist.all_reduce(destination, op=operation, group=group, async_op=True)
         if self.kind is CollectiveKind.ALL_GATHER:
-            return _all_gather()(destination, source, group=group, async_op=True)
+            gather = _operation("all_gather_single", "all_gather_into_tensor")
+            return gather(destination, source, group=group, async_op=True)
         if self.kind is CollectiveKind.REDUCE_SCATTER:
+            scatter = _operation("reduce_scatter_single", "reduce_scatter_tensor")
             operation = _reduction(self.reduce_op)
-            return _reduce_scatter()(destination, source, op=operation, group=group, async_op=True)
-        return dist.all_to_all_single(
-            destination,
-            source,
-            list(self.output_splits) or None,
-            list(self.input_splits) or None,
-            group=group,
-            async_op=True,
-        )
+            return scatter(destination, source, op=operation, group=group, async_op=True)
+        splits = list(self.output_splits) or None, list(self.input_splits) or None
+        return dist.all_to_all_single(destination, source, *splits, group=group, async_op=True)
 
 
 def _reduction(name: str | None) -> Any:
     return getattr(torch.distributed.ReduceOp, str(name).upper())
 
 
-def _all_gather() -> Callable[..., Any]:
-    """By its name in torch 2.13, or in 2.11."""
-    dist: Any = torch.distributed
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _reduce_scatter() -> Callable[..., Any]:
-    dist: Any = torch.distributed
-    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+def _operation(name: str, older_name: str) -> Any:
+    """Returns torch's function by its name in torch 2.13, or in 2.11."""
+    return getattr(torch.distributed, name, None) or getattr(torch.distributed, older_name)
 
 
 def _group_of(name: str) -> Any:

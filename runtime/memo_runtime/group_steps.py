@@ -102,9 +102,13 @@ class GroupStep:
         for when those have run. Nor may the frame have to be restored for one.
         """
         place = self.place_of(member, is_backward=False)
+        is_ahead = place >= self.position and not self._skips_live(place)
+        return is_ahead and self._snapshot is None
+
+    def _skips_live(self, place: int) -> bool:
+        """True if a backward that may still come stands before ``place`` and has not run."""
         skipped = self.plan.order[self.position : place]
-        waits = any(is_backward and other in self.live for other, is_backward in skipped)
-        return place >= self.position and not waits and self._snapshot is None
+        return any(is_backward and other in self.live for other, is_backward in skipped)
 
     def forward(self, member: int, args: list[object]) -> list[object]:
         """Runs the member's forward, which ``takes`` allows, and returns its results."""
@@ -132,11 +136,8 @@ class GroupStep:
         place = self.place_of(member, is_backward=True)
         if place < self.position:
             self._restore(place, keep_graph=keep_graph)
-        # What is skipped, or this half itself, overwrites what a later backward reads.
-        skipped = self.plan.order[self.position : place]
-        waits = any(is_backward and other in self.live for other, is_backward in skipped)
-        if self._snapshot is None and (keep_graph or waits):
-            self._copy_frame()
+        if self._snapshot is None and (keep_graph or self._skips_live(place)):
+            self._copy_frame()  # this half overwrites what a later backward reads
         self._advance(place)
         self.position += 1
 

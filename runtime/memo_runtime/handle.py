@@ -93,9 +93,8 @@ def _reader(name: str) -> Callable[..., Any]:
     return read
 
 
-for _name in ("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "__array__"):
-    setattr(Handle, _name, _reader(_name))
-for _name in ("__deepcopy__", "__reduce_ex__", "__dlpack__", "__repr__"):
+_READERS = "numpy tolist data_ptr untyped_storage storage __array__ __dlpack__ __repr__"
+for _name in (*_READERS.split(), "__deepcopy__", "__reduce_ex__"):
     setattr(Handle, _name, _reader(_name))
 
 

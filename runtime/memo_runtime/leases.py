@@ -17,12 +17,7 @@ from typing import Any
 import torch
 
 from memo_runtime.arena import DeviceArena, Slab
-from memo_runtime.collectives import (
-    Collective,
-    CollectiveEngine,
-    CollectiveTicket,
-    CollectiveTimes,
-)
+from memo_runtime.collectives import Collective, CollectiveEngine, CollectiveTicket, CollectiveTimes
 from memo_runtime.copies import CopyEngine, Lane, Ticket, on_worker
 from memo_runtime.handle import hooks_pack, make_handle, number_of
 from memo_runtime.host_store import HostStore
@@ -266,9 +261,7 @@ class LeaseTable:
 
     def is_live(self, number: int) -> bool:
         """True while the backward of the step with lease ``number`` is still to come."""
-        with self._lock:
-            lease = self._live.get(number)
-        return lease is not None and lease.active
+        return self._active(number) is not None
 
     def end_refused(self) -> None:
         """Gives back the frames of steps whose backward can run no more."""
@@ -279,8 +272,10 @@ class LeaseTable:
                 lease.release()
 
     def find(self, handle: torch.Tensor) -> Lease | None:
-        """The live lease behind ``handle``; None when its step has ended."""
-        number = number_of(handle)
+        """Returns the live lease behind ``handle``; None when its step has ended."""
+        return self._active(number_of(handle))
+
+    def _active(self, number: int) -> Lease | None:
         with self._lock:
             lease = self._live.get(number)
         return lease if lease is not None and lease.active else None

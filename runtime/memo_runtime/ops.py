@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,11 +63,17 @@ def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
             if value.data_ptr() != target.data_ptr():
                 target.copy_(value)
 
+    operator = _registered(name, run)
+    _calls[operator] = schema.name
+    return operator
+
+
+def _registered(name: str, run: Callable[..., None]) -> torch._ops.OpOverload:
+    """Returns memo's operator ``name``, declared before, which now runs ``run``."""
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memo::{name}", lambda *args: None, lib=_library)
-    made: torch._ops.OpOverload = getattr(torch.ops.memo, name).default
-    _calls[made] = schema.name
-    return made
+    operator: torch._ops.OpOverload = getattr(torch.ops.memo, name).default
+    return operator
 
 
 _calls: dict[torch._ops.OpOverload, str] = {}
@@ -98,10 +105,7 @@ def spread(num_numbers: int) -> torch._ops.OpOverload:
         parts = numbers.unsqueeze(1).unbind()
         torch._foreach_copy_(targets, [parts[position] for position in at])
 
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memo::{name}", lambda *args: None, lib=_library)
-    made: torch._ops.OpOverload = getattr(torch.ops.memo, name).default
-    return made
+    return _registered(name, run)
 
 
 def copies_results(operator: Any) -> bool:
