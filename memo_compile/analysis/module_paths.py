@@ -51,8 +51,9 @@ class LayerPaths:
     """The numbered modules around each node of a sequence."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
-        cache: dict[str, tuple[Place, ...]] = {}
-        self._places = [_places(node, cache) for node in nodes]
+        paths = list(map(module_path, nodes))
+        places_of = {path: _parse(path) for path in set(paths)}
+        self._places = [places_of[path] for path in paths]
 
     def begins_layer(self, position: int) -> bool:
         """True where another numbered module begins; a node without module names begins none."""
@@ -174,14 +175,6 @@ def _owner(places: Sequence[set[Place]]) -> Owner:
         if len(distinct) == 1:
             shared = Owner(path=path, period=1, pattern=None)
     return shared or Owner(path=None, period=1, pattern=None)
-
-
-def _places(node: fx.Node, cache: dict[str, tuple[Place, ...]]) -> tuple[Place, ...]:
-    """Returns the numbered modules around ``node``, outermost first."""
-    path = module_path(node)
-    if path not in cache:
-        cache[path] = _parse(path)
-    return cache[path]
 
 
 def _parse(path: str) -> tuple[Place, ...]:

@@ -266,11 +266,8 @@ def _keeps_rows(node: fx.Node, source_shape: Sequence[int], shape: Sequence[int]
     if tuple(shape[-2:]) != tuple(source_shape[-2:]) or len(shape) < 2:
         return False
     dim = node.args[1] if len(node.args) > 1 else 0
-    if node.target is _aten.unsqueeze.default:
-        return isinstance(dim, int) and dim % len(shape) < len(shape) - 2
-    if node.target is _aten.select.int:
-        return isinstance(dim, int) and dim % len(source_shape) < len(source_shape) - 2
+    rank = len(shape) if node.target is _aten.unsqueeze.default else len(source_shape)
+    is_leading = isinstance(dim, int) and dim % rank < rank - 2
     if node.target is _aten.slice.Tensor:
-        is_leading = isinstance(dim, int) and dim % len(source_shape) < len(source_shape) - 2
         return is_leading or tuple(shape) == tuple(source_shape)
-    return True
+    return is_leading or node.target not in (_aten.unsqueeze.default, _aten.select.int)

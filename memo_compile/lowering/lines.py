@@ -253,14 +253,14 @@ class LineScan:
     @property
     def views(self) -> list[ViewSpec]:
         """The layouts of the arena's buffers."""
-        return [self._view_spec(self._node(name)) for name in self._arena]
-
-    def _view_spec(self, node: Any) -> ViewSpec:
-        return ViewSpec(
-            dtype=node.get_dtype(),
-            size=tuple(map(self.evaluate, node.get_size())),
-            stride=tuple(map(self.evaluate, node.get_stride())),
-        )
+        return [
+            ViewSpec(
+                dtype=node.get_dtype(),
+                size=tuple(map(self.evaluate, node.get_size())),
+                stride=tuple(map(self.evaluate, node.get_stride())),
+            )
+            for node in map(self._node, self._arena)
+        ]
 
     def require_traced_strides(self, layouts: Layouts) -> None:
         """Raises UnsupportedGraph: a result has other strides than traced (``layouts``).

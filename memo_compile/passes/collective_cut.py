@@ -181,7 +181,8 @@ def _needs(
             writer[root] = node
         for root in roots:
             readers.setdefault(root, []).append(node)
-        if node not in waits and _has_order(node):
+        keeps_order = is_random(node) or not (is_known(node) or is_collective(node))
+        if node not in waits and keeps_order:
             needed += [] if last_effect is None else [last_effect]
             last_effect = node
         needs[node] = [source for source in needed if source is not node]
@@ -232,7 +233,3 @@ def _handed_over_bytes(first: CutPiece, second: CutPiece, kept: Collection[fx.No
 def _collective_bytes(issue_piece: CutPiece) -> int:
     (issue,) = issue_piece.nodes
     return max(map(bytes_of, (issue, *issue.all_input_nodes)))
-
-
-def _has_order(node: fx.Node) -> bool:
-    return is_random(node) or not (is_known(node) or is_collective(node))

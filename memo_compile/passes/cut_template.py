@@ -27,7 +27,7 @@ from memo_compile.passes.at_numbers import (
     symbol_text,
     with_numbers,
 )
-from memo_compile.passes.cut import Cut, CutCall, content_of
+from memo_compile.passes.cut import Cut, content_of
 from memo_compile.passes.lease import HANDLE, is_given
 from memo_compile.passes.separate import overlap
 from memo_compile.step.problem import CallKind, Phase
@@ -55,7 +55,8 @@ class CutTemplate:
         if cut.tilings or cut.whole_calls != cut.calls or cut.layer_calls != cut.calls:
             raise UnsupportedGraph("regions run in tiles, or are cut at collectives")
         for call in cut.calls:
-            if call.kind is not CallKind.RUN or call.into or call.reads != self._reads(call):
+            layouts = cut.regions[call.region].input_layouts()
+            if call.kind is not CallKind.RUN or call.into or call.reads != layouts:
                 raise UnsupportedGraph(f"call {call.name} is not by its region alone")
         ends = {cut.nodes[name] for name in cut.results if name is not None and name in cut.nodes}
         for first, second in itertools.combinations(ends, 2):
@@ -70,9 +71,6 @@ class CutTemplate:
         names = cut.leased if cut.phase is Phase.FORWARD else ()
         saved = {name: cut.nodes[name] for name in names if name in cut.nodes}
         self._saved = {name: _layout_of_saved(node, evaluate) for name, node in saved.items()}
-
-    def _reads(self, call: CutCall) -> Any:
-        return self.cut.regions[call.region].input_layouts()
 
     def at(self, numbers: tuple[int, ...]) -> Cut:
         """Returns the half at the sizes ``numbers``.

@@ -72,13 +72,11 @@ class SaveMinCut:
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Tag in place."""
-        nodes, cache = tuple(node.name for node in gm.graph.nodes), self.chosen
-        names = None if cache is None else cache.get(nodes)
-        if names is None:
-            names = self._names(gm)
-        if cache is not None:
-            cache[nodes] = names
-        saved_names, forward = set(names), set(forward_nodes(gm))
+        graph_names = tuple(node.name for node in gm.graph.nodes)
+        cache: Chosen = {} if self.chosen is None else self.chosen
+        if graph_names not in cache:
+            cache[graph_names] = self._names(gm)
+        saved_names, forward = set(cache[graph_names]), set(forward_nodes(gm))
         chosen = {
             base_of(maker)
             for node in gm.graph.nodes

@@ -43,11 +43,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _NAMESPACES = ("aten", "prims")
 """Operators of other namespaces may change their meaning without changing their name."""
 
-_ENUMS: dict[str, Any] = {
-    "dtype": torch.dtype,
-    "layout": torch.layout,
-    "memory_format": torch.memory_format,
-}
+_ENUMS = {kind: getattr(torch, kind) for kind in ("dtype", "layout", "memory_format")}
 """Kinds of arguments that are written by their name in torch: ``torch.float32``."""
 
 _NOT_WRITTEN = frozenset(
@@ -100,18 +96,16 @@ class RegionGraphRecord:
 def region_record(region: RegionGraph) -> RegionGraphRecord:
     """Returns ``region`` as data. Raises UnsupportedGraph: it holds what cannot be written."""
     fields = fields_like(region, RegionGraphRecord)
-    fields |= {
-        "device": str(region.device),
-        "external_outputs": tuple(sorted(region.external_outputs)),
-    }
+    external = tuple(sorted(region.external_outputs))
+    fields |= {"device": str(region.device), "external_outputs": external}
     return RegionGraphRecord(**fields, nodes=graph_record(region.gm))
 
 
 def region_of_record(record: RegionGraphRecord, fakes: StaticFakes) -> RegionGraph:
     """Returns the region of ``record``. Raises InputError: it is no record of a region."""
     fields = fields_like(record, RegionGraph)
-    fields |= {"device": _named("device", record.device)}
-    fields |= {"external_outputs": frozenset(record.external_outputs)}
+    external = frozenset(record.external_outputs)
+    fields |= {"device": _named("device", record.device), "external_outputs": external}
     return RegionGraph(**fields, gm=graph_of_record(record.nodes, fakes))
 
 

@@ -86,22 +86,19 @@ def _head(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
 
 def _linear(gm: fx.GraphModule, tangent: fx.Node) -> dict[fx.Node, None]:
     """Returns the nodes of the last unit's backward known to be linear in ``tangent``, in order."""
-    units = tag_units(gm)
+    last_unit = tag_units(gm).num_units - 1
     dependent = tangent_dependents(gm.graph)
     linear: dict[fx.Node, None] = {}
     for node in gm.graph.nodes:
+        sources = dependent.intersection(node.all_input_nodes)
         if (
             node in dependent
             and node.op == "call_function"
-            and node.meta.get(UNIT) in (None, units.num_units - 1)
+            and node.meta.get(UNIT) in (None, last_unit)
             and is_tensor(node)
             and node.meta["val"].is_floating_point()
             and is_pure(node)
-            and all(
-                source in linear or source is tangent
-                for source in node.all_input_nodes
-                if source in dependent
-            )
+            and all(source in linear or source is tangent for source in sources)
             and _is_linear(node, dependent)
         ):
             linear[node] = None

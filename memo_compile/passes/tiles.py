@@ -333,7 +333,8 @@ class _Splitter:
         for node in early:
             out = before.copies[node]
             if is_view(node) and node not in self.results:
-                out = _dense_copy(graph, out)
+                options, like = {"memory_format": torch.contiguous_format}, _dense(out.meta["val"])
+                out = call_like(graph, torch.ops.aten.clone.default, (out,), options, like=like)
             outputs.append(out)
         likes = [self.totals.like(node) for node in sums]
         likes += [_dense(node.meta["val"]) for node in rows]
@@ -442,12 +443,6 @@ def _is_aligned(operand: Operand) -> bool:
 
 def _inputs_of(sums: Sequence[fx.Node]) -> list[fx.Node]:
     return list(dict.fromkeys(source for node in sums for source in node.all_input_nodes))
-
-
-def _dense_copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    options = {"memory_format": torch.contiguous_format}
-    like = _dense(node.meta["val"])
-    return call_like(graph, torch.ops.aten.clone.default, (node,), options, like=like)
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:

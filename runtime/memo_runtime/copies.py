@@ -74,7 +74,7 @@ class Ticket:
     copied: threading.Event = field(default_factory=threading.Event)
     """CPU: the copy has run, or failed."""
     issued_s: float = 0.0
-    """CPU: when its lane was told of it."""
+    """When its lane was told of it."""
     event: torch.cuda.Event | None = None
     """CUDA: recorded behind the copy."""
 
@@ -171,6 +171,7 @@ class CopyEngine:
     def _start(self, ticket: Ticket) -> None:
         """Begins the copy on its lane, or makes it here, as the schedule says; once."""
         if not ticket.started:
+            ticket.issued_s = time.perf_counter()
             if self.schedule in (CopySchedule.EARLY, CopySchedule.LATE):
                 self._lanes.copy_now(ticket)
             else:
@@ -188,14 +189,9 @@ class _CpuLanes:
         self.workers = {lane: _Worker(f"memo-{lane.value}") for lane in Lane}
 
     def start(self, ticket: Ticket) -> None:
-        ticket.issued_s = time.perf_counter()
-        self.workers[ticket.lane].put(functools.partial(self._copy, ticket))
+        self.workers[ticket.lane].put(functools.partial(self.copy_now, ticket))
 
     def copy_now(self, ticket: Ticket) -> None:
-        ticket.issued_s = time.perf_counter()
-        self._copy(ticket)
-
-    def _copy(self, ticket: Ticket) -> None:
         """Copies as fast as the lane's link, and notes that it has, or the error."""
         lane = ticket.lane
         # The link's time, not the thread's, which waits for the interpreter's lock as well.

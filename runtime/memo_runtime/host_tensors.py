@@ -142,9 +142,5 @@ class _Memory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.num_bytes,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "version": 3,
-        }
+        data = (self.address, False)
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": data, "version": 3}

@@ -171,10 +171,7 @@ class Lease:
         """Gives the frames back, after the step's copies. A second call does nothing."""
         if self.active:
             self.active = False
-            self.saved = []
-            self.checked = []
-            self.read_later = []
-            self.shown = {}
+            self.saved, self.checked, self.read_later, self.shown = [], [], [], {}
             # The collector may run on the thread that copies, which cannot wait for itself.
             if (self.tickets or self.flights) and on_worker():
                 threading.Thread(target=self._end, daemon=True).start()
