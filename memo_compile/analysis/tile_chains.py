@@ -109,11 +109,8 @@ def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
     [8 * 1024, vocabulary] in a region with values [8, 1024, ...] -> 8192 tokens, or 8 sequences.
     """
     size = next(length for length in shape_of(anchor) if length > 1)
-    batches = {
-        shape_of(node)[0]
-        for node in gm.graph.nodes
-        if is_tensor(node) and len(shape_of(node)) > 2 and shape_of(node)[0] > 1
-    }
+    shapes = map(shape_of, filter(is_tensor, gm.graph.nodes))
+    batches = {shape[0] for shape in shapes if len(shape) > 2 and shape[0] > 1}
     flattened = [batch for batch in batches if batch < size and size % batch == 0]
     return [size, *sorted(flattened, reverse=True)]
 

@@ -169,8 +169,7 @@ class LineScan:
         is_backward = "backward" in name
         if not is_backward:
             operands = [*written, node][:1] + operands[:2]  # a backward's begin with a gradient
-        shapes = (tuple(map(int, operand.get_size())) for operand in operands[:3])
-        result, source, weight = shapes
+        result, source, weight = (tuple(map(int, item.get_size())) for item in operands[:3])
         plain = Convolution(
             result=result,
             source=source,
@@ -394,8 +393,7 @@ class LineScan:
             root = self._groups.root(name)
             is_outside = name not in self._arena and root == name and root not in self._outputs
             if is_outside and not self._removed(name) and self._is_static(node):
-                size = self._size_bytes(node)
-                end = max(ends[root], start + 1)
+                size, end = self._size_bytes(node), max(ends[root], start + 1)
                 yield OutsideBuffer(kind="other device", size_bytes=size, start=start, end=end)
 
 

@@ -139,11 +139,8 @@ class _Cutter:
         self.results = results_of(self.graph)
         self.leases = self.graph.find_nodes(op="call_function", target=ops.lease)
         self.fetches = self.graph.find_nodes(op="call_function", target=ops.fetch)
-        self.external = {
-            _storage_maker(node)
-            for node in self.results
-            if isinstance(node, fx.Node) and node.target is not ops.lease
-        }
+        results = (n for n in self.results if isinstance(n, fx.Node) and n.target is not ops.lease)
+        self.external = set(map(_storage_maker, results))
         """The makers of the storages of results, which lie in ordinary memory."""
         self.waits = split_collectives(self.graph.nodes)
         self.positions = _with_views_at_their_source(request)
@@ -295,11 +292,8 @@ class _Calls:
         if not outputs and not effects:
             return None
         gm, inputs = border.extract(outputs)
-        external = frozenset(
-            index
-            for index, node in enumerate(outputs)
-            if _storage_maker(node) in self.cutter.external
-        )
+        makers = enumerate(map(_storage_maker, outputs))
+        external = frozenset(index for index, maker in makers if maker in self.cutter.external)
         return CutCall(
             name=place.name,
             region=self._region(place, gm, self._static(inputs), external),

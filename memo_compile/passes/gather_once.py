@@ -33,11 +33,8 @@ class GatherOnce:
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
         saved, backward = set(saved_nodes(gm)), tangent_dependents(gm.graph)
-        saved_gathers = {
-            _gathered(node.all_input_nodes[0]): node
-            for node in saved
-            if is_wait(node) and node not in backward
-        }
+        waits = (node for node in saved if is_wait(node) and node not in backward)
+        saved_gathers = {_gathered(wait.all_input_nodes[0]): wait for wait in waits}
         shards = {}
         for issue, second in split_collectives(gm.graph.nodes).items():
             first = saved_gathers.get(_gathered(issue)) if issue in backward else None

@@ -1,5 +1,6 @@
 """Moves a graph that was traced on the CPU to another device, which need not exist here."""
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,16 +31,12 @@ class Retarget:
         mode = fx_graphs.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
         if mode is None:
             return PassResult(gm, False)
-        moved_storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        moved = functools.partial(self._moved, moved_storages={})
         for node in gm.graph.nodes:
             node.meta.pop("tensor_meta", None)
             if "val" in node.meta:
                 with mode:
-                    node.meta["val"] = _pytree.tree_map_only(
-                        torch.Tensor,
-                        lambda value: self._moved(value, moved_storages),
-                        node.meta["val"],
-                    )
+                    node.meta["val"] = _pytree.tree_map_only(torch.Tensor, moved, node.meta["val"])
             if node.op == "call_function":
                 node.args, node.kwargs = _pytree.tree_map_only(
                     torch.device, self._device, (node.args, node.kwargs)

@@ -214,11 +214,8 @@ class _Calls:
 
     def __init__(self, like: fx.Node, place: fx.Node) -> None:
         self._place = place
-        self._meta = {
-            key: like.meta[key]
-            for key in (UNIT, "partitioner_tag", "stack_trace", "nn_module_stack", "seq_nr")
-            if key in like.meta
-        }
+        keys = (UNIT, "partitioner_tag", "stack_trace", "nn_module_stack", "seq_nr")
+        self._meta = {key: like.meta[key] for key in keys if key in like.meta}
         self._mode = fx_graphs.detect_fake_mode([like.meta["val"]]) or contextlib.nullcontext()
 
     def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:

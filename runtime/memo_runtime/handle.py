@@ -161,11 +161,8 @@ def under_hooks(run: Callable[..., Any], *args: Any) -> Any:
 
 def _node_of(results: Any) -> Any:
     """Finds the autograd node of the graph with ``results``; nodes of views may be in front."""
-    waiting = [
-        value.grad_fn
-        for value in pytree.tree_leaves(results)
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None
-    ]
+    tensors = (value for value in pytree.tree_leaves(results) if isinstance(value, torch.Tensor))
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set()
     while waiting:
         node = waiting.pop(0)

@@ -29,12 +29,8 @@ _MIN_FREE_HEAP_BYTES = 2**20
 class _MallocInfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``; ``fordblks`` is the free heap in bytes."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-        ).split()
-    )
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 def gives_pages_back(device: torch.device) -> bool:
