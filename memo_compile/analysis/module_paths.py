@@ -74,8 +74,8 @@ class LayerPaths:
         if list_owner.path is not None or not all(places_of_members):
             return list_owner
         by_list: dict[str, list[set[Place]]] = {}
-        for owned in places_of_members:
-            by_list.setdefault(min(owned).path, []).append(owned)
+        for places in places_of_members:
+            by_list.setdefault(min(places).path, []).append(places)  # the outermost list
         owners = [_owner(group) for group in by_list.values()]
         paths = [owner.path for owner in owners if owner.path is not None]
         periods = {owner.period for owner in owners}

@@ -260,7 +260,7 @@ def _matmul(node: fx.Node, rows: Rows) -> Carried | None:
     if joined is None:
         return None
     needs = list(joined.needs)
-    read_whole = {ndim - 2: right, ndim - 1: left}.get(joined.out.dim)
+    read_whole = {ndim - 2: right, ndim - 1: left}.get(joined.out.dim)  # None: rows at B
     if read_whole in rows:
         return None
     for source in (left, right):
@@ -297,23 +297,23 @@ def _index(node: fx.Node, rows: Rows) -> Carried | None:
     """
     table, index_args = _node(node.args[0]), node.args[1]
     assert isinstance(index_args, list | tuple)
-    at = [position for position, index in enumerate(index_args) if index is not None]
+    dims = [position for position, index in enumerate(index_args) if index is not None]
     indices = [index for index in index_args if isinstance(index, fx.Node)]
-    if not at or at != list(range(at[0], at[-1] + 1)) or table in indices:
+    if not dims or dims != list(range(dims[0], dims[-1] + 1)) or table in indices:
         return None
     if any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices):
         return None
-    width = max(len(shape_of(index)) for index in indices)
+    index_ndim = max(len(shape_of(index)) for index in indices)
     if table not in rows:
-        joined = _join(rows, indices, width, broadcasts=True)
+        joined = _join(rows, indices, index_ndim, broadcasts=True)
         if joined is None:
             return None
-        out = RowDim(dim=joined.out.dim + at[0], factor=joined.out.factor)
+        out = RowDim(dim=joined.out.dim + dims[0], factor=joined.out.factor)
         return Carried(out=out, needs=joined.needs)
     row = rows[table]
-    if len(rows) > 1 or row.dim in at:
+    if len(rows) > 1 or row.dim in dims:
         return None
-    shift = width - len(at) if row.dim > at[-1] else 0
+    shift = index_ndim - len(dims) if row.dim > dims[-1] else 0
     return Carried(out=RowDim(dim=row.dim + shift, factor=row.factor))
 
 

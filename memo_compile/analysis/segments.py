@@ -86,7 +86,10 @@ def _cuts(tape: Tape, start: int, end: int) -> Iterator[int]:
 
 
 def _narrowest(tape: Tape, places: Sequence[int], start: int, middle: int) -> int | None:
-    """Returns the place that fewest bytes, then chains, cross, next to ``middle``; None: none."""
+    """Returns where fewest bytes made since ``start`` cross, among ``places``; None: nowhere.
+
+    Of equals: where fewest pairs of pointwise operators are cut apart, then nearest to ``middle``.
+    """
     borders = {cut: tape.border_bytes(cut, start) for cut in places}
     least = min(borders.values(), default=UNCUTTABLE_BYTES)
     if least >= UNCUTTABLE_BYTES:

@@ -310,7 +310,7 @@ def lower_step(
 
 
 def _cut_forward(step: CapturedStep, *, joins: bool) -> Cut:
-    apart = SeparateResults(own=step.own_results, num_results=step.num_results)
+    apart = SeparateResults(own_results=step.own_results, num_results=step.num_results)
     gm = step.runner.run(step.forward, [apart], stage="forward")
     return _cut_half(step, gm, forward_positions(gm.graph), Phase.FORWARD, joins=joins)
 
@@ -320,7 +320,7 @@ def _cut_backward(step: CapturedStep, *, joins: bool) -> Cut:
     num_units = step.units.num_units
     (gradients,) = step.backward.graph.output_node().args
     assert isinstance(gradients, list | tuple), "a backward returns a tuple"
-    apart = SeparateResults(own=tuple(range(len(gradients))))
+    apart = SeparateResults(own_results=tuple(range(len(gradients))))
     in_place = AccumulateInPlace(num_units=num_units)
     gm = step.runner.run(step.backward, [apart, in_place], stage="backward")
     positions = backward_positions(gm.graph, num_units)

@@ -401,8 +401,8 @@ _OF_RESULT = frozenset(("dtype", "layout", "device", "pin_memory", "memory_forma
 
 def _lost_keywords(node: fx.Node, out: torch._ops.OpOverload) -> set[str]:
     """Returns keywords of ``node`` that ``out`` lacks: ``div.out`` has no ``rounding_mode``."""
-    given = {name for name, value in node.kwargs.items() if value is not None}
-    return given - _OF_RESULT - {arg.name for arg in out._schema.arguments}
+    keywords = {name for name, value in node.kwargs.items() if value is not None}
+    return keywords - _OF_RESULT - {arg.name for arg in out._schema.arguments}
 
 
 def _positional(operator: torch._ops.OpOverload) -> list[tuple[str, str]]:

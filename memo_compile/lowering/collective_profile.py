@@ -100,5 +100,5 @@ def _storage(
         return None
     if output.storage is Storage.INPUT:
         return storage_of.get(call.inputs[output.index])
-    around = call.value_around(output.index)
-    return f"{call.name}/{output.index}" if around is None else storage_of.get(around)
+    whole = call.value_around(output.index)  # into which a tile writes
+    return f"{call.name}/{output.index}" if whole is None else storage_of.get(whole)

@@ -39,10 +39,10 @@ def workspaces_bytes(major: int, setting: str | None = None, lt_setting: str | N
     return NUM_HANDLES * (size_bytes + lt_kib * 1024)
 
 
-def libraries_bytes(major: int, flushed: int) -> int:
+def libraries_bytes(major: int, tuning_bytes: int) -> int:
     """Bytes that libraries keep on a GPU of compute capability ``major``, and that tuning takes.
 
-    ``flushed`` is the size of its L2 cache where Inductor tunes kernels: it writes as much between
-    two timings.
+    Where Inductor tunes kernels, ``tuning_bytes`` is the size of the L2 cache, which it flushes by
+    a buffer of that size before each timing; else 0.
     """
-    return workspaces_bytes(major, cublas_setting(), cublas_lt_setting()) + align(flushed)
+    return workspaces_bytes(major, cublas_setting(), cublas_lt_setting()) + align(tuning_bytes)

@@ -355,10 +355,10 @@ class LineScan:
 
     def _overwrites(self) -> tuple[int, ...]:
         """Returns the inputs over which a kernel writes its result."""
-        taken = (
+        overwritten = (
             line.node.get_name() for line in self._lines if isinstance(line, inductor_api.ReuseLine)
         )
-        roots, inputs = set(map(self._groups.root, taken)), self._inputs()
+        roots, inputs = set(map(self._groups.root, overwritten)), self._inputs()
         return tuple(at for at, name in enumerate(inputs) if name in roots)
 
     def _region_output(self, index: int, name: str) -> tuple[str, RegionOutput]:

@@ -75,8 +75,8 @@ def formula(first: int, second: int, base: tuple[int, int]) -> Formula | None:
         return Formula(scale=first // n)
     if first % (n * n) == 0 and second % (m * m) == 0 and first // (n * n) == second // (m * m):
         return Formula(square=first // (n * n))
-    scale, rest = divmod(second - first, m - n)
-    return None if rest else Formula(scale=scale, constant=first - scale * n)
+    scale, remainder = divmod(second - first, m - n)
+    return None if remainder else Formula(scale=scale, constant=first - scale * n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

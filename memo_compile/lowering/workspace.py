@@ -356,7 +356,11 @@ def is_attention(operator: str) -> bool:
 
 
 def attention_bytes(node: fx.Node) -> int:
-    """Bytes that an attention kernel allocates for itself while it runs; 0 for other operators."""
+    """Bytes that an attention kernel allocates for itself while it runs; 0 for other operators.
+
+    A backward takes float32 sums of the queries' gradient with one number for each row, and where
+    keys have fewer heads, gradients of keys and values for every head of the queries.
+    """
     if match := _FLASH_BACKWARD.search(called_operator(node)):
         return _flash_package_bytes(node, has_lengths=bool(match[1]))
     if node.op != "call_function" or "attention" not in op_name(node):
@@ -374,9 +378,9 @@ def attention_bytes(node: fx.Node) -> int:
     batch, heads, rows, width = query.shape
     rows = -(-rows // ROW_GRANULE) * ROW_GRANULE
     width = -(-width // WIDTH_GRANULE) * WIDTH_GRANULE
-    sums = batch * heads * rows * (width + 1) * FLOAT32_BYTES
-    expanded = 2 * key.nbytes * heads // key.shape[1] if key.shape[1] != heads else 0
-    return align(sums) + align(expanded) + align(arriving_bytes)
+    sums_bytes = batch * heads * rows * (width + 1) * FLOAT32_BYTES
+    expanded_bytes = 2 * key.nbytes * heads // key.shape[1] if key.shape[1] != heads else 0
+    return align(sums_bytes) + align(expanded_bytes) + align(arriving_bytes)
 
 
 def _efficient_bytes(query: torch.Tensor, key: torch.Tensor, *, is_backward: bool) -> int:

@@ -108,7 +108,7 @@ def _frozen(value: Any) -> Hashable:
         return tuple((key, _frozen(item)) for key, item in value.items())
     if isinstance(value, slice):
         return ("slice", _frozen(value.start), _frozen(value.stop), _frozen(value.step))
-    hash(value)
+    hash(value)  # raises TypeError, as _signature expects
     return (type(value), value, repr(value))  # 0.0 and -0.0 are equal
 
 

@@ -405,8 +405,8 @@ class _Border:
         if not is_movable_view(node) or is_given(node):
             return False
         base = base_of(node)
-        grows = node.meta["val"].numel() > base.meta["val"].numel()
-        return grows or is_given(base)
+        is_expanded = node.meta["val"].numel() > base.meta["val"].numel()
+        return is_expanded or is_given(base)
 
     def _reach(self, node: fx.Node) -> None:
         """Adds ``node`` to the inputs, or what it is made of where each region makes it anew."""

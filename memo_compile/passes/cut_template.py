@@ -133,8 +133,8 @@ class OtherSizes:
     ) -> "OtherSizes | None":
         """Returns the nearest larger sizes that torch's guards admit; None: there are none.
 
-        Only the largest of the inputs' ``sizes``, which mostly is the one that varies, and those
-        that equal it, change.
+        ``numbers`` are the sizes at which it was cut, ``sizes`` those of the inputs, with symbols.
+        Only the largest of these, which mostly is the one that varies, and its equals change.
         """
         near = (symbols.near(numbers, increase, sizes) for increase in _INCREASES)
         admitted = (larger for larger in near if symbols.admits(*larger) and larger != numbers)

@@ -124,8 +124,8 @@ def _reach(order: Sequence[fx.Node]) -> list[int]:
             reach.append(-1)
             continue
         readers = [position_of[user] for user in node.users if user in position_of]
-        nothing = position if node.users else position + len(order)  # a dead node may go anywhere
-        reach.append(max(readers, default=nothing) - position)
+        if_unread = position if node.users else position + len(order)  # dead: it may go anywhere
+        reach.append(max(readers, default=if_unread) - position)
     return reach
 
 

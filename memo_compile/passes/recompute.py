@@ -218,7 +218,7 @@ def _first_rows(
                 f"{key.region}: {node.name} ({node.target}) mixes rows or has none: "
                 "recompute all of it, or none"
             )
-    part_dims = {
+    part_dims = {  # without seeds that the part computes: they mix rows, and are refused
         copy: dims[node]
         for node, copy in part.copies.items()
         if node in dims

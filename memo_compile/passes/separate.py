@@ -14,13 +14,13 @@ from memo_compile.passes.lease import is_given
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeparateResults:
-    """Clones results at positions of ``own`` that share memory with an input or another result.
+    """Clones results at ``own_results`` that share memory with an input or another result.
 
     Two parameters that are added have one gradient; one of them may see it through a view. If
     autograd takes both as ``.grad`` without a copy, adding to one would add to the other.
     Inductor's own passes also return ``y`` for ``y * ones``.
 
-    Rewrite, with ``own`` = (0, 1):
+    Rewrite, with ``own_results`` = (0, 1):
         g = mm(x, t)                   g = mm(x, t)
         v = view(g, [8])          ->   v = view(g, [8])
         return g, v                    c = clone(v)
@@ -31,7 +31,7 @@ class SeparateResults:
     saves may share memory with a result, as in eager: autograd's version counters guard it.
     """
 
-    own: tuple[int, ...]
+    own_results: tuple[int, ...]
     """Positions of results that have a storage of their own in the user's program."""
     num_results: int | None = None
     """How many results are the user's; the others are saved for the backward. None: all are."""
@@ -42,14 +42,14 @@ class SeparateResults:
         """Rewrite in place."""
         output, results = gm.graph.output_node(), results_of(gm.graph)
         separated: list[Any] = list(results)
-        positions = set(self.own)
+        positions = set(self.own_results)
         user_results = enumerate(results[: self.num_results])
         nodes = {at: result for at, result in user_results if isinstance(result, fx.Node)}
         values_in: dict[fx.Node, list[fx.Node]] = {}  # storage -> results that stay in it
         for at, node in nodes.items():
             if at not in positions and is_tensor(node):
                 values_in.setdefault(storage_of(node), []).append(node)
-        for at in self.own:
+        for at in self.own_results:
             result = nodes.get(at)
             if result is None or not is_tensor(result):
                 continue

@@ -73,11 +73,14 @@ class StoreFloat8:
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         """Rewrite in place."""
         output, results = gm.graph.output_node(), results_of(gm.graph)
-        given = {storage_of(n) for n in results[: self.num_fwd_outputs] if isinstance(n, fx.Node)}
+        user_results = results[: self.num_fwd_outputs]
+        user_storages = {storage_of(n) for n in user_results if isinstance(n, fx.Node)}
         stored = {
             node: _stored(node)
             for node in results[self.num_fwd_outputs :]
-            if isinstance(node, fx.Node) and _can_store(node) and storage_of(node) not in given
+            if isinstance(node, fx.Node)
+            and _can_store(node)
+            and storage_of(node) not in user_storages
         }
         if stored:
             fx_graphs.set_results(output, [stored.get(node, node) for node in results])
@@ -110,7 +113,7 @@ class ReadFloat8:
             with gm.graph.inserting_before(node):
                 stored = gm.graph.placeholder(node.name + FLOAT8_NAME)
             stored.meta = {**node.meta, "val": self.stored[node.name]}
-            by_position: dict[int | None, list[fx.Node]] = {}
+            by_position: dict[int | None, list[fx.Node]] = {}  # its readers in each region
             for user in node.users:
                 by_position.setdefault(positions.get(user), []).append(user)
             for users in by_position.values():

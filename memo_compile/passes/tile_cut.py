@@ -33,7 +33,7 @@ class RegionTiling:
 
     @classmethod
     def of(cls, region: RegionGraph, tiled: TiledRegion) -> "RegionTiling":
-        """Returns the calls of the parts for one call of ``region``."""
+        """Returns ``region`` as the parts of ``tiled``, with what one call of it becomes."""
         reads, results = region.input_layouts(), region.output_layouts()
         call = CutCall(
             name=f"{region.name}@probe",

@@ -139,6 +139,7 @@ class _Splitter:
 
     def run(self) -> TiledRegion | None:
         """Returns the parts; None: a value cannot cross between them, or tiles cannot fill it."""
+        # What each part makes, from the last to the first: after, the tiles, before.
         late = [node for node in self.results if node in self.behind or self._is_rounded(node)]
         checks = set(filter(is_check, self.nodes))
         late_ends = [*late, *(checks & self.behind)]
@@ -164,6 +165,7 @@ class _Splitter:
         early_ends = [*early, *(checks - self.behind)]
         before = extract(self.region.gm, early_ends, lambda node: node.op == "placeholder")
         self._finish_before(before, early, sums, rows)
+        # Where the values lie for the parts that read them.
         places = _refs(Source.REGION_INPUT, self.placeholders)
         places |= _refs(Source.BEFORE, [*early, *sums, *rows])
         results = places | _refs(Source.AFTER, late)
@@ -239,10 +241,11 @@ class _Splitter:
         return _Splitter(self.region, chain, widens=widens).run()
 
     def _behind(self) -> set[fx.Node]:
-        """Returns the nodes behind the chain: those that depend on it, and later ones it needs not.
+        """Returns the nodes that ``after`` runs: those that depend on the chain, and later others.
 
-        A check of values before the chain stays before it, because an index may rely on it. Views
-        of the chain's results are behind as well, so that only whole storages leave a tile.
+        What the chain or a check needs, and a check of values before the chain (an index may rely
+        on it), stays before. Views of the chain's results are behind as well, so that only whole
+        storages leave a tile.
         """
         needed: set[fx.Node] = set()
         for node in reversed(self.nodes):

@@ -117,12 +117,12 @@ class BackwardRun:
     def _still_read(self) -> list[tuple[torch.Tensor, int]]:
         """Returns the user's tensors that later calls read, with their versions now."""
         half, env, lease = self.plan.backward, self.running.env, self.lease
-        values = [env[register] for register, until in half.guarded if until > self._done]
-        until = half.checked_until
+        values = [env[register] for register, last_call in half.guarded if last_call > self._done]
+        last_calls = half.checked_until  # of the forward's inputs; its results come behind them
         values += [
             tensor
             for at, (tensor, _) in enumerate(lease.checked)
-            if at >= len(until) or until[at] > self._done  # behind ``until`` are the step's results
+            if at >= len(last_calls) or last_calls[at] > self._done
         ]
         return [(value, value._version) for value in values if isinstance(value, torch.Tensor)]
 

@@ -66,9 +66,9 @@ class Handle(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Runs an operator on the plain tensors."""
-        given = (args, kwargs or {})
-        handles = [value for value in pytree.tree_leaves(given) if isinstance(value, Handle)]
-        args, kwargs = pytree.tree_map_only(Handle, lambda value: value.plain, given)
+        arguments = (args, kwargs or {})
+        handles = [value for value in pytree.tree_leaves(arguments) if isinstance(value, Handle)]
+        args, kwargs = pytree.tree_map_only(Handle, lambda value: value.plain, arguments)
         result = func(*args, **kwargs)
         for handle in handles:
             if result is handle.plain:

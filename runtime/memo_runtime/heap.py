@@ -63,7 +63,7 @@ class HeapWatch:
         if self.base_bytes is None:
             return
         if anonymous_bytes() - planned_bytes > self.base_bytes + self.allowed_bytes:
-            trim_heap()
+            trim_heap()  # what stays above the plan was no free heap
             growth = max(0, anonymous_bytes() - planned_bytes - self.base_bytes)
             self.base_bytes += growth
             self.beyond_bytes += growth

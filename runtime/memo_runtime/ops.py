@@ -56,8 +56,8 @@ def into(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
         if flash_attention.takes_output(schema.name) and targets[0].stride(-1) == 1:
             results = flash_attention.forward_into(schema.name, targets[0], inputs)
         else:
-            given, named = inputs[:num_positional], inputs[num_positional:]
-            result = op(*given, **dict(zip(keyword_names, named, strict=True)))
+            keywords = zip(keyword_names, inputs[num_positional:], strict=True)
+            result = op(*inputs[:num_positional], **dict(keywords))
             results = result if isinstance(result, tuple | list) else (result,)
         for target, value in zip(targets, results, strict=True):
             if value.data_ptr() != target.data_ptr():

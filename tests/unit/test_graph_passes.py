@@ -154,7 +154,7 @@ def test_a_result_whose_type_torch_gets_wrong_is_refused():
 )
 def test_results_that_are_apart_share_no_memory(function, own, clones):
     gm = traced(function, (4,))
-    result = SeparateResults(own=own)(gm)
+    result = SeparateResults(own_results=own)(gm)
     gm.recompile()
     targets = [node.target for node in gm.graph.nodes]
     assert targets.count(torch.ops.aten.clone.default) == clones
@@ -166,7 +166,7 @@ def test_results_that_are_apart_share_no_memory(function, own, clones):
 
 def test_a_separated_result_has_the_value_from_before_a_write():
     gm = traced(lambda x: (x.view(2, 2), x.mul_(2) + 1), (4,))
-    SeparateResults(own=(0,))(gm)
+    SeparateResults(own_results=(0,))(gm)
     gm.recompile()
     x = torch.randn(4)
     before = x.clone()
@@ -175,8 +175,8 @@ def test_a_separated_result_has_the_value_from_before_a_write():
 
 def test_what_is_saved_for_the_backward_may_be_a_results_memory():
     gm = traced(lambda x: _viewed(x.exp()), (4,))
-    assert not SeparateResults(own=(0,), num_results=1)(gm).modified
-    assert SeparateResults(own=(0, 1))(gm).modified
+    assert not SeparateResults(own_results=(0,), num_results=1)(gm).modified
+    assert SeparateResults(own_results=(0, 1))(gm).modified
 
 
 def _twice(y):
