@@ -46,8 +46,8 @@ Rows = Mapping[fx.Node, RowDim]
 Rule = Callable[[fx.Node, Rows], Carried | None]
 
 DimRule = Callable[[fx.Node, int, tuple[int, ...]], int | None]
-"""(node, dimension of the rows in its first argument, that argument's shape) -> dimension of the
-rows in the result; None: it mixes them."""
+"""(node, dimension ``row_dim`` of the rows in its first argument, that argument's ``shape``) ->
+dimension of the rows in the result; None: it mixes them."""
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -78,10 +78,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _of_first(dim_rule: DimRule) -> Rule:
-    """Makes a rule of a DimRule; it answers only if the first argument alone carries rows.
-
-    A DimRule gets the ``row_dim`` of that argument, and its ``shape``.
-    """
+    """Makes a rule of a DimRule; it answers only if the first argument alone carries rows."""
 
     @functools.wraps(dim_rule)
     def rule(node: fx.Node, rows: Rows) -> Carried | None:

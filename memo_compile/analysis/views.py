@@ -98,9 +98,8 @@ def is_movable_view(node: fx.Node) -> bool:
         return False
     shown, whole = node.meta["val"], source.meta["val"]
     changes_reads = (shown.is_conj(), shown.is_neg()) != (whole.is_conj(), whole.is_neg())
-    if shown.dtype is not whole.dtype or changes_reads:
-        return False
-    return bool(whole.numel() <= shown.numel())
+    same_reads = shown.dtype is whole.dtype and not changes_reads
+    return bool(same_reads and whole.numel() <= shown.numel())
 
 
 def base_of(node: fx.Node) -> fx.Node:

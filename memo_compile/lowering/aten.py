@@ -168,12 +168,10 @@ class _AtenRegion:
 
     def _buffer(self, node: fx.Node) -> RegionBuffer:
         """Returns the buffer of a result, from the line that makes it to its last reader's."""
-        return RegionBuffer(
-            name=node.name,
-            size_bytes=align(storage_bytes(node.meta["val"])),
-            start=self.line[node if is_wait(node) else _maker(node)],
-            end=self._end(node, self.line[node]),
-        )
+        size_bytes = align(storage_bytes(node.meta["val"]))
+        start = self.line[node if is_wait(node) else _maker(node)]
+        end = self._end(node, self.line[node])
+        return RegionBuffer(name=node.name, size_bytes=size_bytes, start=start, end=end)
 
     def _end(self, node: fx.Node, if_unread: int) -> int:
         """Returns the line after the last that reads the node's storage, or ``if_unread + 1``."""
@@ -200,12 +198,9 @@ class _AtenRegion:
 
     def _until_copied(self, node: fx.Node) -> OutsideBuffer:
         """Returns the ordinary memory of a result until it is copied to its buffer."""
-        return OutsideBuffer(
-            kind=str(_maker(node).target),
-            size_bytes=align(storage_bytes(node.meta["val"])),
-            start=self.line[_maker(node)],
-            end=self.line[node] + 1,
-        )
+        kind, size_bytes = str(_maker(node).target), align(storage_bytes(node.meta["val"]))
+        start, end = self.line[_maker(node)], self.line[node] + 1
+        return OutsideBuffer(kind=kind, size_bytes=size_bytes, start=start, end=end)
 
     def _workspaces(self) -> Iterator[OutsideBuffer]:
         """Yields the memory that kernels allocate for themselves."""

@@ -36,19 +36,13 @@ def lower(region: RegionGraph, *, in_place: bool | None = None) -> LoweredRegion
     else:
         buffers = (RegionBuffer(name=result.name, size_bytes=size_bytes, start=0, end=1),)
         output = RegionOutput(storage=Storage.ARENA, index=0)
+    ends, outputs = (1,) * num_inputs, (output,)
     profile = RegionProfile(
-        name=region.name,
-        num_lines=1,
-        buffers=buffers,
-        input_ends=(1,) * num_inputs,
-        outputs=(output,),
+        name=region.name, num_lines=1, buffers=buffers, input_ends=ends, outputs=outputs
     )
-    return LoweredRegion(
-        profile=profile,
-        views=(view_spec(result.meta["val"]),) if buffers else (),
-        run=_never,
-        collective=None if is_wait else collective_of(result),
-    )
+    views = (view_spec(result.meta["val"]),) if buffers else ()
+    collective = None if is_wait else collective_of(result)
+    return LoweredRegion(profile=profile, views=views, run=_never, collective=collective)
 
 
 def _never(inputs: list[object]) -> list[object]:

@@ -231,9 +231,5 @@ def _lowered(recorder: _Recorder, compiled: Any) -> LoweredRegion:
     if scan is None:  # a region without kernels: Inductor returns its forward as it is
         return aten.lower(recorder.region)
     scan.require_traced_strides(recorder.layouts)
-    return LoweredRegion(
-        profile=scan.profile(),
-        views=tuple(scan.views),
-        run=compiled,
-        attention=tuple(scan.attention),
-    )
+    views, attention = tuple(scan.views), tuple(scan.attention)
+    return LoweredRegion(profile=scan.profile(), views=views, run=compiled, attention=attention)

@@ -159,18 +159,14 @@ class _Code:
     def lowered(self, name: str, n: int) -> LoweredRegion:
         """Returns the code for size ``n``, which becomes its first input."""
         self.scan.evaluate = self.symbol.at((n,))
-        profile, compiled = self.scan.profile(), self.compiled
+        profile, compiled = replace(self.scan.profile(), name=name), self.compiled
+        views, attention = tuple(self.scan.views), tuple(self.scan.attention)
 
         def run(args: list[Any]) -> Any:
             args.insert(0, n)
             return compiled(args)
 
-        return LoweredRegion(
-            profile=replace(profile, name=name),
-            views=tuple(self.scan.views),
-            run=run,
-            attention=tuple(self.scan.attention),
-        )
+        return LoweredRegion(profile=profile, views=views, run=run, attention=attention)
 
 
 def _equal(

@@ -192,8 +192,9 @@ def _without_kernel_bytes(conv: Convolution) -> int:
     return num_bytes
 
 
-def _rounded(channels: int, blocked: int) -> int:
-    return -(-channels // blocked) * blocked
+def _rounded(number: int, granule: int) -> int:
+    """Returns ``number`` rounded up to a multiple of ``granule``."""
+    return -(-number // granule) * granule
 
 
 def is_convolution(name: str) -> bool:
@@ -356,11 +357,7 @@ def is_attention(operator: str) -> bool:
 
 
 def attention_bytes(node: fx.Node) -> int:
-    """Bytes that an attention kernel allocates for itself while it runs; 0 for other operators.
-
-    A backward takes float32 sums of the queries' gradient with one number for each row, and where
-    keys have fewer heads, gradients of keys and values for every head of the queries.
-    """
+    """Bytes that an attention kernel allocates for itself while it runs; 0 for other operators."""
     if match := _FLASH_BACKWARD.search(called_operator(node)):
         return _flash_package_bytes(node, has_lengths=bool(match[1]))
     if node.op != "call_function" or "attention" not in op_name(node):
@@ -372,15 +369,23 @@ def attention_bytes(node: fx.Node) -> int:
         return 0
     if "efficient" in op_name(node):
         return _efficient_bytes(query, key, is_backward=is_backward)
-    arriving_bytes = RING_BUFFERS * key.nbytes if is_ring else 0
+    arriving_bytes = RING_BUFFERS * key.nbytes if is_ring else 0  # from other ranks
     if not is_backward:
         return arriving_bytes
     batch, heads, rows, width = query.shape
-    rows = -(-rows // ROW_GRANULE) * ROW_GRANULE
-    width = -(-width // WIDTH_GRANULE) * WIDTH_GRANULE
-    sums_bytes = batch * heads * rows * (width + 1) * FLOAT32_BYTES
-    expanded_bytes = 2 * key.nbytes * heads // key.shape[1] if key.shape[1] != heads else 0
-    return align(sums_bytes) + align(expanded_bytes) + align(arriving_bytes)
+    num_rows = batch * _rounded(rows, ROW_GRANULE)
+    backward_bytes = _flash_backward_bytes(num_rows, heads, width, key, key.shape[1])
+    return backward_bytes + align(arriving_bytes)
+
+
+def _flash_backward_bytes(
+    num_rows: int, heads: int, width: int, key: torch.Tensor, key_heads: int
+) -> int:
+    """Bytes of flash attention's backward, see the file's head; ``num_rows`` are of all batches."""
+    sums_bytes = num_rows * heads * (_rounded(width, WIDTH_GRANULE) + 1) * FLOAT32_BYTES
+    # Gradients of keys and values for every head of the queries.
+    expanded_bytes = 2 * key.nbytes * heads // key_heads if key_heads != heads else 0
+    return align(sums_bytes) + align(expanded_bytes)
 
 
 def _efficient_bytes(query: torch.Tensor, key: torch.Tensor, *, is_backward: bool) -> int:
@@ -398,8 +403,8 @@ def _efficient_bytes(query: torch.Tensor, key: torch.Tensor, *, is_backward: boo
     if is_wide:
         most_blocks = EFFICIENT_BLOCKS // (batch * heads)
         key_blocks = max(1, min(-(-key.shape[2] // EFFICIENT_GRANULE), most_blocks))
-        columns = -(-width // WIDE_HEAD) * WIDE_HEAD
-        sums += 2 * batch * heads * key_blocks * EFFICIENT_GRANULE * columns * FLOAT32_BYTES
+        block_numbers = EFFICIENT_GRANULE * _rounded(width, WIDE_HEAD)
+        sums += 2 * batch * heads * key_blocks * block_numbers * FLOAT32_BYTES
     row_numbers_bytes = batch * heads * rows * FLOAT32_BYTES
     return align(sums) + 2 * align(row_numbers_bytes)
 
@@ -426,13 +431,10 @@ def _flash_package_bytes(node: fx.Node, *, has_lengths: bool) -> int:
         return 0
     *outer, heads, width = query.shape
     if has_lengths:
-        rows = outer[0] + ROW_GRANULE * (ends.numel() - 1)
+        num_rows = outer[0] + ROW_GRANULE * (ends.numel() - 1)
     else:
-        rows = outer[0] * -(-outer[1] // ROW_GRANULE) * ROW_GRANULE
-    width = -(-width // WIDTH_GRANULE) * WIDTH_GRANULE
-    key_heads = key.shape[-2]
-    expanded = 2 * key.nbytes * heads // key_heads if key_heads != heads else 0
-    return align(rows * heads * (width + 1) * FLOAT32_BYTES) + align(expanded)
+        num_rows = outer[0] * _rounded(outer[1], ROW_GRANULE)
+    return _flash_backward_bytes(num_rows, heads, width, key, key.shape[-2])
 
 
 def _fake(argument: object) -> torch.Tensor | None:

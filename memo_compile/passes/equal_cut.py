@@ -169,17 +169,11 @@ class SufficientCut:
         remade = made_of_frozen(gm.graph, frozen, changing)
         saved = {
             node
-            for node in saved_nodes(gm)
-            if storage_of(node) not in written
-            and not is_copied(storage_of(node))
-            and node not in remade
+            for node in set(saved_nodes(gm)) - remade
+            if storage_of(node) not in written and not is_copied(storage_of(node))
         }
-        cut = _Cut(
-            saved=saved,
-            forward=set(self.units.forward),
-            remade=remade,
-            unit_of=_unit_of_every_node(gm, self.units),
-        )
+        forward, unit_of = set(self.units.forward), _unit_of_every_node(gm, self.units)
+        cut = _Cut(saved=saved, forward=forward, remade=remade, unit_of=unit_of)
         # From what depends on gradients back to what the backward must get: the rest it recomputes.
         backward = tangent_dependents(gm.graph)
         visited: set[fx.Node] = set()

@@ -126,10 +126,8 @@ def _best(
     """Returns the first tiling of ``region`` that is accepted, which needs the fewest bytes."""
 
     def best() -> TiledRegion | None:
-        candidates = tilings(region, tiles)
-        return next(
-            (tiled for tiled in candidates if accepts(RegionTiling.of(region, tiled))), None
-        )
+        forms = tilings(region, tiles)
+        return next((form for form in forms if accepts(RegionTiling.of(region, form))), None)
 
     return runner.derive(
         "tile",

@@ -141,13 +141,8 @@ def take_sums_out(
             index = result_of.setdefault(source, num_rows + len(result_of))
             term = Ref(source=Source.TILE, index=index)
             terms.append(Operand(value=term, whole=layout_of(source.meta["val"])))
-        region = replace(
-            tile,
-            name=f"{tile.name}.sum{len(sums)}",
-            gm=fx_graphs.graph_module(tile.gm, sum_graph),
-            static_inputs=(),
-            op_by_op=True,
-        )
+        name, gm = f"{tile.name}.sum{len(sums)}", fx_graphs.graph_module(tile.gm, sum_graph)
+        region = replace(tile, name=name, gm=gm, static_inputs=(), op_by_op=True)
         sums.append((region, RunningSum(region=region.name, total=total, terms=tuple(terms))))
     end.args = ((*rows, *(_copy(end, node) if node in rows else node for node in result_of)),)
     for node in reversed(graph.nodes):

@@ -397,12 +397,9 @@ class _Splitter:
             for at, node in enumerate(part.inputs)
             if self.dims.get(node) is None and node in self.static
         )
+        name, external = f"{self.region.name}.{name}", frozenset[int]()
         return replace(
-            self.region,
-            name=f"{self.region.name}.{name}",
-            gm=gm,
-            external_outputs=frozenset(),
-            static_inputs=static,
+            self.region, name=name, gm=gm, external_outputs=external, static_inputs=static
         )
 
     def _part(self, name: str, part: Extract, outputs: Sequence[fx.Node]) -> RegionGraph:

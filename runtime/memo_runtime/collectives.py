@@ -223,8 +223,7 @@ class CollectiveEngine:
         patience lasts; LATE measures nothing. Returns the seconds for which that blocked the host.
         Raises CollectiveError: it ended here, and failed.
         """
-        if times is not None and times.is_stopped:
-            times = None
+        times = None if times is None or times.is_stopped else times
         if times is not None:
             _finish_stream(flight)  # the seconds of what makes the input do not count
         start_s = time.perf_counter()

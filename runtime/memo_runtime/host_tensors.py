@@ -59,19 +59,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def host_tensor(
-    store: HostStore,
-    offset_bytes: int,
-    like: torch.Tensor,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
+    store: HostStore, offset_bytes: int, like: torch.Tensor, device: torch.device | None = None
 ) -> torch.Tensor:
-    """A tensor of the device, shape and layout of ``like`` in the bytes of ``store``.
+    """Returns a tensor of ``device``, in the layout of ``like``, over the bytes of ``store``.
 
-    Its memory lives as long as any tensor over it, and is found by ``place_of`` meanwhile.
-
-    Raises HostStoreError: ``like`` is on a device that cannot read this kind of host memory.
+    Its memory lives as long as any tensor over it, and is found by ``place_of`` meanwhile. Raises
+    HostStoreError: the device (by default that of ``like``) cannot read this kind of host memory.
     """
-    layout = torch.empty_like(like, device="meta", dtype=dtype)
+    layout = torch.empty_like(like, device="meta")
     device = like.device if device is None else device
     if device.type == "cuda" and store.kind != "pinned":
         raise HostStoreError(
@@ -85,7 +80,7 @@ def host_tensor(
 
 
 def place_of(tensor: torch.Tensor) -> HostPlace | None:
-    """Where a tensor of ``host_tensor``, or a view of one, lies; None for all other tensors."""
+    """Returns where a tensor of ``host_tensor``, or a view of one, lies; None for other tensors."""
     if not _stores._addresses or type(tensor) not in _PLAIN:  # others have no address
         return None
     if tensor.layout is not torch.strided:
