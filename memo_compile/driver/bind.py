@@ -327,7 +327,7 @@ class _Half:
         return ShowReloaded(
             table=index,
             output=self.registers[value],
-            of=self._offload_of(self.problem.calls[index]),
+            offload=self._offload_of(self.problem.calls[index]),
             frame_offset_bytes=self.binder.places[value][0],
         )
 
@@ -379,7 +379,7 @@ class _Half:
                 copy=self._range(call, value),
                 table=index,
                 output=self.registers[value] if is_for_member else None,
-                of=self._offload_of(call),
+                offload=self._offload_of(call),
                 weight=self.registers[call.inputs[0]] if call.inputs else None,
             )
         if call.kind is CallKind.WAIT:

@@ -335,15 +335,15 @@ def move_bytes(
     """
     size = destination.numel()
     piece = size if bytes_per_s is None else max(1, int(bytes_per_s * _THROTTLED_PIECE_S))
-    to, come_from = destination.data_ptr(), source.data_ptr()
+    to_address, from_address = destination.data_ptr(), source.data_ptr()
     start_s = time.perf_counter() if begin_s is None else begin_s
     for at in range(0, size, max(1, piece)):
         end = min(at + piece, size)
-        ctypes.memmove(to + at, come_from + at, end - at)
+        ctypes.memmove(to_address + at, from_address + at, end - at)
         if bytes_per_s is not None:
-            late_s = time.perf_counter() - (start_s + end / bytes_per_s)
-            if late_s < 0:
-                time.sleep(-late_s)
+            early_s = start_s + end / bytes_per_s - time.perf_counter()
+            if early_s > 0:
+                time.sleep(early_s)
 
 
 engine_of = functools.cache(CopyEngine)

@@ -37,13 +37,16 @@ class HeapWatch:
     """By how much memory that is not the step's grew while it ran, as far as it was checked."""
 
     def begin(self, resident_bytes: int) -> None:
-        """Begins a step; ``resident_bytes`` of its frame may be in memory from the last one."""
-        outside = anonymous_bytes() - resident_bytes
-        before = None if self.base_bytes is None else self.base_bytes + self.replaced_bytes
-        if before is None or outside > before + self.allowed_bytes:
+        """Begins a step; ``resident_bytes`` of its frame may be in memory from the last one.
+
+        Trims the heap if more memory is not the step's than when the last step began.
+        """
+        other_bytes = anonymous_bytes() - resident_bytes
+        last_bytes = None if self.base_bytes is None else self.base_bytes + self.replaced_bytes
+        if last_bytes is None or other_bytes > last_bytes + self.allowed_bytes:
             trim_heap()  # where last step's gradients were
-            outside = anonymous_bytes() - resident_bytes
-        self.base_bytes, self.beyond_bytes = outside - self.replaced_bytes, 0
+            other_bytes = anonymous_bytes() - resident_bytes
+        self.base_bytes, self.beyond_bytes = other_bytes - self.replaced_bytes, 0
 
     def pause(self) -> None:
         """Stops checking until the next step begins: other code takes memory."""

@@ -208,7 +208,7 @@ class ShowReloaded:
     table: int
     """Index of the reload in the frame's tables; the table's one view is the value's buffer."""
     output: int
-    of: int | None
+    offload: int | None
     """The offload of this value, which may be a slice of its buffer, or transposed in it; None: it
     is a weight."""
     frame_offset_bytes: int
@@ -216,7 +216,9 @@ class ShowReloaded:
 
     def execute(self, running: Running) -> None:
         """Puts the value there; its bytes are valid after the copy's wait."""
-        running.env[self.output] = running.reloaded(self.table, self.of, self.frame_offset_bytes)
+        running.env[self.output] = running.reloaded(
+            self.table, self.offload, self.frame_offset_bytes
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -228,7 +230,7 @@ class StartReload:
     """Index of the call in the frame's tables."""
     output: int | None
     """None where a later half reads the value: ``ShowReloaded`` puts it there."""
-    of: int | None = None
+    offload: int | None = None
     """The offload of this value; None: it is a weight."""
     weight: int | None = None
     """The register of the weight on the host that is brought."""
@@ -239,7 +241,7 @@ class StartReload:
             poison(running.tables[self.table][0])
         if self.output is not None:
             start = self.copy.frame_offset_bytes
-            running.env[self.output] = running.reloaded(self.table, self.of, start)
+            running.env[self.output] = running.reloaded(self.table, self.offload, start)
         weight = None if self.weight is None else running.env[self.weight]
         self.copy.issue(Lane.H2D, running.lease, weight)
 

@@ -69,7 +69,10 @@ def _range(number, value, frame):
 
 def _reload(index, num):
     return StartReload(
-        copy=_range(num + index, index, num + index), table=num + index, output=1 + index, of=index
+        copy=_range(num + index, index, num + index),
+        table=num + index,
+        output=1 + index,
+        offload=index,
     )
 
 

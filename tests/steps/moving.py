@@ -84,13 +84,13 @@ WAIT_OFFLOAD = WaitCopy(number=OFFLOAD, dying=((0, NUM_BYTES),))
 TOTAL = call(total, 2, (2,), (3,))
 FORWARD = (DOUBLE, START_OFFLOAD, SHIFT, WAIT_OFFLOAD, TOTAL)
 
-START_RELOAD = StartReload(copy=moved(RELOAD, 2 * NUM_BYTES), table=3, output=3, of=OFFLOAD)
+START_RELOAD = StartReload(copy=moved(RELOAD, 2 * NUM_BYTES), table=3, output=3, offload=OFFLOAD)
 TIMES_B = call(multiply, 4, (1, 2), (4,))
 WAIT_RELOAD = WaitCopy(number=RELOAD)
 TIMES_A = call(multiply_outside, 5, (4, 3), (5,))
 BACKWARD = (START_RELOAD, TIMES_B, WAIT_RELOAD, TIMES_A)
 
-RELOAD_OVER_B = StartReload(copy=moved(RELOAD, NUM_BYTES), table=1, output=3, of=OFFLOAD)
+RELOAD_OVER_B = StartReload(copy=moved(RELOAD, NUM_BYTES), table=1, output=3, offload=OFFLOAD)
 BACKWARD_OVER_B = (TIMES_B, RELOAD_OVER_B, WAIT_RELOAD, TIMES_A)
 """The same step, but ``a`` comes back where the saved ``b`` was."""
 

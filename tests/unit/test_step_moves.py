@@ -133,7 +133,7 @@ def test_missing_bytes_show_as_nan_in_poison_mode():
         (DOUBLE, StartOffload(copy=moved(0, 0, 0, half), input=1), SHIFT, WAIT_OFFLOAD, TOTAL),
         (
             TIMES_B,
-            StartReload(copy=moved(RELOAD, NUM_BYTES, 0, half), table=1, output=3, of=0),
+            StartReload(copy=moved(RELOAD, NUM_BYTES, 0, half), table=1, output=3, offload=0),
             WAIT_RELOAD,
             TIMES_A,
         ),
@@ -180,7 +180,7 @@ def recomputed_in_part(**options) -> StepPlan:
                 copy=moved(RELOAD, 2 * NUM_BYTES, 4 * split),
                 table=3,
                 output=3,
-                of=0,
+                offload=0,
             ),
             call(again, 6, (6,), (7,), unread=(7,), recomputed_bytes=4 * split),
             TIMES_B,
