@@ -288,7 +288,7 @@ class _Template:
         return note if _is_like(note.value, node.meta.get("val"), self._evaluate) else None
 
     def _numbers(self, node: fx.Node, note: SymbolicNote | None) -> tuple[Any, ...]:
-        """Returns ``_SizedNode.numbers``."""
+        """Returns ``_SizedNode.numbers``; those of a scalar that a pass has added stay."""
         value = node.meta.get("val")
         is_number = isinstance(value, torch.Tensor) and not value.dim()
         if is_given(node) or (note is None and ("val" not in node.meta or is_number)):

@@ -64,7 +64,7 @@ class BackwardRun:
         self._run_to(len(self.calls))
         values = [self._take(position) for position in results]
         lease, group, counted = self.lease, self.lease.group, self.running.counted
-        if group is not None:
+        if group is not None:  # its frame goes on to serve other members
             self.running.leave(self.plan.backward)
         self._end()
         lease.ran = True

@@ -40,15 +40,15 @@ class _Stores:
             self._by_address[store.bytes(store.size_bytes).data_ptr()] = weakref.ref(store)
             self._addresses = sorted(self._by_address)
 
-    def at(self, address: int) -> tuple[HostStore, int] | None:
-        """The store that holds ``address``, and the offset in it."""
+    def place_at(self, address: int) -> HostPlace | None:
+        """Returns which store holds ``address``, and where; None: none does."""
         with self._lock:
             while (index := bisect.bisect_right(self._addresses, address) - 1) >= 0:
                 start = self._addresses[index]
                 store = self._by_address[start]()
                 if store is not None:
-                    offset_bytes = address - start
-                    return (store, offset_bytes) if offset_bytes < store.size_bytes else None
+                    place = HostPlace(store=store, offset_bytes=address - start)
+                    return place if place.offset_bytes < store.size_bytes else None
                 del self._by_address[start], self._addresses[index]  # another may lie around it
         return None
 
@@ -85,8 +85,7 @@ def place_of(tensor: torch.Tensor) -> HostPlace | None:
         return None
     if tensor.layout is not torch.strided:
         return None
-    at = _stores.at(tensor.data_ptr())
-    return None if at is None else HostPlace(store=at[0], offset_bytes=at[1])
+    return _stores.place_at(tensor.data_ptr())
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
