@@ -178,8 +178,7 @@ class _Splitter:
         self._finish_after(after, late)
         dims = {copy: self.dims.get(node) for node, copy in part.copies.items()}
         tiles = [self._tiles(equal, part, dims, rows, sums, places) for equal in self.runs]
-        transient = max(transient_bytes(gm) for gm in (before.gm, after.gm))
-        transient = max(transient, *(tile_bytes for _, _, tile_bytes in tiles))
+        transients = [*map(transient_bytes, (before.gm, after.gm)), *(size for _, _, size in tiles)]
         parts = [self._part("before", before, [*early, *sums])]
         parts += [tile for _, regions, _ in tiles for tile in regions]
         parts += [self._part("after", after, late)] if late_ends else []
@@ -196,7 +195,7 @@ class _Splitter:
             parts={region.name: region for region in parts},
             tiling=tiling,
             num_rows=self.chain.num_rows,
-            transient_bytes=transient + self._shared_bytes([*early, *rows], sums),
+            transient_bytes=max(transients) + self._shared_bytes([*early, *rows], sums),
             chain=self._tile_region("tile", part.gm, part),
             chain_dims=dims,
         )
