@@ -15,7 +15,7 @@ from memo_compile.lowering.varying_sizes import (
     Formula,
     VaryingCounts,
     VaryingRegions,
-    _changed,
+    _changed_size,
     formula,
     varying,
     written,
@@ -60,7 +60,7 @@ def test_a_number_that_is_no_whole_multiple_has_no_formula():
     ],
 )
 def test_one_number_may_change(before, now, position):
-    assert _changed(before, now) == position
+    assert _changed_size(before, now) == position
 
 
 def test_what_torch_assumes_of_a_length_is_asked_of_another():
