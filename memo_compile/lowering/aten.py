@@ -231,7 +231,7 @@ class _AtenRegion:
         root = storage_of(node)
         if root in self.buffers:
             return root, RegionOutput(storage=Storage.ARENA, index=self.index[root])
-        source = root.all_input_nodes[0] if is_write(root) else root
+        source = root.all_input_nodes[0] if is_write(root) else root  # a write returns its input
         if source.op == "placeholder":
             return root, RegionOutput(storage=Storage.INPUT, index=self.inputs.index(source))
         size = align(storage_bytes(root.meta["val"])) if is_tensor(root) else 0

@@ -216,9 +216,9 @@ class LineScan:
             members.setdefault(self._groups.root(name), []).append(name)
         ends = {}
         for root, group in members.items():
-            alive = [n for n in group if n not in self._handed_over and not self._removed(n)]
-            frees = [self._frees[name] for name in alive if name in self._frees]
-            all_freed = alive and len(frees) == len(alive)
+            owners = [n for n in group if n not in self._handed_over and not self._removed(n)]
+            frees = [self._frees[name] for name in owners if name in self._frees]
+            all_freed = owners and len(frees) == len(owners)
             ends[root] = max(frees) + 1 if all_freed else len(self._lines)
         return ends
 

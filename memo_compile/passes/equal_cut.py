@@ -218,15 +218,12 @@ def _wide(units: JointUnits) -> set[fx.Node]:
     wide = set()
     for index, unit in enumerate(units.structure.units):
         nodes = units.forward[unit.start : unit.end]
-        inputs = [
-            bytes_of(source)
-            for node in nodes
-            for source in node.all_input_nodes
-            if source.meta.get(UNIT) == index - 1
-        ]
-        limit = TILE_FACTOR * max(inputs, default=0)
-        if limit:
-            wide |= {node for node in nodes if bytes_of(node) >= limit and not near_attention(node)}
+        sources = (source for node in nodes for source in node.all_input_nodes)
+        inputs = (source for source in sources if source.meta.get(UNIT) == index - 1)
+        limit_bytes = TILE_FACTOR * max(map(bytes_of, inputs), default=0)
+        if limit_bytes:
+            large = (node for node in nodes if bytes_of(node) >= limit_bytes)
+            wide |= {node for node in large if not near_attention(node)}
     return wide
 
 

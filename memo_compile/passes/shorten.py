@@ -149,15 +149,18 @@ class _Shortener(FakeCopier):
 
 
 def _strides(value: torch.Tensor, size: Sequence[int]) -> list[int]:
-    """Returns strides with the same order of dimensions and the same gaps between them."""
+    """Returns strides for ``size`` in which dimensions lie in the same order, with the same gaps.
+
+    [2, 1024, 64] with strides (65536, 64, 1), for 128 tokens -> (8192, 64, 1).
+    """
     strides = list(value.stride())
-    inner, new_inner = 1, 1
+    inner_span, new_inner_span = 1, 1
     for dim in sorted(range(value.dim()), key=lambda dim: (value.stride(dim), value.shape[dim])):
         if value.stride(dim) == 0:
             continue
-        if value.stride(dim) % inner:
+        if value.stride(dim) % inner_span:
             raise _OtherSizeError(f"strides {value.stride()} overlap")
-        strides[dim] = value.stride(dim) // inner * new_inner
-        inner = value.stride(dim) * value.shape[dim]
-        new_inner = strides[dim] * size[dim]
+        strides[dim] = value.stride(dim) // inner_span * new_inner_span
+        inner_span = value.stride(dim) * value.shape[dim]
+        new_inner_span = strides[dim] * size[dim]
     return strides

@@ -183,7 +183,7 @@ class _PartCalls:
         *,
         makes: Source | None = None,
     ) -> CutCall:
-        """Returns a call of ``region`` for tile ``number``; adds its outputs to ``makes``."""
+        """Returns a call of ``region`` for tile ``number``; notes its outputs as of ``makes``."""
         name = f"{self.call.name}.{suffix}"
         layouts = self.tiled.parts[region].output_layouts()
         outputs = tuple(f"{name}:{at}" for at in range(len(layouts)))
