@@ -335,8 +335,8 @@ class _Splitter:
         for node in early:
             out = before.copies[node]
             if is_view(node) and node not in self.results:
-                options, like = {"memory_format": torch.contiguous_format}, _dense(out.meta["val"])
-                out = call_like(graph, torch.ops.aten.clone.default, (out,), options, like=like)
+                dense, like = {"memory_format": torch.contiguous_format}, _dense(out.meta["val"])
+                out = call_like(graph, torch.ops.aten.clone.default, (out,), dense, like=like)
             outputs.append(out)
         likes = [self.totals.like(node) for node in sums]
         likes += [_dense(node.meta["val"]) for node in rows]
