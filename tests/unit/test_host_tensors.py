@@ -6,7 +6,7 @@ import weakref
 
 import torch
 from memo_runtime.host_store import HostStore
-from memo_runtime.host_tensors import _Stores, host_tensor, place_of
+from memo_runtime.host_tensors import HostPlace, _Stores, host_tensor, place_of
 
 
 def test_a_parameter_lies_in_host_memory_and_keeps_its_layout():
@@ -60,4 +60,4 @@ def test_a_store_that_has_gone_hides_none_that_lies_around_it():
     stores._addresses = sorted(stores._by_address)
     del gone
     gc.collect()
-    assert stores.at(start + 8192) == (live, 8192)
+    assert stores.place_at(start + 8192) == HostPlace(store=live, offset_bytes=8192)
