@@ -188,17 +188,17 @@ class MemoConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            _one_of(name, getattr(self, name), allowed)
+            _require_one_of(name, getattr(self, name), allowed)
         for option in _FIELDS.values():
             kinds = [_KINDS[kind] for kind in _kinds_of(option)]
             expected = " or ".join(kind.words for kind in kinds if kind is not _KINDS[NoneType])
-            holds = any(kind.holds(getattr(self, option.name)) for kind in kinds)
-            self._require(option.name, expected, holds)
+            is_valid = any(kind.holds(getattr(self, option.name)) for kind in kinds)
+            self._require(option.name, expected, is_valid)
         for name in ("memory_budget", "host_budget"):
             if getattr(self, name) is not None:
                 parse_size(getattr(self, name), total_bytes=0, what=name)
-        known = self.host_store in ("auto", "shm") or self.host_store.startswith("file:")
-        self._require("host_store", "auto, shm or file:DIR", known)
+        is_store = self.host_store in ("auto", "shm") or self.host_store.startswith("file:")
+        self._require("host_store", "auto, shm or file:DIR", is_store)
         if self.host_store == "file:":
             raise ConfigError("host_store: file:DIR needs a folder, got 'file:'")
         for name in ("max_inflight", "max_plans", "microbatches", "token_granule", "token_tiles"):
@@ -206,23 +206,23 @@ class MemoConfig:
             self._require(name, "an integer of at least 1", value is None or value >= 1)
         self._require("alpha", f"one of {ALPHAS}", self.alpha is None or self.alpha in ALPHAS)
         for flag in self.debug:
-            _one_of("debug", flag, DEBUG_FLAGS)
+            _require_one_of("debug", flag, DEBUG_FLAGS)
         if self.exact and (self.token_tiles or 1) > 1:
             raise ConfigError("token_tiles: exact=True forbids tiles, which round differently")
         if self.exact and self.saved_dtype != "same":
             raise ConfigError("saved_dtype: exact=True forbids float8, which rounds")
         state_bytes = self.optimizer_state_bytes_per_parameter
-        enough = state_bytes is None or state_bytes >= 0
-        self._require("optimizer_state_bytes_per_parameter", "at least 0", enough)
-        moving = all(speed is None or speed > 0 for speed in self.copy_speeds())
-        self._require("copy_bytes_per_s", "speeds above 0", moving)
-        fast = self.comm_bytes_per_s is None or self.comm_bytes_per_s > 0
-        self._require("comm_bytes_per_s", "a speed above 0", fast)
+        is_size = state_bytes is None or state_bytes >= 0
+        self._require("optimizer_state_bytes_per_parameter", "at least 0", is_size)
+        are_speeds = all(speed is None or speed > 0 for speed in self.copy_speeds())
+        self._require("copy_bytes_per_s", "speeds above 0", are_speeds)
+        is_speed = self.comm_bytes_per_s is None or self.comm_bytes_per_s > 0
+        self._require("comm_bytes_per_s", "a speed above 0", is_speed)
         self._require("ranks_timeout_s", "seconds above 0", self.ranks_timeout_s > 0)
         self._require("placement_time_limit_s", "seconds above 0", self.placement_time_limit_s > 0)
 
-    def _require(self, name: str, expected: str, holds: bool) -> None:
-        if not holds:
+    def _require(self, name: str, expected: str, is_valid: bool) -> None:
+        if not is_valid:
             raise ConfigError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
     def budget_bytes(self, device_bytes: int | None) -> int | None:
@@ -232,11 +232,14 @@ class MemoConfig:
         return parse_size(self.memory_budget, total_bytes=device_bytes, what="memory_budget")
 
     def plan_bytes(self, budget_bytes: int, beside_bytes: int) -> int:
-        """Returns the peak that a plan may have with ``beside_bytes`` outside of its arena."""
+        """Returns the peak that a plan may have with ``beside_bytes`` outside of its arena.
+
+        With an arena that counts 200 %, a budget of 10 and 2 bytes beside it: 2 + (10 - 2) / 2.
+        """
         if self.attempt.arena_percent == 100:
             return budget_bytes
-        room = max(0, budget_bytes - beside_bytes)
-        return min(budget_bytes, beside_bytes + room * 100 // self.attempt.arena_percent)
+        arenas_bytes = max(0, budget_bytes - beside_bytes)
+        return min(budget_bytes, beside_bytes + arenas_bytes * 100 // self.attempt.arena_percent)
 
     @property
     def recomputes(self) -> bool:
@@ -261,7 +264,7 @@ class MemoConfig:
         return parse_size(self.host_budget, total_bytes=total_bytes, what="host_budget")
 
     def copy_speeds(self) -> tuple[float | None, float | None]:
-        """Returns the declared limit of copies to the host, and back."""
+        """Returns the declared bytes/s of copies to the host, and back; None: no limit."""
         speeds = self.copy_bytes_per_s
         if speeds is None or isinstance(speeds, int | float):
             return speeds, speeds
@@ -280,7 +283,7 @@ class MemoConfig:
         return dataclasses.replace(self, attempt=dataclasses.replace(self.attempt, **changes))
 
     def drops_above(self) -> int | None:
-        """Returns the bytes above which values made in tiles are not saved; None: all may be."""
+        """Returns the bytes above which a value made in tiles is not saved; None: all may be."""
         return self.attempt.drop_above_bytes if (self.token_tiles or 1) > 1 else None
 
     def host_kind(self, device_type: str) -> str:
@@ -308,7 +311,7 @@ class MemoConfig:
         return notes
 
     def host_is_device(self, device_type: str) -> bool:
-        """Returns True where a copy to the host takes the very memory that it frees."""
+        """True on a CPU that does not copy to files: a copy takes the very memory that it frees."""
         return device_type == "cpu" and not self.host_kind("cpu").startswith("file:")
 
     def collective_schedule(self) -> str:
@@ -428,22 +431,23 @@ def resolve(options: Mapping[str, Any] | None, mode: str | None) -> MemoConfig:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     file = f"{os.environ.get('MEMO_CONFIG')}, which MEMO_CONFIG names"
-    for origin, layer in (
+    for origin, source_values in (
         (file, _from_file()),
         ("MEMO_{}", _from_environment()),
         ("configure()", _configured),
     ):
-        values.update(layer)
-        origins.update((name, origin.replace("{}", name.upper())) for name in layer)
-    given = _checked(options or {}, "options") | ({} if mode is None else {"mode": mode})
-    values.update(given)
-    return _config_of(values, {name: origins[name] for name in origins if name not in given})
+        values.update(source_values)
+        origins.update((name, origin.replace("{}", name.upper())) for name in source_values)
+    call_values = _checked(options or {}, "options") | ({} if mode is None else {"mode": mode})
+    values.update(call_values)
+    return _config_of(values, {name: origins[name] for name in origins if name not in call_values})
 
 
 def _config_of(options: Mapping[str, Any], origins: Mapping[str, str]) -> MemoConfig:
-    """Returns ``options`` as a configuration; a ConfigError names where its option is from.
+    """Returns ``options`` as a configuration. Raises ConfigError: a value cannot be used.
 
-    ``origins`` has the variable or the file of each option that the call itself does not give.
+    The message names where the option is from, by ``origins``: option -> variable or file, for
+    those that the call itself does not give.
     """
     values = dict(options)
     for name, value in options.items():
@@ -482,6 +486,7 @@ def _as_number(text: str, kinds: Sequence[Any]) -> Any:
 
 
 def _checked(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns ``options``. Raises ConfigError, beginning with ``where``: a name is unknown."""
     for key in options:
         if key not in _FIELDS:
             raise ConfigError(f"{where}: unknown option {key!r}{_hint(str(key), options[key])}")
@@ -490,7 +495,7 @@ def _checked(options: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _hint(name: str, value: object) -> str:
     """Says what may have been meant by an option ``name`` that memo lacks."""
-    # Imported where the program is wrong anyway: options are read without torch.
+    # Imported here, where the program is wrong anyway, since options are read without torch.
     inductor = importlib.import_module("memo_compile.torch_private.inductor_api")
     if name in inductor.inductor_settings():
         return f"; it is a setting of Inductor: inductor_options={{{name!r}: {value!r}}}"
@@ -501,6 +506,7 @@ def _hint(name: str, value: object) -> str:
 
 
 def _from_environment() -> dict[str, Any]:
+    """Returns the options that variables ``MEMO_NAME`` set."""
     values = {}
     for name, option in _FIELDS.items():
         text = os.environ.get(f"MEMO_{name.upper()}")
@@ -529,7 +535,10 @@ _TRUTHS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def _parsed(name: str, kinds: Sequence[Any], text: str) -> Any:
-    """Returns ``text`` of an environment variable as a value of one of ``kinds``, or a number's."""
+    """Returns the variable's ``text`` as a truth or a mapping where option ``name`` takes one.
+
+    Else returns ``text`` itself, of which ``_config_of`` makes numbers and lists.
+    """
     if bool in kinds:
         if text.lower() not in _TRUTHS:
             raise ConfigError(f"MEMO_{name.upper()}: expected 1, 0, true or false, got {text!r}")
@@ -593,6 +602,7 @@ def user_store() -> FileStore | None:
 
 
 def _from_file() -> dict[str, Any]:
+    """Returns the options in the JSON file that ``MEMO_CONFIG`` names."""
     path = os.environ.get("MEMO_CONFIG")
     if not path:
         return {}
@@ -605,7 +615,8 @@ def _from_file() -> dict[str, Any]:
     return _checked(content, f"MEMO_CONFIG {path}")
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises ConfigError: the ``value`` of option ``name`` is none of ``allowed``."""
     if value not in allowed:
         hint = nearest(str(value), allowed)
         raise ConfigError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")

@@ -29,13 +29,13 @@ def require_at_least(least: int, values: Mapping[str, float]) -> None:
             raise InputError(f"{name}: expected at least {least}, got {value}")
 
 
-def nearest(name: str, known: Iterable[str], otherwise: str = "", *, least: float = 0.5) -> str:
-    """Returns the end of a message about an unknown ``name``: which one may be meant.
+def nearest(name: str, names: Iterable[str], otherwise: str = "", *, least: float = 0.5) -> str:
+    """Returns the end of a message about an unknown ``name``: ``; did you mean 'greedy'?``.
 
-    ``least`` is how alike it must be, from 0 to 1: of many names some are always a little alike.
+    ``least`` is how alike one of ``names`` must be, from 0 to 1; where none is, ``otherwise``.
     """
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=least)
-    return f"; did you mean {near[0]!r}?" if near else otherwise
+    alike = difflib.get_close_matches(name, list(names), n=1, cutoff=least)
+    return f"; did you mean {alike[0]!r}?" if alike else otherwise
 
 
 class UnsupportedGraph(MemoError):
@@ -63,7 +63,7 @@ class Infeasible(MemoError):
 
 
 def without_frames(error: Infeasible) -> Infeasible:
-    """Returns ``error`` without its traceback, which holds the arguments and results of a step."""
+    """Returns a copy of ``error`` to keep: its traceback would keep a step's tensors alive."""
     return Infeasible(str(error), floor_bytes=error.floor_bytes)
 
 

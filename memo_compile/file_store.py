@@ -53,7 +53,7 @@ def code_digest() -> str:
 
 @functools.cache
 def say_unused(path: Path, reason: str) -> None:
-    """Says, once in a process, that a file is not used."""
+    """Logs, once in a process, that the file ``path`` is not used."""
     log.warning("memo: %s is not used, its content is made anew: %s", path, reason)
 
 
@@ -81,7 +81,7 @@ class FileStore:
     max_bytes: int = MAX_BYTES
 
     def read(self, key: Mapping[str, Any]) -> Iterator[Any]:
-        """Yields the bodies kept under ``key``, in no particular order."""
+        """Yields the body of each variant kept under ``key``; skips damaged files."""
         name = digest_of(key)
         for path in sorted(self.folder.glob(f"{name}.*.json")):
             try:
@@ -92,7 +92,7 @@ class FileStore:
                 say_unused(path, str(error))
                 continue
             with contextlib.suppress(OSError):  # another user's, or on a disk that is only read
-                os.utime(path)
+                os.utime(path)  # it was used: the least recently used go first
             yield body
 
     def write(self, key: Mapping[str, Any], body: Any, variant: str = "0") -> None:
@@ -137,6 +137,7 @@ class FileStore:
         return removed
 
     def _drop_oldest(self) -> None:
+        """Removes the least recently used files until the rest take at most ``max_bytes``."""
         files = [(path, path.stat()) for path in self.folder.glob("*.json")]
         total_bytes = sum(stat.st_size for _, stat in files)
         for path, stat in sorted(files, key=lambda item: item[1].st_mtime_ns):
@@ -147,7 +148,10 @@ class FileStore:
 
 
 def _checked(data: bytes, name: str) -> Any:
-    """Returns the body of a file. Raises ValueError: it is damaged, or holds something else."""
+    """Returns the body of a file's ``data``; ``name`` is the digest of the key it is kept under.
+
+    Raises ValueError: it is damaged, or holds something else.
+    """
     head, _, body = data.partition(b"\n")
     fields = json.loads(head)
     if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
@@ -158,7 +162,7 @@ def _checked(data: bytes, name: str) -> Any:
 
 
 def _stored(path: Path) -> RememberedFile:
-    """Describes a file, and checks it."""
+    """Reads and checks the file ``path``; its entry names the fault, if there is one."""
     kind, num_bytes = UNKNOWN, 0
     try:
         data = path.read_bytes()

@@ -15,28 +15,31 @@ ENOUGH = 100_000
 """So many new objects of a trace take 100 MiB."""
 
 _lock = threading.Lock()
-_asked: list[int] = []
-"""What is asked for by those that are inside: threads may be at once, and leave in any order."""
-_before: list[int] = []
-"""The thresholds of the program itself, which the last to leave sets again."""
+_wished_counts: list[int] = []
+"""``num_objects`` of each block that is running: threads may be inside, and leave in any order."""
+_program_thresholds: list[int] = []
+"""The thresholds of the program itself, which hold again when the last block has ended."""
 
 
 @contextlib.contextmanager
 def seldom_collected(num_objects: int = ENOUGH) -> Iterator[None]:
     """Inside, Python collects cycles once ``num_objects`` are new, or less often if set so."""
     with _lock:
-        if not _asked:
-            _before[:] = gc.get_threshold()
-        _asked.append(num_objects)
-        _set()
+        if not _wished_counts:
+            _program_thresholds[:] = gc.get_threshold()
+        _wished_counts.append(num_objects)
+        _set_thresholds()
     try:
         yield
     finally:
         with _lock:
-            _asked.remove(num_objects)
-            _set()
+            _wished_counts.remove(num_objects)
+            _set_thresholds()
 
 
-def _set() -> None:
-    first, *others = _before
-    gc.set_threshold(max([first, *_asked]) if first else 0, *others)  # 0: never
+def _set_thresholds() -> None:
+    """Applies the largest wish of the running blocks, or the program's threshold if larger."""
+    new_objects, *older_generations = _program_thresholds
+    # 0 means that the program has switched the collector off.
+    most = max([new_objects, *_wished_counts]) if new_objects else 0
+    gc.set_threshold(most, *older_generations)

@@ -37,6 +37,7 @@ class GpuFacts:
 
 
 def _gpu(name: str, capability: int, processors: int, l2_bytes: int) -> GpuFacts:
+    """Returns a GPU's facts; shared memory and threads follow from its compute capability."""
     shared_kib, threads = {80: (164, 2048), 89: (100, 1536), 90: (228, 2048), 100: (228, 2048)}[
         capability
     ]

@@ -12,12 +12,12 @@ entry point adds to it, so ``enable()`` does; nothing is changed when this modul
 import importlib
 import logging
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from memo_compile.backends.metrics import metrics
 from memo_compile.config import configure
 from memo_compile.errors import RuntimeMisuse
+from memo_compile.gpus import version_of
 from memo_compile.reporting import state
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ class Enabled:
     """Those of them in a version that this was not tried with."""
 
     def __str__(self) -> str:
-        here = ", ".join(f"{name} {found}" for name, found in self.versions.items())
+        here = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         did = (
             f"accelerate.utils.DynamoBackend has the new member {NAME}"
             if self.changed
             else f"accelerate.utils.DynamoBackend had the member {NAME} already"
         )
-        tried = ", ".join(f"{name} {' and '.join(known)}" for name, known in TRIED.items())
+        tried = ", ".join(f"{name} {' and '.join(tries)}" for name, tries in TRIED.items())
         return (
             f"{did}, and Dynamo leaves warnings of transformers out of graphs; nothing else was "
             f"changed. Here: {here}. Tried with {tried}"
@@ -58,7 +58,7 @@ class Enabled:
 
 
 def enable(**options: Any) -> Enabled:
-    """The Trainer and accelerate take "memo" for a backend; ``options`` as configure() takes them.
+    """Makes the Trainer and accelerate take "memo" for a backend; sets ``options`` by configure().
 
     After it ``TrainingArguments(torch_compile_backend="memo")`` and
     ``TorchDynamoPlugin(backend="memo")`` compile with memo. A second call sets its options and
@@ -74,8 +74,8 @@ def enable(**options: Any) -> Enabled:
     if changed:
         _add_member(backends)
     _leave_warnings_out()
-    versions = {name: found for name in TRIED if (found := _version(name))}
-    untried = tuple(name for name, found in versions.items() if not found.startswith(TRIED[name]))
+    versions = {name: version for name in TRIED if (version := version_of(name))}
+    untried = tuple(name for name, text in versions.items() if not text.startswith(TRIED[name]))
     enabled = Enabled(changed=changed, versions=versions, untried=untried)
     if changed:
         state.add_note(f"huggingface.enable(): {enabled}")
@@ -84,6 +84,7 @@ def enable(**options: Any) -> Enabled:
 
 
 def _backends() -> Any:
+    """Returns accelerate's enumeration of backends. Raises RuntimeMisuse: there is none."""
     try:
         return importlib.import_module("accelerate.utils").DynamoBackend
     except ImportError as error:
@@ -93,13 +94,13 @@ def _backends() -> Any:
         ) from error
     except AttributeError as error:
         raise RuntimeMisuse(
-            f"huggingface.enable: accelerate {_version('accelerate')} has no enumeration "
+            f"huggingface.enable: accelerate {version_of('accelerate') or ''} has no enumeration "
             "DynamoBackend; compile before instead: model.compile(backend='memo')"
         ) from error
 
 
 def _leave_warnings_out() -> None:
-    """Transformers' warnings inside a model are left out of graphs, which they would break."""
+    """Makes Dynamo leave transformers' warnings out of graphs, which they would break."""
     from memo_compile.torch_private import dynamo
 
     for name in ("warning_once", "info_once"):  # transformers adds both to Python's loggers
@@ -108,7 +109,7 @@ def _leave_warnings_out() -> None:
 
 
 def _add_member(backends: Any) -> None:
-    """``backends`` has a member NAME, as if its class had been written with it."""
+    """Adds a member NAME to the enumeration ``backends``, as if it had been written with it."""
     member = str.__new__(backends, NAME)
     member._name_, member._value_ = NAME, NAME
     backends._member_map_[NAME] = member
@@ -122,16 +123,8 @@ def _add_member(backends: Any) -> None:
         )
 
 
-def _version(package: str) -> str:
-    """The version that is installed; empty: none is."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 def log_metrics(trainer: "Trainer") -> None:
-    """``memo_compile.metrics()`` is in whatever ``trainer`` logs from now on.
+    """Adds ``memo_compile.metrics()`` to whatever ``trainer`` logs from now on.
 
     The numbers stand beside the loss in its log history and in its reports (TensorBoard, Weights &
     Biases, the console), named ``memo/...``. A second call changes nothing.
@@ -143,10 +136,11 @@ def log_metrics(trainer: "Trainer") -> None:
 
         def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
             if logs is not None and "loss" in logs:
-                found = metrics()
-                logs.update(found)
-                state.log_history[-1].update(found)
+                numbers = metrics()
+                logs.update(numbers)
+                state.log_history[-1].update(numbers)
 
     callbacks = trainer.callback_handler.callbacks
-    if not any(type(known).__name__ == MemoMetrics.__name__ for known in callbacks):
+    # By name: each call of this function makes another class.
+    if not any(type(callback).__name__ == MemoMetrics.__name__ for callback in callbacks):
         callbacks.insert(0, MemoMetrics())  # before those that report what they are given

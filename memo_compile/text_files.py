@@ -11,7 +11,7 @@ from memo_compile.errors import InputError
 
 @contextlib.contextmanager
 def named(path: Path, done: str) -> Iterator[None]:
-    """An OSError of the block is an InputError: ``path`` cannot be ``done`` (read, written)."""
+    """Turns an OSError of the block into an InputError: ``path`` cannot be ``done`` ("read")."""
     try:
         yield
     except OSError as error:
@@ -25,13 +25,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Raises InputError: ``path`` is a folder, or lies in none; asked before long work."""
+    """Raises InputError: ``path`` is a folder, or lies in none. For use before long work."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise InputError(f"{path}: is a folder, or its folder does not exist; name a file")
 
 
 def read_text(path: Path) -> str:
-    """What ``path`` holds, without a byte order mark. Raises InputError: unreadable, or no text."""
+    """Returns the text in ``path``, without a byte order mark. Raises InputError: it has none."""
     try:
         with named(path, "read"):
             return path.read_text(encoding="utf-8-sig")
@@ -40,12 +40,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The data in ``path``; an InputError where it cannot be read, or is not JSON."""
+    """Returns the data in ``path``. Raises InputError: it cannot be read, or is not JSON."""
     return parse_json(read_text(path), str(path))
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The data of ``text``. Raises InputError: no JSON; the message starts with ``where``:line."""
+    """Returns the data of ``text``. Raises InputError: no JSON, at the line of ``where``."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

@@ -15,9 +15,9 @@ _PERCENT = re.compile(r"^\s*(\d+(?:\.\d*)?)\s*%\s*$")
 
 
 def parse_size(text: str | float, *, total_bytes: int | None = None, what: str = "size") -> int:
-    """Bytes of ``text``: whole bytes, or KB/MB/GB/TB (10^n; 12M too), or KiB/MiB/GiB/TiB (2^n).
+    """Returns the bytes that ``text`` names: 4096, ``12e9``, ``1.5GB`` (10^9), ``1.5GiB`` (2^30).
 
-    The number may be written 12e9. ``80%`` is of ``total_bytes``, the device's memory. Raises
+    ``80%`` is of ``total_bytes``, the device's memory. ``what`` begins the messages. Raises
     ConfigError: not a size, negative, or a percentage where the total is unknown.
     """
     if isinstance(text, bool) or not isinstance(text, int | float | str):
@@ -45,7 +45,7 @@ def parse_size(text: str | float, *, total_bytes: int | None = None, what: str =
 
 
 def parse_budget(text: str | float, *, total_bytes: int | None = None, what: str = "budget") -> int:
-    """As ``parse_size``. Raises ConfigError for less than a byte too."""
+    """Returns what ``parse_size`` does. Raises ConfigError for less than a byte too."""
     budget_bytes = parse_size(text, total_bytes=total_bytes, what=what)
     if budget_bytes < 1:
         raise ConfigError(f"{what}: expected at least 1 byte, got {text}")
@@ -53,16 +53,16 @@ def parse_budget(text: str | float, *, total_bytes: int | None = None, what: str
 
 
 def format_enough(num_bytes: int) -> str:
-    """``num_bytes`` as by ``format_bytes``, but rounded up: a bound of that text holds them."""
-    factor = 1
-    while num_bytes >= 1024 * factor and factor < _BINARY["TIB"]:
-        factor *= 1024
-    hundredth = factor / 100 if factor > 1 else 1
-    return format_bytes(math.ceil(num_bytes / hundredth) * hundredth)
+    """Formats ``num_bytes`` as ``format_bytes`` does, but rounds up: a bound that holds them."""
+    unit_bytes = 1
+    while num_bytes >= 1024 * unit_bytes and unit_bytes < _BINARY["TIB"]:
+        unit_bytes *= 1024
+    last_digit_bytes = unit_bytes / 100 if unit_bytes > 1 else 1
+    return format_bytes(math.ceil(num_bytes / last_digit_bytes) * last_digit_bytes)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``num_bytes`` with a binary unit and three significant places, e.g. ``1.25 GiB``."""
+    """Formats ``num_bytes`` with a binary unit and two decimals: ``1.25 GiB``, ``17 B``."""
     value, sign = abs(float(num_bytes)), "-" if num_bytes < 0 else ""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -72,7 +72,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float, digits: int = 2) -> str:
-    """``seconds`` with the unit that keeps one to three digits before the point."""
+    """Formats ``seconds`` in s, ms, us or ns, with 1 to 3 digits before the point: ``12.50 ms``."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= factor:
             return f"{seconds / factor:.{digits}f} {unit}"

@@ -33,12 +33,12 @@ def compare_files(
     planned = read_data(plan_file, Plan).peak_bytes
     measured = measured_peak(read_snapshot(snapshot_file), device=device, where=str(snapshot_file))
     holds = measured.peak_bytes <= planned * (1 + TOLERANCE)
-    tell = _as_object if as_json else _as_text
-    print(tell(planned, measured, holds=holds))
+    text_of = _as_json if as_json else _as_text
+    print(text_of(planned, measured, holds=holds))
     raise typer.Exit(0 if holds else 1)
 
 
-def _as_object(planned: int, measured: Measured, *, holds: bool) -> str:
+def _as_json(planned: int, measured: Measured, *, holds: bool) -> str:
     body: dict[str, Any] = {
         "holds": holds,
         "planned_peak_bytes": planned,
@@ -54,7 +54,7 @@ def _as_object(planned: int, measured: Measured, *, holds: bool) -> str:
 
 
 def _as_text(planned: int, measured: Measured, *, holds: bool) -> str:
-    """The verdict in one line, then the largest blocks."""
+    """Returns the verdict in one line, then the largest blocks."""
     verdict = "the plan holds" if holds else "the plan does NOT hold"
     ratio = f"{measured.peak_bytes / planned:.1%} of it" if planned else "of nothing planned"
     lines = [

@@ -33,7 +33,7 @@ Differences = Mapping[str, list[Difference]]
 
 
 def differences(first: Plan | Problem, second: Plan | Problem) -> Differences:
-    """The changes from ``first`` to ``second``, which are two plans or two problems."""
+    """Returns the changes from ``first`` to ``second``, which are two plans or two problems."""
     before, after = (_grouped(data) for data in (first, second))
     return {
         group: [
@@ -46,7 +46,7 @@ def differences(first: Plan | Problem, second: Plan | Problem) -> Differences:
 
 
 def _grouped(data: Plan | Problem) -> dict[str, dict[str, Any]]:
-    """``data`` as JSON has it, in the groups of ``Differences``, each part under its name."""
+    """Returns the fields of ``data`` as JSON has them, by group of ``Differences`` and by name."""
     fields = dataclasses.fields(Plan if isinstance(data, Plan) else Problem)
     numbers = {field.name: plain(getattr(data, field.name)) for field in fields}
     decisions: dict[str, str] = {}
@@ -68,13 +68,16 @@ def _grouped(data: Plan | Problem) -> dict[str, dict[str, Any]]:
 
 
 def _changes(what: str, first: Any, second: Any) -> Iterator[Difference]:
-    """The innermost entries that differ; of a long sequence the first, and how many follow."""
+    """Yields the innermost entries that differ, such as ``fixed.parameters``.
+
+    Of a sequence with more than MAX_ENTRIES changes: the first, and how many follow.
+    """
     if isinstance(first, dict) and isinstance(second, dict):
         for key in dict.fromkeys([*first, *second]):
             yield from _changes(f"{what}.{key}", first.get(key), second.get(key))
     elif isinstance(first, list) and isinstance(second, list):
         pairs = enumerate(itertools.zip_longest(first, second))
-        changes = [change for at, pair in pairs for change in _changes(f"{what}[{at}]", *pair)]
+        changes = [change for i, pair in pairs for change in _changes(f"{what}[{i}]", *pair)]
         if len(changes) > MAX_ENTRIES:
             changes = [changes[0]._replace(what=f"{changes[0].what} and {len(changes) - 1} more")]
         yield from changes
@@ -118,7 +121,7 @@ def as_dict(differences: Differences) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Plan | Problem:
-    """The plan or the problem in ``path``. Raises InputError: the file holds neither."""
+    """Returns the plan or the problem in ``path``. Raises InputError: the file holds neither."""
     content = read_json(path)
     kind = content.get("kind") if isinstance(content, dict) else None
     if kind == Plan.__name__:
@@ -129,7 +132,7 @@ def _read(path: Path) -> Plan | Problem:
 
 
 def as_text(differences: Differences) -> str:
-    """A table for each group in which something changed, at most MAX_ROWS rows each."""
+    """Returns a table for each group in which something changed, of at most MAX_ROWS rows."""
     tables = []
     for group, changes in differences.items():
         rows = [["-" if v is None else str(v) for v in row] for row in changes[:MAX_ROWS]]

@@ -26,12 +26,12 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def can_run(findings: Sequence[Finding]) -> bool:
-    """Whether memo works here: nothing that it needs is broken."""
+    """Returns whether memo works here: nothing that it needs is broken."""
     return all(finding.health is not Health.BROKEN for finding in findings)
 
 
 def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Plain data: ``ok``, ``missing`` (names), and under each group its findings by name."""
+    """Returns plain data: ``ok``, ``missing`` (names), and each group's findings by name."""
     groups: dict[str, dict[str, Any]] = {}
     for finding in findings:
         entry = {**asdict(finding), "health": finding.health.value}
@@ -51,7 +51,7 @@ def _print_table(findings: Sequence[Finding]) -> None:
         table.add_column(column)
     group = ""
     for finding in findings:
-        label = ""
+        label = ""  # a group's name stands beside its first finding only
         if finding.group != group:
             table.add_section()
             group = label = finding.group

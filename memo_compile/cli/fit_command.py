@@ -2,7 +2,6 @@
 
 import json
 import os
-import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,15 +13,12 @@ from memo_compile.cli.progress import saying, working
 from memo_compile.costs.hardware import find_hardware
 from memo_compile.errors import InputError
 from memo_compile.offline.fit_question import FitQuestion, Vary
-from memo_compile.reporting.decision_lines import decision_lines
+from memo_compile.reporting.decision_lines import WIDTH, decision_lines, wrapped
 from memo_compile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memo_compile.offline.first_call import FirstCall
     from memo_compile.offline.fit import FitAnswer, Fitted
-
-WIDTH = 100
-"""Characters of a line: what a terminal shows beside a margin."""
 
 MOST_DECISIONS = 8
 """Lines of decisions for each size, so that the answer stays on a screen."""
@@ -86,6 +82,7 @@ def _question(
     multiple_of: int | None,
     dims: str | None,
 ) -> FitQuestion:
+    """Returns the options as a question. Raises InputError: one of them cannot be used."""
     kinds = {"both": (*Vary,), **{kind.value: (kind,) for kind in Vary}}
     if vary not in kinds:
         raise InputError(f"vary: expected sequence, batch or both, got {vary!r}")
@@ -111,17 +108,16 @@ def _fit_script(script: Path, arguments: list[str], question: FitQuestion) -> "F
 
     answers: list[FitAnswer] = []
 
-    def take(call: "FirstCall") -> None:
+    def answer_for(call: "FirstCall") -> None:
         with working("planning") as progress:
 
-            def tried(what: Vary, size: int, fits: bool) -> None:
+            def say_tried(what: Vary, size: int, fits: bool) -> None:
                 says = "fits" if fits else "does not fit"
                 progress.console.print(f"{what.value} of {size:,}: {says}")
 
-            fitting = Fitting(call, question)
-            answers.append(fitting.answer(saying(progress), tried))
+            answers.append(Fitting(call, question).answer(saying(progress), say_tried))
 
-    code = at_first_call(script, arguments, take)
+    code = at_first_call(script, arguments, answer_for)
     if not answers:
         how = "" if not code else f" (it left with exit code {code}; its own output is above)"
         raise InputError(
@@ -132,22 +128,23 @@ def _fit_script(script: Path, arguments: list[str], question: FitQuestion) -> "F
 
 
 def _lines(script: Path, answer: "FitAnswer") -> Iterator[str]:
-    """The answer as lines of at most WIDTH characters."""
+    """Yields the answer as lines of at most WIDTH characters."""
     shapes = ", ".join(
         f"{path} {' x '.join(map(str, shape))}" for path, shape in answer.shapes.items()
     )
-    yield from _wrapped(f"{script.name}: {answer.name} ({shapes})")
+    yield from wrapped(f"{script.name}: {answer.name} ({shapes})")
     yield f"  on {answer.device}, {format_bytes(answer.budget_bytes)} for the step"
     for fitted in answer.largest:
         yield from _lines_of(fitted)
     if any(fitted.size for fitted in answer.largest):
         options = {"memory_budget": answer.budget_bytes, **answer.options}
-        yield from _wrapped(f"planned with options={options!r}")
+        yield from wrapped(f"planned with options={options!r}")
     for note in _notes(answer):
-        yield from _wrapped(f"note: {note}")
+        yield from wrapped(f"note: {note}")
 
 
 def _lines_of(fitted: "Fitted") -> Iterator[str]:
+    """Yields what is said of one kind of size: the largest that fits, its plan, its decisions."""
     what, step = fitted.varied.what.value, fitted.step
     word = "longest" if what == "sequence" else "largest"
     if step is None:
@@ -155,9 +152,9 @@ def _lines_of(fitted: "Fitted") -> Iterator[str]:
         return
     plan, host_bytes = step.plan, step.problem.host_bytes
     assert plan.timeline is not None, "an offline plan is simulated"
-    times = fitted.size / fitted.varied.size
-    yield from _wrapped(
-        f"{word} {what}: {fitted.size:,}, {times:.3g} times the script's {fitted.varied.size:,} "
+    factor = fitted.size / fitted.varied.size
+    yield from wrapped(
+        f"{word} {what}: {fitted.size:,}, {factor:.3g} times the script's {fitted.varied.size:,} "
         f"({fitted.varied})"
     )
     kind = "" if step.exact else " (estimated, an upper bound)"
@@ -172,21 +169,17 @@ def _lines_of(fitted: "Fitted") -> Iterator[str]:
     if len(decisions) > MOST_DECISIONS:
         yield f"  {len(decisions) - MOST_DECISIONS} more decisions: memo explain --verbose has all"
     if fitted.refused:
-        yield from _wrapped(f"  not memory bounds it: a larger one fails ({fitted.refused})")
+        yield from wrapped(f"  not memory bounds it: a larger one fails ({fitted.refused})")
 
 
 def _notes(answer: "FitAnswer") -> Iterable[str]:
-    """The notes of all sizes and plans, each once."""
+    """Returns the notes of all sizes and plans, each once."""
     notes = (
         note
         for fitted in answer.largest
         for note in (*fitted.notes, *(() if fitted.step is None else fitted.step.notes))
     )
     return dict.fromkeys(notes)
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _as_dict(script: Path, answer: "FitAnswer") -> dict[str, Any]:

@@ -73,11 +73,11 @@ def measure_command(
         raise InputError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
     from memo_compile.costs.hardware_measure import device_name, measure_hardware, pick_device
 
-    place = pick_device(device)
-    print(f"memo: measuring {device_name(place)}", file=sys.stderr, flush=True)
+    torch_device = pick_device(device)
+    print(f"memo: measuring {device_name(torch_device)}", file=sys.stderr, flush=True)
     _warn_if_busy()
     profile = measure_hardware(
-        place, say=lambda what: print(f"memo:   {what} ...", file=sys.stderr, flush=True)
+        torch_device, say=lambda what: print(f"memo:   {what} ...", file=sys.stderr, flush=True)
     )
     if out is not None:
         out.write_text(json.dumps(profile_to_dict(profile), indent=2) + "\n")
@@ -88,7 +88,7 @@ def measure_command(
 
 
 def _warn_if_busy() -> None:
-    """Says so when others compute here: even the best of many runs is then too slow."""
+    """Warns on stderr where others compute here: even the best of many runs is then too slow."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores / 2:
         print(
@@ -100,6 +100,7 @@ def _warn_if_busy() -> None:
 
 
 def _print_profile(profile: HardwareProfile, as_json: bool) -> None:
+    """Prints each figure of ``profile`` with the document and the date behind it."""
     body = profile_to_dict(profile)
     if as_json:
         print(json.dumps(body))

@@ -112,23 +112,24 @@ def stages(
     _emit(plan.status, body)
 
 
-def _policy(solution: HeuSolution, fractions: bool) -> dict[str, Any]:
+def _policy(solution: HeuSolution, token_split: bool) -> dict[str, Any]:
     return {
         "objective": solution.critical_time,
         "keep": [int(kept) for kept in solution.keep],
-        "windows": [_parts(parts, fractions) for parts in solution.windows],
+        "windows": [_parts(parts, token_split) for parts in solution.windows],
         "peak_bytes": solution.peak,
     }
 
 
-def _parts(parts: Sequence[Part], fractions: bool) -> list[Any]:
-    if fractions:
+def _parts(parts: Sequence[Part], token_split: bool) -> list[Any]:
+    """Lists what a window recomputes: operators, or with ``token_split`` fractions of them."""
+    if token_split:
         return [{"op": part.op, "fraction": part.fraction} for part in parts]
     return [part.op for part in parts]
 
 
 def _finish(status: SolveStatus, conflict: Conflict | None, body: dict[str, Any]) -> None:
-    """Print the answer, or why there is none, and leave with the exit code of ``status``."""
+    """Prints the answer, or why there is none, and leaves with the exit code of ``status``."""
     if conflict is not None:
         print(f"memo: infeasible: {conflict.message}", file=sys.stderr)
         body = {
@@ -146,7 +147,7 @@ def _finish(status: SolveStatus, conflict: Conflict | None, body: dict[str, Any]
 
 
 def _require_split(status: SolveStatus, conflict: str) -> None:
-    """Leave with 1 where there is no split, and print why."""
+    """Where there is no split, prints why and leaves with exit code 1."""
     if status is SolveStatus.INFEASIBLE:
         print(f"memo: infeasible: {conflict}", file=sys.stderr)
         _emit(status, {"conflict": conflict})

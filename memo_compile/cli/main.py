@@ -109,11 +109,8 @@ def _root(
 
 @functools.cache
 def _register(name: str) -> None:
-    """Imports the command ``name`` and adds it to the app, behind those that are there."""
+    """Imports the command ``name`` and adds it to the app, once in a process."""
     command = _COMMANDS[name]
-    # Of a call before this one:
-    app.registered_commands = [each for each in app.registered_commands if each.name != name]
-    app.registered_groups = [each for each in app.registered_groups if each.name != name]
     module, attribute = command.target.split(":")
     function = getattr(importlib.import_module(f"memo_compile.cli.{module}"), attribute)
     shown: dict[str, Any] = {
@@ -130,10 +127,10 @@ def _register(name: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and leave the process with the exit code of the table above."""
     atexit.register(gc.freeze)  # else cycles are looked for at the end: 2 s of a plan
-    command = (sys.argv[1:] if argv is None else argv)[:1]
+    first_word = (sys.argv[1:] if argv is None else argv)[:1]
     try:
         # Importing one command alone is faster; the help names them all.
-        for name in command if command and command[0] in _COMMANDS else _COMMANDS:
+        for name in first_word if first_word and first_word[0] in _COMMANDS else _COMMANDS:
             _register(name)
         code = app(args=argv, prog_name="memo", standalone_mode=False)
     except TyperException as error:  # a usage error: unknown command, missing argument, ...
@@ -153,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _without_module(error: ModuleNotFoundError) -> str:
-    """Says how to get a package that a command needs. Raises ``error`` of memo's own modules."""
+    """Says how to install what ``error`` misses. Raises ``error`` where that is memo's own."""
     package = (error.name or "").partition(".")[0]
     if package in ("", "memo_compile", "memo_runtime"):
         raise error

@@ -27,7 +27,7 @@ MAX_COUNT = 10**15
 
 
 def parse_count(text: str | int) -> int:
-    """A whole number, also written 32e3; a BadParameter where it is none or above MAX_COUNT."""
+    """Returns the whole number in ``text``, such as 32e3. Raises BadParameter: it is none."""
     try:
         value = float(text)
         if value == int(value) and abs(value) <= MAX_COUNT:
@@ -45,10 +45,9 @@ def example(*words: str) -> str:
 
 
 def require_script(context: typer.Context, script: Path) -> None:
-    """Looks at the command line ``memo COMMAND [OPTIONS] SCRIPT.py [ARGS]`` before anything runs.
+    """Raises InputError: there is no ``script``. For ``memo COMMAND [OPTIONS] SCRIPT.py [ARGS]``.
 
     Options of the command that stand behind the script are named on stderr: they are the script's.
-    Raises InputError: there is no such script.
     """
     if not script.is_file():
         raise InputError(f"{script}: no such file; expected a Python script")
@@ -64,12 +63,12 @@ def require_script(context: typer.Context, script: Path) -> None:
 
 
 def read_data(path: Path, kind: type[Data]) -> Data:
-    """The ``kind`` in ``path``; an InputError where it cannot be read or holds something else."""
+    """Returns the ``kind`` in ``path``. Raises InputError: unreadable, or something else."""
     return from_json(read_text(path), kind, where=str(path))
 
 
 def stdout_to_stderr() -> int:
-    """Point descriptor 1 at stderr, for child processes and C code too; returns the old stdout."""
+    """Points descriptor 1 at stderr, for child processes and C code too; returns the old stdout."""
     sys.stdout.flush()
     original = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -77,7 +76,7 @@ def stdout_to_stderr() -> int:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """``rows`` under ``header`` in columns as wide as needed, two blanks apart."""
+    """Returns ``rows`` under ``header``, in columns as wide as needed and two blanks apart."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

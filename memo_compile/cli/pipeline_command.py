@@ -155,7 +155,7 @@ def offload_fraction(
 
 
 def _shortfall(plan: OffloadPlan, config: ParallelConfig, budget_bytes: int) -> str:
-    """What exceeds the budget, and what to change."""
+    """Says what exceeds the budget, and what to change."""
     peak, budget = format_bytes(plan.peak_bytes), format_bytes(budget_bytes)
     least = f"{plan.resident_chunks:g} chunks that must stay resident"
     if plan.resident_chunks == plan.chunks_in_flight:

@@ -64,7 +64,7 @@ def place_file(
 
 
 def _sentence(placement: Placement, capacity: int | None) -> str:
-    """What happened, for people: one line, and the conflict in a second one."""
+    """Returns the result for people: one line, and the buffers in conflict in a second one."""
     height, bound = placement.height_bytes, placement.lower_bound_bytes
     took = f"{format_seconds(placement.seconds)}, {placement.solver}"
     room = "" if capacity is None else f", capacity {capacity} ({format_bytes(capacity)})"

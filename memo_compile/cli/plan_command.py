@@ -187,10 +187,11 @@ def _about(answer: "Forecast") -> dict[str, str]:
 
 
 def _show(answer: "Forecast", max_seq: int | None, *, as_json: bool, verbose: bool) -> None:
+    """Prints the answer; ``max_seq`` is the longest sequence that fits, where it was searched."""
     if as_json:
         print(json.dumps(_as_dict(answer) | _max_seq_dict(max_seq)))
     elif verbose:
-        _print(answer, max_seq)
+        _print_tables(answer, max_seq)
     else:
         print("\n".join(plan_lines(answer, max_seq)))
 
@@ -221,14 +222,14 @@ def _require_one_question(sweep: str | None, budgets: int | None, *, max_seq: bo
 def _forecast(
     question: "Question", max_seq: bool, *, as_json: bool
 ) -> "tuple[Forecast, int | None]":
-    """The forecast; with ``max_seq`` that of the longest sequence that fits, and its length."""
+    """Returns the forecast; with ``max_seq`` that of the longest sequence that fits, and it."""
     from memo_compile.offline.forecast import forecast, longest
 
     longest_seq = None
     try:
         if max_seq:
             with working("searching the longest sequence") as progress:
-                longest_seq = longest(question, functools.partial(_tried, progress.console))
+                longest_seq = longest(question, functools.partial(_say_tried, progress.console))
             if longest_seq == 0:
                 raise Infeasible("max-seq: not even the shortest sequence fits; raise --budget")
             question = dataclasses.replace(question, seq=longest_seq)
@@ -241,7 +242,7 @@ def _forecast(
         raise
 
 
-def _tried(console: Console, seq: int, fits: bool) -> None:
+def _say_tried(console: Console, seq: int, fits: bool) -> None:
     console.print(f"{seq} tokens: {'fits' if fits else 'does not fit'}")
 
 
@@ -253,14 +254,14 @@ def _sweep(question: "Question", num_budgets: int, *, as_json: bool) -> None:
     if question.budget is not None:
         raise InputError("sweep: it chooses the budgets; leave out --budget")
     console = Console(stderr=True, highlight=False)
-    shown = track(
+    progress = track(
         sweep(question, num_budgets),
         description="planning",
         total=num_budgets,
         console=console,
         disable=not console.is_terminal,
     )
-    answers = list(shown)
+    answers = list(progress)
     if as_json:
         print(json.dumps({"sweep": [_as_row(answer) for answer in answers]}))
         return
@@ -284,6 +285,7 @@ def _sweep(question: "Question", num_budgets: int, *, as_json: bool) -> None:
 
 
 def _stdout() -> Console:
+    """Returns a console as wide as the terminal, or of PLAIN_WIDTH for a file or a pipe."""
     return Console(highlight=False, width=None if Console().is_terminal else PLAIN_WIDTH)
 
 
@@ -295,12 +297,13 @@ _SWEPT = (
 
 
 def _as_row(answer: "Forecast") -> dict[str, Any]:
-    moved = {"offloaded_bytes": answer.offloaded_bytes, "recompute_s": answer.recompute_s}
-    body = _as_dict(answer) | moved
+    cost = {"offloaded_bytes": answer.offloaded_bytes, "recompute_s": answer.recompute_s}
+    body = _as_dict(answer) | cost
     return {name: body[name] for name in _SWEPT}
 
 
 def _settings_text(tool: str, answer: "Forecast") -> str:
+    """Returns the settings of ``tool`` (hf, torchtitan, megatron) that come nearest to the plan."""
     question, plan = answer.question, answer.step.plan
     return emit(
         tool,
@@ -364,8 +367,8 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
     }
 
 
-def _print(answer: "Forecast", max_seq: int | None) -> None:
-    """The answer as tables, with every tensor."""
+def _print_tables(answer: "Forecast", max_seq: int | None) -> None:
+    """Prints the answer as tables, with every tensor."""
     console, plan = _stdout(), answer.step.plan
     console.print(f"[bold]{escape(verdict(answer))}[/bold]")
     shown = Table(show_header=False, box=None)

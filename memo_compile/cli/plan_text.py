@@ -5,15 +5,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from memo_compile.reporting.decision_lines import decision_lines
+from memo_compile.reporting.decision_lines import WIDTH, decision_lines, wrapped
 from memo_compile.step.problem import FixedBytes
 from memo_compile.units import format_bytes, format_enough, format_seconds
 
 if TYPE_CHECKING:
     from memo_compile.offline.forecast import Forecast, PeakAt, TensorAtPeak
-
-WIDTH = 100
-"""Characters of a line: what a terminal shows beside a margin."""
 
 MOST_LINES, MOST_DECISIONS, MOST_NOTE_LINES = 40, 12, 9
 """Most lines of the answer, and among them of decisions and of notes; ``--verbose`` has all."""
@@ -26,18 +23,21 @@ SEQ_GRANULE = 1024
 
 
 def plan_lines(answer: "Forecast", max_seq: int | None) -> Iterator[str]:
-    """The whole answer, at most MOST_LINES lines of WIDTH characters."""
+    """Yields the whole answer, at most MOST_LINES lines of WIDTH characters.
+
+    ``max_seq`` is the longest sequence that fits, where it was searched.
+    """
     lines = list(_answer_lines(answer, max_seq))
     yield from lines
-    room = MOST_LINES - len(lines) - 1  # the last line says how many notes are left out
-    yield from _note_lines(answer.notes, min(room, MOST_NOTE_LINES))
+    num_left = MOST_LINES - len(lines) - 1  # the last line says how many notes are left out
+    yield from _note_lines(answer.notes, min(num_left, MOST_NOTE_LINES))
 
 
 def _answer_lines(answer: "Forecast", max_seq: int | None) -> Iterator[str]:
-    """All but the notes."""
-    yield from _wrapped(verdict(answer), "  ")
+    """Yields all lines but the notes."""
+    yield from wrapped(verdict(answer), "  ")
     for name, text in numbers(answer, max_seq):
-        yield from _wrapped(f"  {name:<18}{text}", " " * 20)
+        yield from wrapped(f"  {name:<18}{text}", " " * 20)
     plan = answer.step.plan
     lines = list(
         decision_lines(plan.decisions, plan.layer_classes, copies=_copies(answer), width=WIDTH)
@@ -49,38 +49,32 @@ def _answer_lines(answer: "Forecast", max_seq: int | None) -> Iterator[str]:
     if not answer.fits:
         yield "what to change:"
         for advice in _advice(answer):
-            yield from _wrapped(f"  {advice}", "    ")
+            yield from wrapped(f"  {advice}")
 
 
-def _note_lines(notes: Sequence[str], room: int) -> Iterator[str]:
-    """The first notes that ``room`` lines hold, none cut off, and how many more there are."""
-    for shown, note in enumerate(notes):
-        lines = _wrapped(f"note: {note}", "  ")
-        room -= len(lines)
-        if room < 0:
-            yield f"{len(notes) - shown} more notes: --verbose"
+def _note_lines(notes: Sequence[str], most: int) -> Iterator[str]:
+    """Yields the first notes that ``most`` lines hold, each whole, and how many more there are."""
+    for num_shown, note in enumerate(notes):
+        lines = wrapped(f"note: {note}", "  ")
+        most -= len(lines)
+        if most < 0:
+            yield f"{len(notes) - num_shown} more notes: --verbose"
             return
         yield from lines
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False
-    )
-
-
 def verdict(answer: "Forecast") -> str:
-    """Does it fit, and by how much."""
+    """Says in one line whether the step fits, and by how much."""
     question = answer.question
-    room = format_bytes(abs(answer.budget_bytes - answer.peak_bytes))
+    gap = format_bytes(abs(answer.budget_bytes - answer.peak_bytes))
     host = f"with {format_bytes(answer.host_bytes)} of host memory, " if answer.host_bytes else ""
-    fits = f"fits, {host}{room} to spare" if answer.fits else f"does not fit: {room} too much"
+    fits = f"fits, {host}{gap} to spare" if answer.fits else f"does not fit: {gap} too much"
     seq = "" if question.seq is None else f", {question.batch} x {question.seq} tokens"
     return f"{answer.name}{seq} on {question.hardware.name}: {fits}"
 
 
 def numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]]:
-    """(name, text) of what the plan needs and takes."""
+    """Yields (name, text) of what the plan needs and takes."""
     plan, fixed, peak = answer.step.plan, answer.step.plan.fixed, answer.peak_at
     kind = "exact" if answer.step.exact else "estimated, an upper bound"
     if max_seq is not None:
@@ -93,7 +87,7 @@ def numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]
         f"{format_bytes(fixed.optimizer_state)} optimizer state ({answer.question.optimizer})",
     )
     if fixed.on_host:
-        yield "on the host", _on_host(fixed)
+        yield "on the host", _state_on_host(fixed)
     yield "outside", f"{format_bytes(answer.outside_bytes)} of libraries"
     yield "host", f"{format_bytes(answer.host_bytes)} of pinned memory{_host_bound(answer)}"
     if peak is not None:
@@ -128,8 +122,8 @@ def _host_bound(answer: "Forecast") -> str:
     return f", of {format_bytes(bound)} (--host-budget{why if is_usual else ''})"
 
 
-def _on_host(fixed: FixedBytes) -> str:
-    """The training state that lies on the host, by kind."""
+def _state_on_host(fixed: FixedBytes) -> str:
+    """Lists the training state that lies on the host, by kind."""
     sizes = {
         "parameters": fixed.parameters_on_host,
         "gradients": fixed.gradients_on_host,
@@ -139,7 +133,7 @@ def _on_host(fixed: FixedBytes) -> str:
 
 
 def _update(answer: "Forecast") -> str:
-    """Where and how long parameters are updated, beyond the step; tokens/s count it."""
+    """Says where and how long parameters are updated, beyond the step; tokens/s count it."""
     step_s, gradients_s = map(format_seconds, (answer.update.step_s, answer.update.gradients_s))
     if not answer.update.gradients_s:
         return f"{step_s} more, on the device: state comes and goes"
@@ -147,7 +141,7 @@ def _update(answer: "Forecast") -> str:
 
 
 def _collectives(answer: "Forecast") -> str:
-    """How many, over which link, and what becomes of their time."""
+    """Says how many collectives there are, over which link, and what becomes of their time."""
     plan, hardware = answer.step.plan, answer.question.hardware
     recompute = ""
     if plan.window_recompute_s:
@@ -165,7 +159,7 @@ def _peak_call(peak: "PeakAt") -> str:
 
 
 def _largest(tensors: Sequence["TensorAtPeak"]) -> str:
-    """The largest tensors; those of one label and size are counted together."""
+    """Lists the largest tensors; those of one label and size are counted together."""
     counts = Counter((tensor.label, tensor.size_bytes) for tensor in tensors)
     return ", ".join(
         f"{label} {format_bytes(size)}" if count == 1 else f"{count} x {label} {format_bytes(size)}"
@@ -174,6 +168,7 @@ def _largest(tensors: Sequence["TensorAtPeak"]) -> str:
 
 
 def _copies(answer: "Forecast") -> str:
+    """Says whether the step waits for copies to the host and back."""
     stall_s = answer.step.plan.timeline.stall_s if answer.step.plan.timeline else 0.0
     if stall_s <= NO_STALL * answer.step_s:
         return "copies hide"
@@ -181,18 +176,19 @@ def _copies(answer: "Forecast") -> str:
 
 
 def _advice(answer: "Forecast") -> Iterator[str]:
-    """What to change so that the step fits, the smallest change first.
+    """Says what to change so that the step fits, the smallest change first.
 
-    Lengths and degrees are estimates, which only another plan would confirm.
+    Lengths and degrees are estimates, which only another plan would confirm. The plan of an answer
+    that does not fit is the smallest one.
     """
     question, fixed = answer.question, answer.step.plan.fixed
     peak_bytes, device_bytes = answer.peak_bytes, question.hardware.memory_bytes
-    least = format_enough(peak_bytes)
+    peak = format_enough(peak_bytes)
     if peak_bytes <= device_bytes:
-        yield f"--budget {least.replace(' ', '')} holds this plan, the smallest one"
+        yield f"--budget {peak.replace(' ', '')} holds this plan, the smallest one"
     constant_bytes = fixed.parameters + fixed.gradients + fixed.optimizer_state
-    room_bytes = answer.budget_bytes - constant_bytes
-    if room_bytes <= 0:
+    activation_bytes = answer.budget_bytes - constant_bytes
+    if activation_bytes <= 0:
         devices = "more devices (--tp, --pp), or " if question.can_be_cut else ""
         yield (
             f"no sequence is short enough: parameters, gradients and optimizer state alone take "
@@ -200,9 +196,9 @@ def _advice(answer: "Forecast") -> Iterator[str]:
         )
     elif question.seq is not None and answer.tokens_per_s is not None:
         # The least bytes beside the constant ones grow about linearly with the tokens.
-        seq = int(question.seq * room_bytes / max(1, peak_bytes - constant_bytes))
-        sharing = question.degrees.tp * question.degrees.cp
-        granule = SEQ_GRANULE * sharing if seq >= SEQ_GRANULE * sharing else sharing
+        seq = int(question.seq * activation_bytes / max(1, peak_bytes - constant_bytes))
+        num_devices = question.degrees.tp * question.degrees.cp  # which share a sequence's tokens
+        granule = SEQ_GRANULE * num_devices if seq >= SEQ_GRANULE * num_devices else num_devices
         seq = seq // granule * granule
         if seq:
             cut = 1 - seq / question.seq
@@ -210,7 +206,7 @@ def _advice(answer: "Forecast") -> Iterator[str]:
     if question.host_budget_bytes is not None and question.hardware.name != "cpu":
         yield "more host memory may hold it: --host-budget none says how much"
     if peak_bytes > device_bytes:
-        yield f"a device with {least} holds this plan, the smallest one"
+        yield f"a device with {peak} holds this plan, the smallest one"
     if question.degrees.pp == 1:
         tp = question.tp_of(question.degrees.tp * peak_bytes / answer.budget_bytes)
         if tp is not None:

@@ -23,5 +23,5 @@ def working(what: str) -> Iterator[Progress]:
 
 
 def saying(progress: Progress) -> Callable[[str], None]:
-    """A function that replaces the text of the line of ``working``."""
+    """Returns a function that replaces the text of the line of ``working``."""
     return lambda what: progress.update(progress.task_ids[0], description=what)

@@ -80,7 +80,7 @@ def _replan(
     solver: str,
     time_limit_s: float,
 ) -> ReportedPlan:
-    """Places, checks and simulates ``problem``; the decisions are those of the plan ``before``."""
+    """Places, checks and simulates ``problem``; what follows from decisions is as in ``before``."""
     start = time.perf_counter()
     placed = place_step(
         dataclasses.replace(problem, releases_pages=before.releases_pages),
@@ -115,7 +115,7 @@ def _as_dict(changes: Differences, plan: ReportedPlan) -> dict[str, Any]:
 
 
 def _as_text(changes: Differences, plan: ReportedPlan, *, is_simulated: bool) -> str:
-    """One line for each stage, then the verdict, and what differs."""
+    """Returns a line for each stage, then the verdict, and what differs."""
     needed = f"at least {format_bytes(plan.lower_bound_bytes)} needed"
     lines = [
         f"placement   {format_bytes(plan.arena_bytes)} by {plan.solver} in "

@@ -130,20 +130,21 @@ def _run(
 ) -> dict[str, Any] | None:
     """Runs the script in a child process, its stdout on stderr, and returns what it recorded.
 
-    None: no record, or a failed eager run's. Of other arms a failure is told in the record.
+    None: it left no record, or an eager run failed, with which nothing can be compared. Of other
+    arms the record has ``failed``.
     """
     out = folder / f"{arm}.json"
-    how = _RUNS[arm]
-    _say(f"{how}: up to {steps} steps of {script}")
-    began = time.monotonic()
+    run_name = _RUNS[arm]
+    _say(f"{run_name}: up to {steps} steps of {script}")
+    began_s = time.monotonic()
     command = [sys.executable, "-c", _CHILD, arm, str(out), str(steps)]
     done = subprocess.run([*command, str(script), *arguments], stdout=_STDERR, check=False)
-    took = f"{time.monotonic() - began:.1f} s"
+    took = f"{time.monotonic() - began_s:.1f} s"
     if not out.exists():
-        _say(f"{how}: ended after {took} without a step")
+        _say(f"{run_name}: ended after {took} without a step")
         return None
     record: dict[str, Any] = json.loads(out.read_text())
-    _say(f"{how}: {len(record['steps'])} steps in {took}")
+    _say(f"{run_name}: {len(record['steps'])} steps in {took}")
     failed = done.returncode != 0 and len(record["steps"]) < steps
     return None if failed and arm in ("eager", "eager-again") else record | {"failed": failed}
 
@@ -191,7 +192,7 @@ class _Numbers:
 
 
 def _compared(eager: Mapping[str, Any], run: Mapping[str, Any]) -> _Numbers:
-    """How far ``run`` differs from ``eager``, over the steps that both have."""
+    """Returns how far ``run`` differs from ``eager``, over the steps that both have."""
     losses = gradients = 0.0
     faults = []
     pairs = list(zip(eager["steps"], run["steps"], strict=False))
@@ -236,6 +237,7 @@ def _of_inductor(eager: Mapping[str, Any], inductor: Mapping[str, Any] | None) -
 
 
 def _state_faults(memo: Mapping[str, Any], num_steps: int) -> Iterator[str]:
+    """Yields what is wrong with the run itself; ``num_steps`` is how many eager recorded."""
     if memo["failed"]:
         yield f"the script failed with memo after {len(memo['steps'])} steps"
     elif len(memo["steps"]) != num_steps:
@@ -248,7 +250,7 @@ def _state_faults(memo: Mapping[str, Any], num_steps: int) -> Iterator[str]:
 
 
 def _loss_difference(eager_step: Mapping[str, Any], step: Mapping[str, Any]) -> float:
-    """The largest relative difference of a loss; infinite where their numbers differ."""
+    """Returns the largest relative difference of a loss; infinite: one has more losses."""
     if len(eager_step["losses"]) != len(step["losses"]):
         return math.inf
     pairs = zip(eager_step["losses"], step["losses"], strict=True)
@@ -256,16 +258,20 @@ def _loss_difference(eager_step: Mapping[str, Any], step: Mapping[str, Any]) -> 
 
 
 def _gradient_difference(eager_step: Mapping[str, Any], step: Mapping[str, Any]) -> float:
-    """The largest difference of a gradient's (norm, signed sum), relative to the norm."""
+    """Returns the largest difference of a gradient, relative to its norm.
+
+    A gradient is recorded as (norm, signed sum), or None. Infinite: another one is None.
+    """
     eager_digests, digests = eager_step["gradients"], step["gradients"]
     if [digest is None for digest in eager_digests] != [digest is None for digest in digests]:
         return math.inf
     pairs = [(a, b) for a, b in zip(eager_digests, digests, strict=True) if a is not None]
-    total = math.sqrt(sum(a[0] ** 2 for a, _ in pairs))
+    norm_of_all = math.sqrt(sum(eager_digest[0] ** 2 for eager_digest, _ in pairs))
     worst = 0.0
-    for a, b in pairs:
-        scale = max(a[0], SMALL_GRADIENT * total)
-        worst = max([worst, *(_relative(x, y, scale) for x, y in zip(a, b, strict=True))])
+    for eager_digest, digest in pairs:
+        scale = max(eager_digest[0], SMALL_GRADIENT * norm_of_all)
+        numbers = zip(eager_digest, digest, strict=True)
+        worst = max([worst, *(_relative(x, y, scale) for x, y in numbers)])
     return worst
 
 

@@ -1,12 +1,16 @@
 """Decisions as lines for people: one line for all tensors of a layer with the same decision."""
 
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from memo_compile.step.plans import Decision
 from memo_compile.step.problem import LayerClassInfo
 from memo_compile.units import format_bytes
+
+WIDTH = 100
+"""Characters of a line: what a terminal shows beside a margin."""
 
 _LAYERS = re.compile(r"^(.*) \[(\d+):(\d+)\]$")
 """Matches ``layers [0:3]``: a decision for some layers of a class (``driver/report_rows.py``)."""
@@ -17,8 +21,10 @@ _VERBS = {"OFFLOAD": "-> host", "RECOMPUTE": "recomputed", "SAVE": "kept"}
 _MOST_NAMES = 3
 """Tensors that a line names, the largest ones; the others are counted."""
 
-Way = frozenset[tuple[str, str, float]]
-"""(tensor, decision, part of the tokens) for each tensor of a layer."""
+
+def wrapped(text: str, indent: str = "    ") -> list[str]:
+    """Returns ``text`` as lines of at most WIDTH characters, those behind the first indented."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def decision_lines(
@@ -26,50 +32,56 @@ def decision_lines(
     classes: Sequence[LayerClassInfo],
     *,
     copies: str = "",
-    width: int = 100,
+    width: int = WIDTH,
 ) -> Iterator[str]:
     """Yields a line for each set of equally planned layers and each decision on their tensors.
 
-    ``copies`` is appended to lines about the host, such as ``copies hide``. A line names as many
-    tensors as ``width`` characters hold, at most three, and at least one.
+    ``layers 0-27: mlp.up and 2 more -> host, 96.00 MiB a layer; copies hide``, where ``copies`` is
+    what to say about copies. A line names as many tensors as ``width`` characters hold, at most
+    three, and at least one.
     """
-    sizes = {cls.module_path: cls.num_layers for cls in classes}
-    for label, ways in _ways(decisions).items():
-        for layers in ways.values():
-            where = _where(label, [span for span, _ in layers], sizes.get(label))
+    num_layers_of = {cls.module_path: cls.num_layers for cls in classes}
+    for label, groups in _equal_layers(decisions).items():
+        for layers in groups:
+            where = _where(label, [span for span, _ in layers], num_layers_of.get(label))
             _, rows = layers[0]
             for decision, verb in _VERBS.items():
-                same = [row for row in rows if row.decision == decision]
-                if same:
+                tensors = [row for row in rows if row.decision == decision]
+                if tensors:
                     tail = f"; {copies}" if copies and decision == "OFFLOAD" else ""
-                    each = " a layer" if label in sizes else ""
-                    words = f" {verb}, {_size(same)}{each}{tail}"
-                    yield f"{where}: {_names(same, width - len(where) - 2 - len(words))}{words}"
+                    each = " a layer" if label in num_layers_of else ""
+                    words = f" {verb}, {_size(tensors)}{each}{tail}"
+                    names = _names(tensors, width - len(where) - 2 - len(words))
+                    yield f"{where}: {names}{words}"
 
 
 Span = tuple[int, int] | None
 """The first layer of a class, and the one behind the last; None: all layers of the class."""
 
 
-def _ways(
+def _equal_layers(
     decisions: Sequence[Decision],
-) -> Mapping[str, Mapping[Way, list[tuple[Span, list[Decision]]]]]:
-    """Class -> way -> the layers that are planned that way."""
-    of_layers: dict[str, dict[Span, list[Decision]]] = {}
+) -> Mapping[str, Iterable[list[tuple[Span, list[Decision]]]]]:
+    """Groups the layers of each class by their decisions.
+
+    Layers 0-3 and 8-9 planned alike, 4-7 otherwise: the class has two groups, of two spans and one.
+    """
+    rows_of: dict[str, dict[Span, list[Decision]]] = {}
     for row in decisions:
         layers = _LAYERS.match(row.layer_class)
         label = layers.group(1) if layers else row.layer_class
         span = (int(layers.group(2)), int(layers.group(3))) if layers else None
-        of_layers.setdefault(label, {}).setdefault(span, []).append(row)
-    ways: dict[str, dict[Way, list[tuple[Span, list[Decision]]]]] = {}
-    for label, spans in of_layers.items():
+        rows_of.setdefault(label, {}).setdefault(span, []).append(row)
+    groups: dict[str, dict[object, list[tuple[Span, list[Decision]]]]] = {}
+    for label, spans in rows_of.items():
         for span, rows in spans.items():
-            way = frozenset((row.tensor, row.decision, row.token_fraction) for row in rows)
-            ways.setdefault(label, {}).setdefault(way, []).append((span, rows))
-    return ways
+            what = frozenset((row.tensor, row.decision, row.token_fraction) for row in rows)
+            groups.setdefault(label, {}).setdefault(what, []).append((span, rows))
+    return {label: group.values() for label, group in groups.items()}
 
 
 def _where(label: str, spans: Sequence[Span], num_layers: int | None) -> str:
+    """Names layers of a class: ``layers 0-3, 8-9``; ``num_layers`` are all that the class has."""
     if None in spans:
         return label if not num_layers else f"{label} 0-{num_layers - 1}"
     ranges = [
@@ -80,13 +92,13 @@ def _where(label: str, spans: Sequence[Span], num_layers: int | None) -> str:
 
 
 def _names(rows: Sequence[Decision], width: int) -> str:
-    """The names of the largest tensors, each name once with a count."""
+    """Names the largest tensors, as many as ``width`` holds: ``mlp.up, 2 x norm and 3 more``."""
     counts = Counter(map(_name, sorted(rows, key=lambda row: -row.bytes * row.token_fraction)))
     names = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
     text = ""
-    for shown in range(min(_MOST_NAMES, len(names)), 0, -1):
-        num_unnamed = len(rows) - sum(list(counts.values())[:shown])
-        text = ", ".join(names[:shown]) + (f" and {num_unnamed} more" if num_unnamed else "")
+    for num_shown in range(min(_MOST_NAMES, len(names)), 0, -1):
+        num_unnamed = len(rows) - sum(list(counts.values())[:num_shown])
+        text = ", ".join(names[:num_shown]) + (f" and {num_unnamed} more" if num_unnamed else "")
         if len(text) <= width:
             break
     return text

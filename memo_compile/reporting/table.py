@@ -1,21 +1,20 @@
 """The report as text: lines or tables for each plan, then what was left out."""
 
 import io
-import textwrap
 from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from memo_compile.reporting.decision_lines import decision_lines
+from memo_compile.reporting.decision_lines import WIDTH, decision_lines, wrapped
 from memo_compile.reporting.state import Report
 from memo_compile.reporting.view import short_source
 from memo_compile.step.plans import Decision, ReportedGroup, ReportedPlan
 from memo_compile.units import format_bytes, format_seconds
 
-_WIDTH, _TABLE_WIDTH = 100, 110
-"""Of lines, as the commands print them; a table has seven columns, of which four are text."""
+_TABLE_WIDTH = 110
+"""Characters of a table's line: it has seven columns, of which four are text."""
 
 
 def render(report: Report, *, verbose: bool) -> str:
@@ -35,24 +34,24 @@ def render(report: Report, *, verbose: bool) -> str:
             console.print(decision_table(plan.decisions))
             parts.append(text.getvalue().rstrip())
         elif plan.decisions:
-            lines = decision_lines(plan.decisions, plan.layer_classes, width=_WIDTH - 2)
+            lines = decision_lines(plan.decisions, plan.layer_classes, width=WIDTH - 2)
             parts += _wrapped(f"  {line}" for line in lines)
     return "\n".join([*parts, *_wrapped(f"note: {note}" for note in report.notes)])
 
 
 def _wrapped(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
-        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        yield from wrapped(line)
 
 
 def _standing(report: Report) -> tuple[ReportedPlan, ...]:
-    """The plans by which steps run: a group's stands in place of those of its single graphs."""
+    """Returns the plans by which steps run: a group's in place of those of its single graphs."""
     grouped = {name for group in report.groups for name in group.graphs}
     return (*(plan for plan in report.plans if plan.name not in grouped), *report.groups)
 
 
 def _title(plan: ReportedPlan) -> str:
-    """What ``plan`` is of."""
+    """Names what ``plan`` is of: ``plan graph0``, ``group of 12 x layers``."""
     if not isinstance(plan, ReportedGroup):
         return f"plan {plan.name}"
     if len(plan.graphs) == 1:
@@ -65,7 +64,7 @@ def _on_host(size_bytes: int) -> str:
 
 
 def _lines(plan: ReportedPlan) -> Iterator[str]:
-    """What a person wants to know of a plan, a line each."""
+    """Yields what a person wants to know of a plan, a line each."""
     fixed = plan.fixed
     budget = (
         "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
@@ -125,7 +124,7 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
 
 
 def _measured(plan: ReportedPlan) -> str:
-    """Of how many collectives the seconds were measured, and which are declared."""
+    """Says of how many collectives the seconds were measured; those of others are declared."""
     declared = plan.num_collectives - plan.measured_collectives
     if declared == 0:
         return "collectives measured"
