@@ -79,7 +79,7 @@ def main() -> None:
     for name, budget in BUDGETS.items():
         step = forecast(dataclasses.replace(STEP, budget=budget)).step
         view, plan = view_step(step.problem, step.plan), step.plan
-        turn = charts.program_axis(view)["turn"]
+        turn = charts.program_axis(step.problem, plan, view)["turn"]
         memory, arena = charts.memory_chart(view, plan), charts.arena_map(view, plan)
         drawn = {
             "memory": picture(memory["areas"], AREAS, memory, turn),

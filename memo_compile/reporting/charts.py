@@ -19,8 +19,8 @@ from memo_compile.units import format_bytes, format_seconds
 ROOM = 1.14
 """A picture is this many times as high as its highest value, for the budget's label."""
 
-MIN_TICK_PERCENT = 12
-"""Ticks nearer than this would touch on a phone."""
+MIN_TICK_PERCENT, LAYER_PERCENT = 12, 13
+"""Ticks nearer than the first would touch on a phone; the name of a layer needs the second."""
 
 NUM_HUES = 8
 """Steps of the scale that colours layers."""
@@ -66,54 +66,55 @@ LANE_KINDS = (
 
 
 def program_axis(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any]:
-    """The x axis shared by memory and arena: the two phases, layers as ticks, and seconds."""
+    """Returns the x axis of memory and arena: where the backward begins, layers, seconds."""
     end = max(view.starts[-1], 1)
     backward = 100 * view.backward_start / end
     ticks = [
         *_layer_ticks(view, 0, view.backward_start, backward),
         *_layer_ticks(view, view.backward_start, end, 100 - backward),
     ]
-    return {
-        "turn": round(backward, 2),
-        "ticks": ticks,
-        "times": _times(problem, plan, view),
-    }
+    seconds = _second_ticks_of_lines(problem, plan, view)
+    return {"turn": round(backward, 2), "ticks": ticks, "times": seconds}
 
 
-def _times(problem: Problem, plan: Plan, view: StepView) -> list[dict[str, Any]]:
-    """Ticks of the program's axis: which second of the simulated step lies where.
+def _second_ticks_of_lines(problem: Problem, plan: Plan, view: StepView) -> list[dict[str, Any]]:
+    """Returns ticks that say which second of the simulated step lies where on an axis of lines.
 
     Calls are drawn as wide as their code is long, so that equal times are not equally far apart.
     """
     if plan.timeline is None or plan.timeline.step_s <= 0:
         return []
-    calls = {call.name: index for index, call in enumerate(problem.calls)}
+    index_of = {call.name: index for index, call in enumerate(problem.calls)}
     computing = [span for span in plan.timeline.spans if span.lane == "compute"]
-    points = sorted((span.start_s, view.starts[calls[span.name]]) for span in computing)
+    points = sorted((span.start_s, view.starts[index_of[span.name]]) for span in computing)
     points.append((plan.timeline.step_s, view.starts[-1]))
     end = max(view.starts[-1], 1)
     ticks: list[dict[str, Any]] = []
     for second in svg.nice_ticks(plan.timeline.step_s):
+        # The line is interpolated between the call that begins last before it and the next one.
         after = bisect.bisect_left(points, (second, -1))
-        (time_b, line_b) = points[min(after, len(points) - 1)]
-        (time_a, line_a) = points[after - 1] if after else (0.0, 0)
-        share = (second - time_a) / (time_b - time_a) if time_b > time_a else 0.0
-        at = 100 * (line_a + (line_b - line_a) * min(share, 1.0)) / end
+        (next_s, next_line) = points[min(after, len(points) - 1)]
+        (begin_s, begin_line) = points[after - 1] if after else (0.0, 0)
+        share = (second - begin_s) / (next_s - begin_s) if next_s > begin_s else 0.0
+        at = 100 * (begin_line + (next_line - begin_line) * min(share, 1.0)) / end
         if not ticks or at - ticks[-1]["at"] >= MIN_TICK_PERCENT:
             ticks.append({"at": round(at, 2), "text": _short_seconds(second, digits=2)})
     return ticks
 
 
 def _layer_ticks(view: StepView, start: int, end: int, percent: float) -> list[dict[str, Any]]:
-    """Layers of one phase, as many as a phone has room for. ``percent`` is the phase's width."""
+    """Names layers of the phase ``[start, end)``, as many as a phone has room for.
+
+    ``percent`` is the phase's width. A layer's tick is at the middle of its longest call.
+    """
     longest: dict[int, tuple[int, int]] = {}
     for index, layer in enumerate(view.layers):
-        first, last = view.starts[index], view.starts[index + 1]
-        if layer is not None and start <= first < end:
-            before = longest.get(layer, (0, 0))
-            longest[layer] = max(before, (first, last), key=lambda span: span[1] - span[0])
-    room = max(1, int(percent / 13))
-    stride = max(1, -(-len(longest) // room))
+        span = view.starts[index], view.starts[index + 1]
+        if layer is not None and start <= span[0] < end:
+            spans = longest.get(layer, (0, 0)), span
+            longest[layer] = max(spans, key=lambda span: span[1] - span[0])
+    most_ticks = max(1, int(percent / LAYER_PERCENT))
+    stride = max(1, -(-len(longest) // most_ticks))
     chosen = sorted(longest.items(), key=lambda item: item[1])[stride // 2 :: stride]
     total = max(view.starts[-1], 1)
     return [
@@ -125,12 +126,12 @@ def _layer_ticks(view: StepView, start: int, end: int, percent: float) -> list[d
 def _ticks(
     values: Iterable[float], low: float, high: float, words: Callable[[float], str]
 ) -> list[dict[str, Any]]:
-    """Where on an axis from ``low`` to ``high``, and with which text."""
+    """Returns ticks at ``values`` on an axis from ``low`` to ``high``, with their texts."""
     return [{"at": _percent(value, low, high), "text": words(value)} for value in values]
 
 
 def _percent(value: float, low: float, high: float) -> float:
-    """Where ``value`` is on the way from ``low`` to ``high``."""
+    """Returns where ``value`` is on the way from ``low`` (0) to ``high`` (100)."""
     return round(100 * (value - low) / (high - low), 2)
 
 
@@ -143,7 +144,7 @@ def _short_seconds(seconds: float, *, digits: int) -> str:
 
 
 def _second_ticks(values: Sequence[float], low: float, high: float) -> list[dict[str, Any]]:
-    """Of an axis of time, with as many digits as tell them apart."""
+    """Returns ticks of an axis of time, with as many digits as tell them apart."""
     for digits in range(2, 7):
         ticks = _ticks(values, low, high, partial(_short_seconds, digits=digits))
         if len({tick["text"] for tick in ticks}) == len(ticks):
@@ -152,30 +153,31 @@ def _second_ticks(values: Sequence[float], low: float, high: float) -> list[dict
 
 
 def _short(text: str) -> str:
-    """``text`` without zeros behind the point of its number."""
+    """Returns ``text`` without zeros behind the point of its number: ``2 GiB`` of ``2.00 GiB``."""
     value, unit = text.split(" ")
     return f"{float(value):g} {unit}"
 
 
 def arena_map(view: StepView, plan: Plan) -> dict[str, Any]:
-    """Addresses over the program; what is under a pixel is merged."""
+    """Returns the picture of addresses over the program; what is under a pixel is merged."""
     top = max(plan.arena_bytes, 1)
-    layers = max((layer for layer in view.layers if layer is not None), default=0) + 1
-    boxes = (_box_shape(box, view, top, layers) for box in view.boxes)
+    num_layers = max((layer for layer in view.layers if layer is not None), default=0) + 1
+    boxes = (_box_shape(box, view, top, num_layers) for box in view.boxes)
     merged = svg.merge_small(boxes, noun="small buffers")
     return {
         "paths": paths(merged),
         "ticks": _ticks(svg.nice_ticks(top, base=2), 0, top, _short_bytes),
         "roles": {shape.css.split(" ")[0] for shape in merged},
-        "num_layers": layers,
+        "num_layers": num_layers,
         "dense": len(merged) > DENSE,
         "data": hover(merged),
     }
 
 
-def _box_shape(box: Box, view: StepView, top: int, layers: int) -> Shape:
-    across, up = WIDTH / max(view.starts[-1], 1), HEIGHT / top
-    hue = "n" if box.layer is None else box.layer * NUM_HUES // layers
+def _box_shape(box: Box, view: StepView, top: int, num_layers: int) -> Shape:
+    """Draws one buffer: lines across, bytes up to ``top``, coloured by its layer."""
+    up = HEIGHT / top
+    hue = "n" if box.layer is None else box.layer * NUM_HUES // num_layers
     until = view.labels[view.call_at(box.end - 1)]
     tip = (
         box.name,
@@ -187,25 +189,19 @@ def _box_shape(box: Box, view: StepView, top: int, layers: int) -> Shape:
         box.reason,
         short_source(box.source),
     )
-    return Shape(
-        x=box.start * across,
-        y=HEIGHT - (box.offset + box.size_bytes) * up,
-        width=(box.end - box.start) * across,
-        height=box.size_bytes * up,
-        css=f"{box.role.value} y{hue}",
-        tip=tip,
-    )
+    rows = HEIGHT - (box.offset + box.size_bytes) * up, box.size_bytes * up
+    return _shape(view, box.start, box.end, rows, f"{box.role.value} y{hue}", tip)
 
 
 def paths(shapes: Iterable[Shape]) -> list[tuple[str, str]]:
-    """(CSS class, d): one path for each class, in a fixed order."""
+    """Returns (CSS class, ``d`` of a path) for each class, in a fixed order."""
     by_class = operator.attrgetter("css")
     grouped = itertools.groupby(sorted(shapes, key=by_class), key=by_class)
     return [(css, svg.path_of(group)) for css, group in grouped]
 
 
 def hover(shapes: Sequence[Shape]) -> dict[str, Any]:
-    """What the page's script looks up: rectangles and, by index, the texts of their tips."""
+    """Returns what the page's script looks up: rectangles and, by index, the texts of tips."""
     texts: dict[str, int] = {}
     rows = []
     for shape in shapes:
@@ -216,7 +212,7 @@ def hover(shapes: Sequence[Shape]) -> dict[str, Any]:
 
 
 def memory_chart(view: StepView, plan: Plan) -> dict[str, Any]:
-    """The memory curve: what is held over the program, from what."""
+    """Returns the memory curve: what is held over the program, from what."""
     budget = plan.budget_bytes or 0
     most = max(plan.peak_bytes, budget, 1) * ROOM
     columns = view.columns(CURVE_COLUMNS)
@@ -248,16 +244,16 @@ def memory_chart(view: StepView, plan: Plan) -> dict[str, Any]:
 
 
 def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None:
-    """What each lane does over simulated time; None without a timeline."""
+    """Returns what each lane does over simulated time; None without a timeline."""
     if plan.timeline is None or not plan.timeline.spans or plan.timeline.step_s <= 0:
         return None
-    end = max(plan.timeline.step_s, *(span.end_s for span in plan.timeline.spans))
-    calls = {call.name: index for index, call in enumerate(problem.calls)}
+    end_s = max(plan.timeline.step_s, *(span.end_s for span in plan.timeline.spans))
+    index_of = {call.name: index for index, call in enumerate(problem.calls)}
     shapes: dict[str, list[Shape]] = {lane: [] for lane in LANE_WORDS}
     busy_ns: Counter[str] = Counter()
     for span in plan.timeline.spans:
         lane = "compute" if span.lane == "stall" else span.lane
-        shapes[lane].append(_span_shape(span, problem, view, calls[span.name], end))
+        shapes[lane].append(_span_shape(span, problem, view, index_of[span.name], end_s))
         if span.lane != "stall":
             busy_ns[lane] += round((span.end_s - span.start_s) * 1e9)
     rows = {
@@ -269,19 +265,20 @@ def lanes(problem: Problem, plan: Plan, view: StepView) -> dict[str, Any] | None
             {
                 "key": lane,
                 "name": LANE_WORDS[lane],
-                "busy": f"{busy_ns[lane] / end / 1e7:.0f} % busy" if group else "idle",
+                "busy": f"{busy_ns[lane] / end_s / 1e7:.0f} % busy" if group else "idle",
                 "paths": paths(group),
             }
             for lane, group in rows.items()
         ],
         "dense": max(map(len, rows.values())) > DENSE_LANE,
         "kinds": {shape.css for group in rows.values() for shape in group},
-        "ticks": _second_ticks(svg.nice_ticks(end), 0, end),
+        "ticks": _second_ticks(svg.nice_ticks(end_s), 0, end_s),
         "data": {lane: hover(group) for lane, group in rows.items()},
     }
 
 
 def _span_shape(span: Span, problem: Problem, view: StepView, index: int, end_s: float) -> Shape:
+    """Draws what a lane does for call ``index``, on an axis of ``end_s`` seconds."""
     call, css = problem.calls[index], span.lane
     if span.lane == "compute":
         css = "recomputed" if call.kind is CallKind.RECOMPUTE else call.phase.value
@@ -302,17 +299,17 @@ def _span_shape(span: Span, problem: Problem, view: StepView, index: int, end_s:
 
 
 def frontier(plan: Plan) -> dict[str, Any] | None:
-    """Step time against memory of every plan that was considered; None with fewer than two."""
+    """Returns step time against memory of each plan that was considered; None with fewer than 2."""
     points = sorted(plan.frontier, key=lambda point: (point.step_s, point.peak_bytes))
     if len(points) < 2:
         return None
     budget = plan.budget_bytes
     left, right = _range([point.peak_bytes for point in points] + ([budget] if budget else []))
     fastest_s = points[0].step_s or 1.0
-    above = [100 * (point.step_s / fastest_s - 1) for point in points]
-    high = 1.16 * max(above) or 1.0
+    slower = [100 * (point.step_s / fastest_s - 1) for point in points]  # percent
+    high = 1.16 * max(slower) or 1.0
     low = -0.12 * high  # the fastest plan's dot lies whole in the picture
-    digits = 1 if max(above) >= 10 else 2
+    digits = 1 if max(slower) >= 10 else 2
     dots = [
         {
             "x": _percent(point.peak_bytes, left, right),
@@ -325,7 +322,7 @@ def frontier(plan: Plan) -> dict[str, Any] | None:
             "host": format_bytes(point.host_bytes),
             "chosen": point.chosen,
         }
-        for point, percent in zip(points, above, strict=True)
+        for point, percent in zip(points, slower, strict=True)
     ]
     byte_ticks = svg.nice_ticks(right, base=2, low=left)
     return {
@@ -339,7 +336,7 @@ def frontier(plan: Plan) -> dict[str, Any] | None:
 
 
 def _layers_moved(point: FrontierPoint) -> str:
-    """What a plan does: ``4 layers to the host, 2 recomputed``."""
+    """Says what a plan does: ``4 layers to the host, 2 recomputed``."""
     parts = []
     if point.layers_to_host:
         parts.append(f"{point.layers_to_host} layer{'s' * (point.layers_to_host > 1)} to the host")
@@ -349,9 +346,9 @@ def _layers_moved(point: FrontierPoint) -> str:
 
 
 def _next_gain(points: Sequence[FrontierPoint]) -> str:
-    """What more memory buys, beyond the chosen plan: ``1.00 GiB more buys 3.0 %``; "": nothing.
+    """Says what more memory buys beyond the chosen plan: ``1.00 GiB more buys 3.0 %``; "": nothing.
 
-    Of the faster plans that need more, the one that gains most for a byte.
+    Meant is the faster plan that gains most for each byte more.
     """
     chosen = next((point for point in points if point.chosen), None)
     if chosen is None:
@@ -374,10 +371,10 @@ def _next_gain(points: Sequence[FrontierPoint]) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """The ends of an axis that shows all ``values`` with room around them; never below 0."""
+    """Returns the ends of an axis that shows all ``values`` with a margin; never below 0."""
     low, high = min(values), max(values)
-    room = (high - low) * 0.16 or max(high, 1e-9) * 0.1
-    return max(0.0, low - room), high + room
+    margin = (high - low) * 0.16 or max(high, 1e-9) * 0.1
+    return max(0.0, low - margin), high + margin
 
 
 KEPT = (Role.SAVED, Role.OFFLOADED, Role.RELOADED, Role.RECOMPUTED)
@@ -391,7 +388,7 @@ MAX_NAMED = 4
 
 
 def instances(problem: Problem, view: StepView) -> dict[str, Any] | None:
-    """The lanes of a group; None where the step is of one instance."""
+    """Returns the lanes of a group's instances (members); None where the step has one."""
     members = sorted({call.member for call in problem.calls})
     if len(members) < 2:
         return None
@@ -400,8 +397,8 @@ def instances(problem: Problem, view: StepView) -> dict[str, Any] | None:
         if box.role in KEPT:
             boxes_of[problem.calls[box.call].member].append(box)
     spans = {member: list(_spans(boxes)) for member, boxes in boxes_of.items()}
-    sums = (sum(box.size_bytes for box in alive) for rows in spans.values() for *_, alive in rows)
-    top = max(sums, default=0) or 1
+    sizes = (sum(box.size_bytes for box in alive) for rows in spans.values() for *_, alive in rows)
+    top = max(sizes, default=0) or 1
     runs = {member: list(_halves(problem, view, member)) for member in members}
     alive = {
         member: svg.merge_small(
@@ -427,7 +424,7 @@ def instances(problem: Problem, view: StepView) -> dict[str, Any] | None:
 
 
 def _spans(boxes: Iterable[Box]) -> Iterator[tuple[int, int, list[Box]]]:
-    """(first line, end, boxes alive) for each span of lines in which nothing changes."""
+    """Yields (first line, end, boxes alive) for each span of lines in which nothing changes."""
     boxes = list(boxes)
     lines = sorted({line for box in boxes for line in (box.start, box.end)})
     for first, end in itertools.pairwise(lines):
@@ -437,11 +434,11 @@ def _spans(boxes: Iterable[Box]) -> Iterator[tuple[int, int, list[Box]]]:
 
 
 def _halves(problem: Problem, view: StepView, member: int) -> Iterator[Shape]:
-    """Where the instance's forward and backward run."""
+    """Draws where the instance's forward and backward run."""
     starts = half_starts(problem)
-    for at, (phase, owner) in enumerate(half_keys(problem)):
+    for half, (phase, owner) in enumerate(half_keys(problem)):
         if owner == member:
-            first, end = view.starts[starts[at]], view.starts[starts[at + 1]]
+            first, end = view.starts[starts[half]], view.starts[starts[half + 1]]
             tip = (f"instance {member}: {phase.value}", "runs here")
             yield _shape(view, first, end, (0.0, HEIGHT), RUNS, tip)
 
@@ -449,31 +446,32 @@ def _halves(problem: Problem, view: StepView, member: int) -> Iterator[Shape]:
 def _stack(
     member: int, view: StepView, top: int, first: int, end: int, alive: list[Box]
 ) -> Iterator[Shape]:
-    """Draws the boxes that are alive in one span, the roles stacked upon each other."""
-    below = 0
+    """Draws the boxes that are alive in lines ``[first, end)``, the roles upon each other."""
+    below_bytes = 0
     for role in KEPT:
         boxes = [box for box in alive if box.role is role]
         size = sum(box.size_bytes for box in boxes)
         if not boxes:
             continue
         height = size / top * HEIGHT
-        y = HEIGHT - below / top * HEIGHT - height
+        y = HEIGHT - below_bytes / top * HEIGHT - height
         title = f"instance {member}: {format_bytes(size)} {ROLE_WORDS[role]}"
         tip = (title, view.labels[view.call_at(first)], *_named(boxes))
         yield _shape(view, first, end, (y, height), role.value, tip)
-        below += size
+        below_bytes += size
 
 
 def _shape(
     view: StepView, first: int, end: int, rows: tuple[float, float], css: str, tip: tuple[str, ...]
 ) -> Shape:
+    """Returns a rectangle over lines ``[first, end)``; ``rows`` are its y and its height."""
     across, (y, height) = WIDTH / max(view.starts[-1], 1), rows
     width = (end - first) * across
     return Shape(x=first * across, y=y, width=width, height=height, css=css, tip=tip)
 
 
 def _named(boxes: Iterable[Box]) -> Iterator[str]:
-    """The largest tensors with the reason why they are kept, copied or recomputed."""
+    """Names the largest tensors with the reason why they are kept, copied or recomputed."""
     largest = sorted(boxes, key=operator.attrgetter("size_bytes"), reverse=True)
     for box in largest[:MAX_NAMED]:
         yield f"{box.name}, {format_bytes(box.size_bytes)}" + (f": {box.reason}" * bool(box.reason))
@@ -482,7 +480,7 @@ def _named(boxes: Iterable[Box]) -> Iterator[str]:
 
 
 def _words(problem: Problem, boxes: Iterable[Box], member: int) -> str:
-    """How many bytes the instance keeps, copies and recomputes, in words."""
+    """Says how many bytes the instance keeps, copies and recomputes."""
     sizes: Counter[str] = Counter()
     for box in boxes:
         if box.role in (Role.SAVED, Role.RECOMPUTED):

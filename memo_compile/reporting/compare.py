@@ -44,7 +44,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """The snapshot in ``path``; an InputError where it cannot be read, or is none of torch's."""
+    """Returns the snapshot in ``path``. Raises InputError: unreadable, or none of torch's."""
     with named(path, "read"):
         content = path.read_bytes()
     try:
@@ -65,9 +65,10 @@ def read_snapshot(path: Path) -> dict[str, Any]:
 def measured_peak(
     snapshot: Mapping[str, Any], *, device: int | None = None, where: str
 ) -> Measured:
-    """The peak of ``device`` in ``snapshot``; by default of the device with the highest peak.
+    """Returns the peak of ``device``; by default that of the device with the highest peak.
 
-    Raises InputError: nothing was recorded, the device is unknown, or an event is malformed.
+    ``where`` names the file in messages. Raises InputError: nothing was recorded, the device is
+    unknown, or an event is malformed.
     """
     traces: Sequence[Sequence[Mapping[str, Any]]] = snapshot["device_traces"]
     try:
@@ -89,39 +90,42 @@ def measured_peak(
 def _replay(
     snapshot: Mapping[str, Any], events: Sequence[Mapping[str, Any]], device: int
 ) -> Measured:
-    alive = _before(snapshot, events, device)
-    total = peak = sum(size for size, _ in alive.values())
+    """Returns the peak of ``device`` and the blocks that are alive there, by replaying events."""
+    alive = _alive_at_start(snapshot, events, device)
+    total_bytes = peak_bytes = sum(size for size, _ in alive.values())
     at_peak = dict(alive)
-    stale = False
+    is_at_peak = False  # the blocks are copied when a block is freed, not at each allocation
     for event in events:
         if event["action"] == "alloc":
             alive[event["addr"]] = (event["size"], event.get("frames", ()))
-            total += event["size"]
-            if total > peak:
-                peak, stale = total, True
+            total_bytes += event["size"]
+            if total_bytes > peak_bytes:
+                peak_bytes, is_at_peak = total_bytes, True
         elif event["action"] == "free_requested" and event["addr"] in alive:
-            if stale:
-                at_peak, stale = dict(alive), False
-            total -= alive.pop(event["addr"])[0]
-    if stale:
+            if is_at_peak:
+                at_peak, is_at_peak = dict(alive), False
+            total_bytes -= alive.pop(event["addr"])[0]
+    if is_at_peak:
         at_peak = alive
     blocks = [
         LiveBlock(
             size_bytes=size,
-            frames=tuple(f"{at['filename']}:{at['line']} {at['name']}" for at in frames),
+            frames=tuple(f"{row['filename']}:{row['line']} {row['name']}" for row in frames),
         )
         for size, frames in at_peak.values()
     ]
     blocks.sort(key=lambda block: -block.size_bytes)
-    return Measured(device=device, peak_bytes=peak, blocks=tuple(blocks))
+    return Measured(device=device, peak_bytes=peak_bytes, blocks=tuple(blocks))
 
 
 Alive = dict[int, tuple[int, Sequence[Mapping[str, Any]]]]
-"""Address -> size and frames."""
+"""Address -> size and frames of the block there."""
 
 
-def _before(snapshot: Mapping[str, Any], events: Sequence[Mapping[str, Any]], device: int) -> Alive:
-    """The blocks that were allocated before the first event."""
+def _alive_at_start(
+    snapshot: Mapping[str, Any], events: Sequence[Mapping[str, Any]], device: int
+) -> Alive:
+    """Returns the blocks from before the first event: no event allocates, but one may free them."""
     alive: Alive = {}
     allocated: set[int] = set()
     for event in events:

@@ -17,9 +17,9 @@ FIRST_S = 5.0
 class _Speaker:
     """Prints the newest stage of one compilation from a thread, at times that double."""
 
-    def __init__(self, under: str) -> None:
+    def __init__(self, line_end: str) -> None:
         self.stage = "tracing the step"
-        self._under = under
+        self._line_end = line_end
         self._began_s = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memo-compiling", daemon=True)
@@ -38,7 +38,7 @@ class _Speaker:
     def _run(self) -> None:
         wait_s = FIRST_S
         while not self._ended.wait(wait_s):
-            self._print(f"{self.stage}{self._under}")
+            self._print(f"{self.stage}{self._line_end}")
             self.has_spoken = True
             wait_s = time.monotonic() - self._began_s
 
@@ -60,15 +60,15 @@ def is_terminal() -> bool:
 
 
 @contextlib.contextmanager
-def compiling(under: str, *, shows: bool) -> Iterator[None]:
-    """Inside, ``say`` sets what is printed on stderr; nothing is, unless it ``shows``.
+def compiling(line_end: str, *, shows: bool) -> Iterator[None]:
+    """Inside, a thread prints on stderr what ``say`` says; nothing is, unless it ``shows``.
 
-    ``under`` ends each line, such as ``, planning under 60.00 GiB``.
+    ``line_end`` ends each line, such as ``, planning under 60.00 GiB``.
     """
     if not shows:
         yield
         return
-    speaker = _Speaker(under)
+    speaker = _Speaker(line_end)
     _speakers.append(speaker)
     speaker.begin()
     try:
@@ -79,6 +79,6 @@ def compiling(under: str, *, shows: bool) -> Iterator[None]:
 
 
 def say(stage: str) -> None:
-    """Notes the stage that a compilation has reached: it is printed if that takes long."""
+    """Notes the stage that the compilation has reached: it is printed if that takes long."""
     if _speakers:
         _speakers[-1].stage = stage

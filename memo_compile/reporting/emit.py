@@ -34,11 +34,11 @@ KINDS = ("SAVE", "OFFLOAD", "RECOMPUTE")
 
 
 def emit(tool: str, settings: Settings) -> str:
-    """The settings of ``tool``; an InputError where it is not one of TOOLS."""
+    """Returns the settings of ``tool`` as text. Raises InputError: it is not one of TOOLS."""
     if tool not in TOOLS:
         raise InputError(f"emit: expected one of {', '.join(TOOLS)}, got {tool!r}")
     rows = {kind: [row for row in settings.decisions if row.decision == kind] for kind in KINDS}
-    # Of one layer, over the rows of all classes.
+    # Bytes of one layer of each class, by decision.
     sizes = {k: round(sum(row.bytes * row.token_fraction for row in rows[k])) for k in KINDS}
     parts = [
         f"{len(rows[kind])} {kind} ({format_bytes(sizes[kind])} a layer)"

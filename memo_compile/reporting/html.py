@@ -18,9 +18,10 @@ from memo_compile.units import format_bytes, format_seconds
 
 
 def render_html(problem: Problem, plan: Plan, about: Mapping[str, str] | None = None) -> str:
-    """The page for ``plan``, under 2 MB for 80 layers; InputError if it is not of ``problem``.
+    """Returns the page for ``plan``, under 2 MB for 80 layers.
 
-    ``about`` says in its head what was planned, by whom and when: name -> text.
+    ``about`` says in its head what was planned, by whom and when: name -> text. Raises InputError:
+    it is no plan of ``problem``.
     """
     view = view_step(problem, plan)
     arena, memory = charts.arena_map(view, plan), charts.memory_chart(view, plan)
@@ -71,7 +72,7 @@ def written_by() -> dict[str, str]:
 
 
 def _groups(plan: Plan) -> list[str]:
-    """What repeats in the step: one line for each class of equal layers."""
+    """Says what repeats in the step: one line for each class of equal layers."""
     return [
         f"{cls.num_layers} x {cls.module_path or 'layers'}"
         + (f", {cls.period} blocks each" if cls.period > 1 else "")
@@ -81,30 +82,32 @@ def _groups(plan: Plan) -> list[str]:
 
 
 def _sentence(problem: Problem, plan: Plan) -> str:
-    layers = sum(cls.num_layers for cls in plan.layer_classes)
+    """Says in one sentence what was planned."""
+    num_layers = sum(cls.num_layers for cls in plan.layer_classes)
     paths = ", ".join(cls.module_path for cls in plan.layer_classes if cls.module_path)
-    what = f"{layers} layers" + (f" ({paths})" if paths else "")
-    runs = sum(call.kind in (CallKind.RUN, CallKind.RECOMPUTE) for call in problem.calls)
+    layers = f"{num_layers} layers" + (f" ({paths})" if paths else "")
+    num_runs = sum(call.kind in (CallKind.RUN, CallKind.RECOMPUTE) for call in problem.calls)
     return (
-        f"One training step, planned before it runs: {what if layers else 'no repeating layers'}, "
-        f"forward and then backward, in {runs} passes. Policy {plan.policy}."
+        "One training step, planned before it runs: "
+        f"{layers if num_layers else 'no repeating layers'}, "
+        f"forward and then backward, in {num_runs} passes. Policy {plan.policy}."
     )
 
 
 def _verdict(plan: Plan) -> tuple[str, str]:
-    """(CSS class, words): does it fit?"""
+    """Returns (CSS class, words) that say whether the plan fits."""
     if not plan.check.ok:
         return "bad", "the checker found faults"
     if plan.budget_bytes is None:
         return "plain", "no budget was set"
-    room = plan.budget_bytes - plan.peak_bytes
-    if room >= 0:
-        return "good", f"fits, {format_bytes(room)} to spare"
-    return "bad", f"does not fit: {format_bytes(-room)} too much"
+    spare_bytes = plan.budget_bytes - plan.peak_bytes
+    if spare_bytes >= 0:
+        return "good", f"fits, {format_bytes(spare_bytes)} to spare"
+    return "bad", f"does not fit: {format_bytes(-spare_bytes)} too much"
 
 
 def _cards(plan: Plan, view: StepView) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of the headline numbers."""
+    """Returns (label, value, remark) of the headline numbers."""
     budget = plan.budget_bytes
     budget_text = "no budget" if budget is None else f"budget {format_bytes(budget)}"
     ratio = plan.arena_bytes / plan.lower_bound_bytes if plan.lower_bound_bytes else 1.0
@@ -118,10 +121,10 @@ def _cards(plan: Plan, view: StepView) -> list[tuple[str, str, str]]:
         if plan.step_lower_bound_s:
             share += f", {step / plan.step_lower_bound_s - 1:.1%} above the best possible"
         cards.append(("simulated step", format_seconds(step), share))
+    on_host = ("nothing", "all tensors stay on the device")
     if plan.host_bytes:
-        cards.append(("moved to the host", format_bytes(plan.host_bytes), "in host memory"))
-    else:
-        cards.append(("moved to the host", "nothing", "all tensors stay on the device"))
+        on_host = (format_bytes(plan.host_bytes), "in host memory")
+    cards.append(("moved to the host", *on_host))
     kinds = Counter(row.decision for row in plan.decisions)
     words = ", ".join(f"{kinds[key]} {key.lower()}" for key in sorted(kinds))
     cards.append(("decisions", str(len(plan.decisions)), words or "no tensor is kept"))
@@ -133,13 +136,13 @@ def _cards(plan: Plan, view: StepView) -> list[tuple[str, str, str]]:
 
 
 def _parts(plan: Plan, view: StepView) -> list[dict[str, Any]]:
-    """What the peak is made of, largest first where it is drawn; percentages of the peak."""
+    """Returns what the peak is made of: name, size, percent of the peak, CSS class."""
     fixed, peak = plan.fixed, view.peak
-    old = max(0, fixed.gradients - fixed.new_gradients)
+    old_gradients = max(0, fixed.gradients - fixed.new_gradients)  # of steps before this one
     rows = [
         ("parameters", fixed.parameters, "p1"),
         ("optimizer state", fixed.optimizer_state, "p2"),
-        ("gradients and outputs", old + (peak.made_bytes if peak else 0), "p3"),
+        ("gradients and outputs", old_gradients + (peak.made_bytes if peak else 0), "p3"),
         ("buffers and inputs", fixed.buffers + fixed.inputs, "p4"),
         ("kept by libraries", fixed.libraries, "p5"),
         ("allocated by kernels", peak.outside_bytes if peak else 0, "p5"),
@@ -155,6 +158,7 @@ def _parts(plan: Plan, view: StepView) -> list[dict[str, Any]]:
 
 
 def _decision_row(row: Decision) -> dict[str, Any]:
+    """Returns the cells of one decision in the page's table."""
     name, _, shape = row.tensor.partition(" ")
     return {
         "tensor": row.role or name,

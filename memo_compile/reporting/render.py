@@ -13,5 +13,5 @@ _TEMPLATES = jinja2.Environment(
 
 
 def render(name: str, **values: Any) -> str:
-    """The template ``name`` with ``values`` filled in, escaped where it is HTML."""
+    """Returns the template ``name`` with ``values`` filled in, escaped where it is HTML."""
     return _TEMPLATES.get_template(name).render(**values)

@@ -40,12 +40,16 @@ class _Life:
 
 
 def memory_snapshot(problem: Problem, plan: Plan) -> dict[str, Any]:
-    """A step's ``torch.cuda.memory._snapshot()``. Raises InputError: the plan does not fit it."""
+    """Returns the step as ``torch.cuda.memory._snapshot()`` would. Raises InputError: no offsets."""
     view = view_step(problem, plan)
     address = FIRST_ADDRESS
     segments = [_constant_segment(plan, address)]
     lives: list[_Life] = []
-    makers = (partial(_arena, plan), partial(_outside, problem), partial(_made, problem))
+    makers = (
+        partial(_arena_segment, plan),
+        partial(_kernels_segment, problem),
+        partial(_outputs_segment, problem),
+    )
     for make in makers:
         address += int(segments[-1]["total_size"]) + GAP_BYTES
         segment, segment_lives = make(view, address)
@@ -65,12 +69,10 @@ def _frame(name: str, filename: str = FRAME_FILE, line: int = 0) -> dict[str, An
 
 
 def _frames(box: Box, label: str, call: str) -> tuple[dict[str, Any], ...]:
-    """Innermost first, as torch has them: the tensor, its call of the plan, the user's line."""
-    frames = [_frame(box.name), _frame(call, f"{FRAME_FILE} {label}")]
+    """Returns the tensor, the user's line where known, and the plan's ``call``: innermost first."""
     file, _, line = box.source.rpartition(":")
-    if file and line.isdigit():
-        frames.insert(1, _frame(box.name, file, int(line)))
-    return tuple(frames)
+    users = [_frame(box.name, file, int(line))] if file and line.isdigit() else []
+    return (_frame(box.name), *users, _frame(call, f"{FRAME_FILE} {label}"))
 
 
 def _block(address: int, size: int, state: str, frames: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def _block(address: int, size: int, state: str, frames: Iterable[dict[str, Any]]
 
 
 def _segment(address: int, size: int, blocks: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """A segment of ``size`` bytes; ``blocks`` are allocated, the rest behind them is free."""
+    """Returns a segment of ``size`` bytes; the rest behind the allocated ``blocks`` is free."""
     active = sum(block["size"] for block in blocks)
     if size > active:
         blocks = [*blocks, _block(address + active, size - active, "inactive", ())]
@@ -105,7 +107,7 @@ def _segment(address: int, size: int, blocks: list[dict[str, Any]], name: str) -
 
 
 def _constant_segment(plan: Plan, address: int) -> dict[str, Any]:
-    """Memory that is there before the step begins and after it has ended."""
+    """Returns the memory that is there before the step begins and after it has ended."""
     fixed = plan.fixed
     parts = (
         ("parameters", fixed.parameters),
@@ -115,15 +117,16 @@ def _constant_segment(plan: Plan, address: int) -> dict[str, Any]:
         ("kept by libraries", fixed.libraries),
         ("gradients of earlier steps", max(0, fixed.gradients - fixed.new_gradients)),
     )
-    blocks, at = [], address
+    blocks, end = [], address
     for name, size in parts:
         if size:
-            blocks.append(_block(at, size, "active_allocated", [_frame(name)]))
-            at += size
-    return _segment(address, at - address, blocks, "constant memory")
+            blocks.append(_block(end, size, "active_allocated", [_frame(name)]))
+            end += size
+    return _segment(address, end - address, blocks, "constant memory")
 
 
-def _arena(plan: Plan, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
+def _arena_segment(plan: Plan, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
+    """Returns the arena, which is free when the step ends, and the lives of its buffers."""
     lives = [
         _Life(
             start=box.start,
@@ -139,15 +142,17 @@ def _arena(plan: Plan, view: StepView, address: int) -> tuple[dict[str, Any], li
     return _segment(address, align(plan.arena_bytes), [], "arena"), lives
 
 
-def _outside(problem: Problem, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
-    """The segment of what kernels allocate themselves, placed without gaps where that is free."""
-    born: dict[tuple[str, int], list[int]] = {}
+def _kernels_segment(
+    problem: Problem, view: StepView, address: int
+) -> tuple[dict[str, Any], list[_Life]]:
+    """Returns the memory that kernels allocate themselves, at made-up places, and its lives."""
+    births: dict[tuple[str, int], list[int]] = {}
     spans: list[tuple[int, int, int, str]] = []
     for line, change, kind in sorted(outside_events(problem), key=lambda event: event[:2]):
         if change > 0:
-            born.setdefault((kind, change), []).append(line)
-        elif change < 0 and born.get((kind, -change)):
-            spans.append((born[(kind, -change)].pop(0), line, -change, kind))
+            births.setdefault((kind, change), []).append(line)
+        elif change < 0 and births.get((kind, -change)):  # ends the oldest one of this size
+            spans.append((births[(kind, -change)].pop(0), line, -change, kind))
     buffers = tuple(
         Buffer(id=str(index), lower=start, upper=end, size=size)
         for index, (start, end, size, _) in enumerate(spans)
@@ -172,9 +177,11 @@ def _outside(problem: Problem, view: StepView, address: int) -> tuple[dict[str, 
     return _segment(address, align(placed.height_bytes), [], "allocated by kernels"), lives
 
 
-def _made(problem: Problem, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
-    """Gradients and other outputs in ordinary memory: made in the step, alive when it ends."""
-    lives, at = [], address
+def _outputs_segment(
+    problem: Problem, view: StepView, address: int
+) -> tuple[dict[str, Any], list[_Life]]:
+    """Returns the gradients and other outputs in ordinary memory, which outlive the step."""
+    lives, end = [], address
     for index, call in enumerate(problem.calls):
         for output, value in problem.made_by(call):
             if output.storage is not Storage.EXTERNAL or not output.size_bytes:
@@ -184,17 +191,17 @@ def _made(problem: Problem, view: StepView, address: int) -> tuple[dict[str, Any
                 _Life(
                     start=view.starts[index] + output.start,
                     end=None,
-                    address=at,
+                    address=end,
                     size_bytes=output.size_bytes,
                     category="output",
                     frames=frames,
                 )
             )
-            at += output.size_bytes
+            end += output.size_bytes
     blocks = [
         _block(life.address, life.size_bytes, "active_allocated", life.frames) for life in lives
     ]
-    return _segment(address, at - address, blocks, "gradients and outputs"), lives
+    return _segment(address, end - address, blocks, "gradients and outputs"), lives
 
 
 _Clock = Callable[[int], int]
@@ -202,7 +209,7 @@ _Clock = Callable[[int], int]
 
 
 def _clock(problem: Problem, plan: Plan, view: StepView) -> _Clock:
-    """Simulated where the plan has a timeline, else the line itself."""
+    """Returns the simulated time of each line; without a timeline the line's number."""
     if plan.timeline is None:
         return lambda line: line
     times = call_times(problem, plan.timeline)
@@ -210,7 +217,7 @@ def _clock(problem: Problem, plan: Plan, view: StepView) -> _Clock:
 
 
 def _segment_events(segments: list[dict[str, Any]], clock: _Clock) -> Iterator[dict[str, Any]]:
-    """All segments but the constant one begin with the step.
+    """Yields that ``segments``, all but the constant one, are allocated as the step begins.
 
     Their category is the one that memory_viz gives to blocks from before the trace: it fails on
     files in which categories are used and this one is not.
@@ -229,10 +236,10 @@ def _segment_events(segments: list[dict[str, Any]], clock: _Clock) -> Iterator[d
 
 
 def _buffer_events(lives: list[_Life], clock: _Clock) -> Iterator[dict[str, Any]]:
-    """Allocations and frees by line; at one line frees come first."""
+    """Yields allocations and frees by line; at one line frees come first."""
     moments = [(life.start, 1, index) for index, life in enumerate(lives)]
     moments += [(life.end, 0, index) for index, life in enumerate(lives) if life.end is not None]
-    for line, born, index in sorted(moments):
+    for line, is_birth, index in sorted(moments):
         life = lives[index]
         event = {
             "addr": life.address,
@@ -242,5 +249,5 @@ def _buffer_events(lives: list[_Life], clock: _Clock) -> Iterator[dict[str, Any]
             "time_us": clock(line),
             "category": life.category,
         }
-        for action in ("alloc",) if born else ("free_requested", "free_completed"):
+        for action in ("alloc",) if is_birth else ("free_requested", "free_completed"):
             yield {"action": action, **event}

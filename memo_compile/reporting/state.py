@@ -30,7 +30,7 @@ class Report:
 
     @property
     def training_state(self) -> TrainingState | None:
-        """Where parameters, gradients and optimizer state of the newest plan are; None: no plan."""
+        """Where the newest plan has parameters, gradients, optimizer state; None: no plan."""
         plans = (*self.plans, *self.groups)
         return plans[-1].training_state if plans else None
 
@@ -38,13 +38,13 @@ class Report:
         return self.text()
 
     def text(self, *, verbose: bool = False) -> str:
-        """The report for people; ``verbose``: as tables, with the reason for every tensor."""
+        """Returns the report for people; ``verbose``: as tables, with each tensor's reason."""
         from memo_compile.reporting.table import render
 
         return render(self, verbose=verbose)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain data for JSON."""
+        """Returns the report as plain data for JSON."""
         return {
             "active": self.active,
             "unplanned_steps": self.unplanned_steps,
@@ -83,26 +83,31 @@ LeftOut = tuple[tuple[str, ...], bool]
 
 @dataclass(slots=True)
 class _State:
+    """What this process has planned and run so far."""
+
     plans: list[ReportedPlan] = field(default_factory=list)
-    gone: list[ReportedPlan] = field(default_factory=list)
-    """Those of ``plans`` whose models are gone."""
+    plans_of_gone_models: list[ReportedPlan] = field(default_factory=list)
+    """Those of ``plans`` that leave when the next plan comes."""
     groups: list[ReportedGroup] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    ran: list[ReportedPlan] = field(default_factory=list)
+    last_step_plans: list[ReportedPlan] = field(default_factory=list)
     """The plans by which the last step ran, with what it has moved."""
-    begins: bool = False
+    is_before_backward: bool = False
     """A step has begun, and none of its backwards has ended."""
     unplanned_steps: int = 0
-    unplanned_now: bool = False
+    last_step_unplanned: bool = False
     """A forward of the last step ran without its plan."""
     failed: bool = False
+    """A training graph got no plan, and runs without one."""
     refused: bool = False
+    """The last compilation ended with an error."""
     refusal_notes: list[str] = field(default_factory=list)
     """Those of ``notes`` that a refused compilation made: they go when the next try gets a plan."""
     left_out: Callable[[], LeftOut] = lambda: ((), False)
-    begin: Callable[[], None] = lambda: None
-    noting: list[list[str]] = field(default_factory=list)
-    """What ``noting`` gathers, the innermost last."""
+    """Says what torch kept from memo since the last call of ``begin_watch``."""
+    begin_watch: Callable[[], None] = lambda: None
+    gathered_notes: list[list[str]] = field(default_factory=list)
+    """A list for each ``noting`` block that is running."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Reentrant: the collector may find a model gone in the thread that holds it."""
 
@@ -111,36 +116,36 @@ _state = _State()
 
 
 def report() -> Report:
-    """What memo planned in this process so far."""
-    notes, gave_up = _state.left_out()
+    """Returns what memo planned in this process so far."""
+    torch_notes, gave_up = _state.left_out()
     with _state.lock:
-        without = _state.failed or _state.refused or gave_up or _state.unplanned_now
+        unplanned = _state.failed or _state.refused or gave_up or _state.last_step_unplanned
         return Report(
-            active=bool(_state.plans) and not without,
+            active=bool(_state.plans) and not unplanned,
             plans=tuple(_state.plans),
             unplanned_steps=_state.unplanned_steps,
-            notes=(*_state.notes, *notes),
+            notes=(*_state.notes, *torch_notes),
             groups=tuple(_state.groups),
         )
 
 
-def watch(left_out: Callable[[], LeftOut], begin: Callable[[], None]) -> None:
-    """Ask ``left_out`` at every report what torch kept from memo since ``begin`` was called."""
-    _state.left_out, _state.begin = left_out, begin
+def watch(left_out: Callable[[], LeftOut], begin_watch: Callable[[], None]) -> None:
+    """Makes reports ask ``left_out`` what torch kept from memo since ``begin_watch`` was called."""
+    _state.left_out, _state.begin_watch = left_out, begin_watch
 
 
 def reset() -> None:
-    """Forget everything: for tests and notebooks."""
+    """Forgets everything: for tests and notebooks."""
     with _state.lock:
         _state.plans.clear()
-        _state.gone.clear()
+        _state.plans_of_gone_models.clear()
         _state.groups.clear()
         _state.notes.clear()
         _state.refusal_notes.clear()
-        _state.ran.clear()
+        _state.last_step_plans.clear()
         _state.unplanned_steps = 0
-        _state.failed = _state.refused = _state.unplanned_now = False
-    _state.begin()
+        _state.failed = _state.refused = _state.last_step_unplanned = False
+    _state.begin_watch()
 
 
 def add_plan(plan: ReportedPlan) -> None:
@@ -149,9 +154,9 @@ def add_plan(plan: ReportedPlan) -> None:
     Plans of models that are gone leave it, with their groups, and so does what a refused try noted.
     """
     with _state.lock:
-        gone_ids = {id(gone) for gone in _state.gone}
-        gone_names = {gone.name for gone in _state.gone}
-        _state.gone = []
+        gone_ids = {id(gone) for gone in _state.plans_of_gone_models}
+        gone_names = {gone.name for gone in _state.plans_of_gone_models}
+        _state.plans_of_gone_models = []
         _state.groups = [group for group in _state.groups if gone_names.isdisjoint(group.graphs)]
         _state.plans = [*(old for old in _state.plans if id(old) not in gone_ids), plan]
         _state.refused = False
@@ -168,7 +173,7 @@ def replace_plan(old: ReportedPlan, new: ReportedPlan) -> None:
 def plan_is_gone(plan: ReportedPlan) -> None:
     """Notes that the model of ``plan`` is gone, so that no step of it will run any more."""
     with _state.lock:
-        _state.gone.append(plan)
+        _state.plans_of_gone_models.append(plan)
 
 
 def replace_group(old: ReportedGroup | None, new: ReportedGroup) -> None:
@@ -184,12 +189,12 @@ def group_is_gone(group: ReportedGroup) -> None:
 
 
 def add_note(note: str) -> bool:
-    """Keep ``note``; False when it was there already."""
+    """Keeps ``note`` for the report; returns False when it was there already."""
     with _state.lock:
-        for gathered in _state.noting:
-            gathered.append(note)
-        # It is true of what is compiled now as well, however many compilations were refused.
-        _state.refusal_notes = [each for each in _state.refusal_notes if each != note]
+        for notes in _state.gathered_notes:
+            notes.append(note)
+        # A note of a refused compilation is true of this one as well: it stays when that is mended.
+        _state.refusal_notes = [other for other in _state.refusal_notes if other != note]
         if note in _state.notes:
             return False
         _state.notes.append(note)
@@ -199,14 +204,14 @@ def add_note(note: str) -> bool:
 @contextlib.contextmanager
 def noting() -> Iterator[list[str]]:
     """Collects the notes that are added inside the block, also those that were there already."""
-    gathered: list[str] = []
+    notes: list[str] = []
     with _state.lock:
-        _state.noting.append(gathered)
+        _state.gathered_notes.append(notes)
     try:
-        yield gathered
+        yield notes
     finally:
-        with _state.lock:
-            _state.noting = [notes for notes in _state.noting if notes is not gathered]
+        with _state.lock:  # by identity: lists with equal notes are of other blocks
+            _state.gathered_notes = [each for each in _state.gathered_notes if each is not notes]
 
 
 def warn_once(note: str) -> None:
@@ -223,7 +228,7 @@ def mark_failed(note: str) -> None:
 
 
 def current_notes() -> frozenset[str]:
-    """The notes of the report by now, for ``mark_refused``."""
+    """Returns the notes that a later ``mark_refused`` must not count as the refused try's."""
     with _state.lock:
         return frozenset(_state.notes).difference(_state.refusal_notes)
 
@@ -243,27 +248,27 @@ def mark_refused(note: str, before: frozenset[str]) -> None:
 def count_unplanned() -> None:
     """Counts a step that ran without its plan."""
     with _state.lock:
-        _state.unplanned_now = True
+        _state.last_step_unplanned = True
         _state.unplanned_steps += 1
 
 
 def step_begins() -> None:
     """Notes that a forward begins while no other step waits for its backward."""
     with _state.lock:
-        _state.unplanned_now = False
-        _state.begins = True
+        _state.last_step_unplanned = False
+        _state.is_before_backward = True
 
 
 def step_ran(plan: ReportedPlan) -> None:
     """Notes that a backward by ``plan`` has ended; each graph of a step has a backward."""
     with _state.lock:
-        if _state.begins:
-            _state.ran.clear()
-        _state.begins = False
-        _state.ran.append(plan)
+        if _state.is_before_backward:  # the first backward of its step
+            _state.last_step_plans.clear()
+        _state.is_before_backward = False
+        _state.last_step_plans.append(plan)
 
 
 def last_step() -> tuple[ReportedPlan, ...]:
-    """The plans of the last step that has ended, with the bytes that it moved."""
+    """Returns the plans of the last step that has ended, with the bytes that it moved."""
     with _state.lock:
-        return tuple(_state.ran)
+        return tuple(_state.last_step_plans)

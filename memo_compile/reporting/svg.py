@@ -43,13 +43,13 @@ class Shape:
 
 
 def one_decimal(value: float) -> str:
-    """``value`` with one decimal at most."""
+    """Returns ``value`` with one decimal at most: ``2.5``, ``3``."""
     text = f"{value:.1f}"
     return text.removesuffix(".0") if text != "-0.0" else "0"
 
 
 def path_of(shapes: Iterable[Shape]) -> str:
-    """The ``d`` of one SVG path with all ``shapes``."""
+    """Returns the ``d`` of one SVG path with all ``shapes``."""
     return "".join(
         f"M{one_decimal(shape.x)} {one_decimal(shape.y)}h{one_decimal(max(shape.width, 0.1))}"
         f"v{one_decimal(max(shape.height, 0.1))}h-{one_decimal(max(shape.width, 0.1))}z"
@@ -58,22 +58,22 @@ def path_of(shapes: Iterable[Shape]) -> str:
 
 
 def steps_path(heights: Sequence[float], width: float) -> str:
-    """A closed area under a step curve: value i spans ``width`` units, y grows downwards."""
-    parts, before = [f"M0 {one_decimal(HEIGHT)}"], None
-    for index, value in enumerate(heights):
-        if value != before:
-            parts.append(f"L{one_decimal(index * width)} {one_decimal(HEIGHT - (before or 0.0))}")
-            parts.append(f"V{one_decimal(HEIGHT - value)}")
-        before = value
+    """Returns the ``d`` of the area under a step curve: height i spans ``width`` units."""
+    parts, last_height = [f"M0 {one_decimal(HEIGHT)}"], None
+    for index, height in enumerate(heights):
+        if height != last_height:
+            x, y = index * width, HEIGHT - (last_height or 0.0)  # y grows downwards
+            parts.append(f"L{one_decimal(x)} {one_decimal(y)}V{one_decimal(HEIGHT - height)}")
+        last_height = height
     end = one_decimal(len(heights) * width)
     return "".join([*parts, f"H{end}V{one_decimal(HEIGHT)}z"])
 
 
 def merge_small(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
-    """``shapes`` in which those below a pixel are united where they touch.
+    """Unites shapes below a pixel that touch and are of one CSS class; others stay as they are.
 
-    Narrow ones are united within their column of one unit, flat ones within their row; only equal
-    classes unite. A united shape covers what its parts cover, to a pixel.
+    Narrow ones are united within their column of one unit, flat ones of equal ends within their
+    row. ``noun`` says what a united shape stands for: ``12 small buffers``.
     """
     kept: list[Shape] = []
     columns: dict[tuple[str, int], list[Shape]] = {}
@@ -87,16 +87,14 @@ def merge_small(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
         else:
             kept.append(shape)
     for (_, column), group in columns.items():
-        snapped = (replace(shape, x=float(column), width=1.0) for shape in group)
-        kept.extend(_unite(snapped, noun))
+        kept += _united((replace(shape, x=float(column), width=1.0) for shape in group), noun)
     for (*_, row), group in rows.items():
-        snapped = (replace(shape, y=float(row), height=1.0) for shape in group)
-        kept.extend(_unite(snapped, noun))
+        kept += _united((replace(shape, y=float(row), height=1.0) for shape in group), noun)
     return kept
 
 
-def _unite(shapes: Iterable[Shape], noun: str) -> list[Shape]:
-    """Joins the shapes of one column that touch each other."""
+def _united(shapes: Iterable[Shape], noun: str) -> list[Shape]:
+    """Joins the shapes of one column, or of one row, that touch each other along y."""
     united: list[Shape] = []
     for shape in sorted(shapes, key=lambda shape: (shape.y, shape.x)):
         if united and shape.y <= united[-1].bottom + PIXEL:
@@ -118,8 +116,8 @@ def merge_along(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
     merged: list[Shape] = []
     for shape in sorted(shapes, key=lambda shape: shape.x):
         last = merged[-1] if merged else None
-        near = last is not None and last.css == shape.css and shape.x - last.right < PIXEL / 2
-        if last is not None and near and min(shape.width, last.width) < PIXEL:
+        touches = last is not None and last.css == shape.css and shape.x - last.right < PIXEL / 2
+        if last is not None and touches and min(shape.width, last.width) < PIXEL:
             width = max(last.right, shape.right) - last.x
             merged[-1] = replace(last, width=width, count=last.count + shape.count)
         else:
@@ -128,6 +126,7 @@ def merge_along(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
 
 
 def _named(shape: Shape, noun: str) -> Shape:
+    """Returns a united shape with a text that says how many things it stands for, and where."""
     if shape.count == 1:
         return shape
     where = shape.tip[1] if len(shape.tip) > 1 else shape.tip[0]
@@ -135,12 +134,15 @@ def _named(shape: Shape, noun: str) -> Shape:
 
 
 def nice_ticks(most: float, *, base: int = 10, low: float = 0.0) -> list[float]:
-    """Round numbers from ``low`` to ``most``, evenly spaced, about MAX_TICKS; base 2 for bytes."""
+    """Returns about MAX_TICKS round numbers from ``low`` to ``most``, evenly spaced.
+
+    Base 2 is for bytes: 0, 200 MiB, 400 MiB ...
+    """
     if most <= low:
         return [low]
     unit = 1024.0 ** int(math.log(max(most, 1.0), 1024)) if base == 2 else 1.0
-    rough = (most - low) / unit / MAX_TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough * 0.999)
+    least_step = (most - low) / unit / MAX_TICKS
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least_step * 0.999)
     first, last = math.ceil(low / unit / step - 1e-9), math.floor(most / unit / step + 1e-9)
     return [index * step * unit for index in range(first, last + 1)]

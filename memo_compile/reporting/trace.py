@@ -41,23 +41,23 @@ class CallTimes:
     ends_s: tuple[float, ...]
 
     def at_line(self, view: StepView, line: int) -> float:
-        """The second at which ``line`` of the step runs: lines of one call last equally long."""
+        """Returns the second at which ``line`` runs: lines of one call last equally long."""
         call = view.call_at(line)
-        first, last = view.starts[call], view.starts[call + 1]
-        part = (line - first) / (last - first)
-        return self.starts_s[call] + part * (self.ends_s[call] - self.starts_s[call])
+        first, end = view.starts[call], view.starts[call + 1]
+        share = (line - first) / (end - first)
+        return self.starts_s[call] + share * (self.ends_s[call] - self.starts_s[call])
 
 
 def chrome_trace(problem: Problem, plan: Plan) -> dict[str, Any]:
-    """``plan`` as a JSON object with ``traceEvents``; an InputError if it is not of ``problem``."""
+    """Returns the trace of ``plan`` as JSON data. Raises InputError: it is not of ``problem``."""
     view = view_step(problem, plan)
     timeline = plan.timeline or _timeline_of_lines(problem, view)
     times = call_times(problem, timeline)
-    program = list(_program(problem, times, view))
+    issues_and_waits = list(_issues_and_waits(problem, times, view))
     events = [
         *_names(),
-        *_begin_end([*_spans(problem, timeline, view), *program]),
-        *_arrows(timeline, program),
+        *_begin_end([*_lane_slices(problem, timeline, view), *issues_and_waits]),
+        *_arrows(timeline, issues_and_waits),
         *_counter(view, times),
     ]
     return {
@@ -73,6 +73,7 @@ def chrome_trace(problem: Problem, plan: Plan) -> dict[str, Any]:
 
 
 def _timeline_of_lines(problem: Problem, view: StepView) -> Timeline:
+    """Returns a timeline for a step that was not simulated: each line of code takes LINE_S."""
     spans = tuple(
         Span(
             lane="compute",
@@ -87,7 +88,7 @@ def _timeline_of_lines(problem: Problem, view: StepView) -> Timeline:
 
 
 def call_times(problem: Problem, timeline: Timeline) -> CallTimes:
-    """When each call is on the compute lane; a copy or a wait without a stall takes no time."""
+    """Returns when each call is on the compute lane; copies and idle waits take no time there."""
     on_lane = {span.name: span for span in timeline.spans if span.lane in ("compute", "stall")}
     starts, ends, clock = [], [], 0.0
     for call in problem.calls:
@@ -100,6 +101,8 @@ def call_times(problem: Problem, timeline: Timeline) -> CallTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slice:
+    """A span of the trace on one lane."""
+
     lane: str
     name: str
     start_s: float
@@ -110,10 +113,11 @@ class _Slice:
     """The copy that an issue or a wait is about."""
 
 
-def _spans(problem: Problem, timeline: Timeline, view: StepView) -> Iterator[_Slice]:
-    calls = {call.name: index for index, call in enumerate(problem.calls)}
+def _lane_slices(problem: Problem, timeline: Timeline, view: StepView) -> Iterator[_Slice]:
+    """Yields the timeline's spans; a stall is shown on the compute lane."""
+    index_of = {call.name: index for index, call in enumerate(problem.calls)}
     for span in timeline.spans:
-        index, stalls = calls[span.name], span.lane == "stall"
+        index, stalls = index_of[span.name], span.lane == "stall"
         call = problem.calls[index]
         arguments: dict[str, Any] = {"what": view.labels[index], "region": call.region}
         if call.copy is not None:
@@ -128,20 +132,20 @@ def _spans(problem: Problem, timeline: Timeline, view: StepView) -> Iterator[_Sl
         )
 
 
-def _program(problem: Problem, times: CallTimes, view: StepView) -> Iterator[_Slice]:
-    """Issues and waits, one after the other, on their own thread."""
-    free_s = 0.0
+def _issues_and_waits(problem: Problem, times: CallTimes, view: StepView) -> Iterator[_Slice]:
+    """Yields where copies and collectives begin and are waited for, one after the other."""
+    end_s = 0.0
     for index, call in enumerate(problem.calls):
         if call.kind in (CallKind.RUN, CallKind.RECOMPUTE):
             continue
-        start = max(times.starts_s[index], free_s)
-        free_s = max(times.ends_s[index], start + MOMENT_S)
+        start_s = max(times.starts_s[index], end_s)
+        end_s = max(times.ends_s[index], start_s + MOMENT_S)
         what = "issue" if call.waits_for is None else "wait for"
         yield _Slice(
             lane="issue",
             name=f"{what} {call.waits_for or call.name}",
-            start_s=start,
-            end_s=free_s,
+            start_s=start_s,
+            end_s=end_s,
             category=call.kind.value,
             arguments={"what": view.labels[index]},
             call=call.waits_for or call.name,
@@ -149,13 +153,9 @@ def _program(problem: Problem, times: CallTimes, view: StepView) -> Iterator[_Sl
 
 
 def _names() -> Iterator[dict[str, Any]]:
-    yield {
-        "ph": "M",
-        "pid": PROCESS,
-        "tid": 0,
-        "name": "process_name",
-        "args": {"name": "memo: one training step"},
-    }
+    """Yields the events that name the process and its threads."""
+    process = {"name": "memo: one training step"}
+    yield {"ph": "M", "pid": PROCESS, "tid": 0, "name": "process_name", "args": process}
     for lane, thread in THREADS.items():
         common = {"ph": "M", "pid": PROCESS, "tid": thread}
         yield {**common, "name": "thread_name", "args": {"name": THREAD_WORDS[lane]}}
@@ -163,31 +163,31 @@ def _names() -> Iterator[dict[str, Any]]:
 
 
 def _begin_end(slices: list[_Slice]) -> Iterator[dict[str, Any]]:
-    """Matched B and E events: on each lane slices follow one another, so ends come first."""
+    """Yields a begin and an end event for each slice, lane by lane; those of a lane never nest."""
     for lane, thread in THREADS.items():
         common = {"pid": PROCESS, "tid": thread}
-        lane_slices = (part for part in slices if part.lane == lane)
-        for part in sorted(lane_slices, key=lambda part: (part.start_s, part.end_s)):
+        lane_slices = (entry for entry in slices if entry.lane == lane)
+        for entry in sorted(lane_slices, key=lambda entry: (entry.start_s, entry.end_s)):
             yield {
                 **common,
                 "ph": "B",
-                "name": part.name,
-                "cat": part.category,
-                "ts": _us(part.start_s),
-                "args": part.arguments,
+                "name": entry.name,
+                "cat": entry.category,
+                "ts": _us(entry.start_s),
+                "args": entry.arguments,
             }
-            yield {**common, "ph": "E", "name": part.name, "ts": _us(part.end_s)}
+            yield {**common, "ph": "E", "name": entry.name, "ts": _us(entry.end_s)}
 
 
-def _arrows(timeline: Timeline, program: list[_Slice]) -> Iterator[dict[str, Any]]:
-    """From each issue through its copy to its waits. Events lie inside the slices they bind."""
-    copies = {entry.name: entry for entry in timeline.spans if entry.lane in _OTHER_LANES}
+def _arrows(timeline: Timeline, issues_and_waits: list[_Slice]) -> Iterator[dict[str, Any]]:
+    """Yields arrows from each issue through its copy to its waits, each inside of its slice."""
+    copies = {span.name: span for span in timeline.spans if span.lane in _OTHER_LANES}
     waits: dict[str, list[_Slice]] = {}
-    for entry in program:
+    for entry in issues_and_waits:
         if entry.category in _WAITS:
             waits.setdefault(entry.call, []).append(entry)
     numbers = itertools.count(1)
-    for issue in program:
+    for issue in issues_and_waits:
         if issue.category in _WAITS:
             continue
         for wait in waits.get(issue.call, ()):
@@ -215,16 +215,16 @@ def _us(seconds: float) -> float:
 
 
 def _counter(view: StepView, times: CallTimes) -> Iterator[dict[str, Any]]:
-    """Device memory; of Moments at one time only the last one stays."""
-    last: dict[float, dict[str, int]] = {}
+    """Yields device memory over time; of Moments at one time only the last one stays."""
+    values_at: dict[float, dict[str, int]] = {}
     for moment in view.moments:
-        last[_us(times.at_line(view, moment.line))] = {
+        values_at[_us(times.at_line(view, moment.line))] = {
             "activations": moment.live_bytes,
             "allocated by kernels": moment.outside_bytes,
             "gradients and outputs": moment.made_bytes,
             "constant": view.constant_bytes,
         }
-    for time_us, values in sorted(last.items()):
+    for time_us, values in sorted(values_at.items()):
         yield {
             "ph": "C",
             "pid": PROCESS,

@@ -96,12 +96,12 @@ class StepView:
     constant_bytes: int
 
     def call_at(self, line: int) -> int:
-        """Index of the call whose lines hold ``line``; the last call for the step's end."""
+        """Returns the index of the call at ``line``; the last call's for the step's end."""
         call = bisect.bisect_right(self.starts, line) - 1
         return max(0, min(call, len(self.labels) - 1))
 
     def heights(self, moment: Moment) -> tuple[int, ...]:
-        """Upper ends of the memory curve's areas: constant, outputs, by kernels, arena."""
+        """Returns upper ends of the memory curve's areas: constant, outputs, by kernels, arena."""
         areas = (self.constant_bytes, moment.made_bytes, moment.outside_bytes, moment.live_bytes)
         return tuple(itertools.accumulate(areas))
 
@@ -111,29 +111,29 @@ class StepView:
         return max(self.moments, key=lambda moment: moment.held_bytes, default=None)
 
     def columns(self, most: int) -> list[Moment]:
-        """The step as at most ``most`` equally wide columns; each is its Moment of most memory."""
+        """Cuts the step into at most ``most`` columns; each is its Moment of most memory."""
         end = max(self.starts[-1], 1)
-        count = min(most, end)
-        groups = itertools.groupby(self.moments, lambda moment: moment.line * count // end)
+        num_columns = min(most, end)
+        groups = itertools.groupby(self.moments, lambda moment: moment.line * num_columns // end)
         moments_of = {column: list(group) for column, group in groups}
         amount = operator.attrgetter("held_bytes", "live_bytes")
         columns: list[Moment] = []
-        before = Moment(line=0, live_bytes=0, outside_bytes=0, made_bytes=0, held_bytes=0)
-        for column in range(count):
+        previous = Moment(line=0, live_bytes=0, outside_bytes=0, made_bytes=0, held_bytes=0)
+        for column in range(num_columns):
             moments = moments_of.get(column, [])
             # What was alive before the column's first change is alive in the column, too.
-            columns.append(max((*moments, before), key=amount))
-            before = moments[-1] if moments else before
+            columns.append(max((*moments, previous), key=amount))
+            previous = moments[-1] if moments else previous
         return columns
 
 
 def short_source(source: str | None) -> str:
-    """``model.py:12`` with its folder only, of a whole path."""
+    """Returns a place in the user's code with its folder only: ``folder/model.py:12``."""
     return "/".join((source or "").split("/")[-2:])
 
 
 def view_step(problem: Problem, plan: Plan) -> StepView:
-    """The view of ``plan``, in buffers x log calls. Raises InputError: a buffer has no offset."""
+    """Returns the view of ``plan``. Raises InputError: it is no plan of ``problem``."""
     starts, layers, buffers = call_starts(problem), _layers(problem), arena_buffers(problem)
     backward_start = starts[problem.first_backward]
     return StepView(
@@ -148,7 +148,7 @@ def view_step(problem: Problem, plan: Plan) -> StepView:
 
 
 def _layers(problem: Problem) -> tuple[int | None, ...]:
-    """For each call the number of its layer, in the order in which forwards run."""
+    """Returns for each call the number of its layer, counted as the forward runs them."""
     numbers: dict[tuple[str, int], int] = {}
     return tuple(
         None
@@ -169,11 +169,12 @@ _KIND_WORDS = {
 
 
 def _label(call: StepCall, layer: int | None) -> str:
+    """Returns the name of a call for people: ``layer 3 backward``, ``epilogue forward``."""
     what = _KIND_WORDS.get(call.kind, call.phase.value)
     if layer is not None:
         return f"layer {layer} {what}"
-    place = call.name.split("@")[0].removesuffix("_fwd").removesuffix("_bwd")
-    return f"{place} {what}" if call.kind is CallKind.RUN else call.name
+    region = call.name.split("@")[0].removesuffix("_fwd").removesuffix("_bwd")
+    return f"{region} {what}" if call.kind is CallKind.RUN else call.name
 
 
 class _Names:
@@ -182,20 +183,25 @@ class _Names:
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem = problem
         self.value_of: dict[str, str] = {}
-        """The first value of each buffer."""
+        """Buffer -> the first of its values."""
         buffer_of: dict[str, str] = {}
         for buffer in arena_values(problem):
             buffer_of[buffer.value] = buffer.id
             self.value_of.setdefault(buffer.id, buffer.value)
         for value, source in aliases(problem).items():
             buffer_of[value] = buffer_of.get(source, "")
-        copied = (call for call in problem.calls if call.kind is CallKind.OFFLOAD)
-        self.offloaded = {buffer_of.get(call.inputs[0], "") for call in copied}
+        offloads = (call for call in problem.calls if call.kind is CallKind.OFFLOAD)
+        self.offloaded = {buffer_of.get(call.inputs[0], "") for call in offloads}
+        """Buffers that are copied to the host."""
         self.decisions_of: dict[str, list[Decision]] = {}
-        self._decide(plan)
+        """Value -> the decisions on it: several where its tokens are divided."""
+        self._fill_decisions(plan)
 
-    def _decide(self, plan: Plan) -> None:
-        """Applies each class's decisions, which name tensors of its first layer, to all layers."""
+    def _fill_decisions(self, plan: Plan) -> None:
+        """Applies each class's decisions, which name tensors of its first layer, to all layers.
+
+        What is output 2 of a region in layer 0 is output 2 of the same region in every layer.
+        """
         by_tensor: dict[str, list[Decision]] = {}
         for decision in plan.decisions:
             by_tensor.setdefault(decision.tensor.split(" ")[0], []).append(decision)
@@ -214,13 +220,13 @@ class _Names:
                         self.decisions_of.setdefault(value, decisions)
 
     def decision(self, value: str, role: Role) -> Decision | None:
-        """The decision on ``value``; where its tokens are divided, the one that led to ``role``."""
+        """Returns the decision on ``value``; of several that which led to the buffer's ``role``."""
         decisions = self.decisions_of.get(value, [])
         kind = "RECOMPUTE" if role in (Role.RECOMPUTED, Role.SCRATCH) else "OFFLOAD"
         return next((d for d in decisions if d.decision == kind), next(iter(decisions), None))
 
     def origin(self, buffer: str) -> str:
-        """The forward's value that the buffer holds; "" when it holds none."""
+        """Returns the forward's value that the buffer holds, for a copy its source; "": none."""
         value = self.value_of.get(buffer, "")
         origin = original_name(value)
         return origin if origin in self.decisions_of or origin in self.problem.tensors else value
@@ -231,7 +237,7 @@ _LAYER_RANGE = re.compile(r"\[(\d+):(\d+)\]$")
 
 
 def _is_of(decision: Decision, instance: int) -> bool:
-    """Whether ``decision`` is about layer ``instance`` of its class."""
+    """Returns whether ``decision`` is about layer ``instance`` of its class."""
     layers = _LAYER_RANGE.search(decision.layer_class)
     return layers is None or int(layers.group(1)) <= instance < int(layers.group(2))
 
@@ -243,6 +249,7 @@ def _boxes(
     layers: tuple[int | None, ...],
     backward_start: int,
 ) -> tuple[Box, ...]:
+    """Returns each buffer at its place in the arena, with all that is said of its tensor."""
     names, boxes = _Names(problem, plan), []
     for buffer in buffers:
         if buffer.id not in plan.offsets:
@@ -280,6 +287,7 @@ def _name(info: TensorInfo | None, value: str) -> str:
 
 
 def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, backward_start: int) -> Role:
+    """Says why ``call``'s ``buffer`` is in the arena; ``offloaded``: it is copied to the host."""
     if call.kind is CallKind.RELOAD:
         return Role.RELOADED
     if buffer.transient:
@@ -296,7 +304,7 @@ def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, backward_start: 
 def _moments(
     problem: Problem, plan: Plan, buffers: tuple[ArenaBuffer, ...], starts: tuple[int, ...]
 ) -> tuple[Moment, ...]:
-    """Device memory at each line where it changes."""
+    """Returns device memory at each line where it changes."""
     live, ordinary = live_bytes(buffers), running_sums(ordinary_events(problem))
     outside = running_sums((line, change) for line, change, _ in outside_events(problem))
     resident = plan.resident_bytes or (plan.arena_bytes,) * len(problem.calls)
@@ -305,39 +313,42 @@ def _moments(
             f"plan: {len(resident)} resident sizes for {len(problem.calls)} calls; "
             "the problem is another step's"
         )
-    passing = _passing(problem, plan, starts)
-    constant, moments = step_constant_bytes(problem), []
-    alive = by_kernels = outputs = 0
-    for line in sorted({*live, *outside, *ordinary, *passing, *starts[:-1]}):
+    user_code = _user_code_bytes(problem, plan, starts)
+    constant_bytes, moments = step_constant_bytes(problem), []
+    alive_bytes = kernel_bytes = output_bytes = 0
+    for line in sorted({*live, *outside, *ordinary, *user_code, *starts[:-1]}):
         if line >= starts[-1]:
             break
-        alive, by_kernels = live.get(line, alive), outside.get(line, by_kernels)
-        outputs = ordinary.get(line, outputs)
-        call = bisect.bisect_right(starts, line) - 1
-        user_bytes, dropped = passing.get(line, (0, 0))
-        made_bytes = outputs + user_bytes
+        alive_bytes = live.get(line, alive_bytes)
+        kernel_bytes = outside.get(line, kernel_bytes)
+        output_bytes = ordinary.get(line, output_bytes)
+        user_bytes, freed_bytes = user_code.get(line, (0, 0))
+        made_bytes = output_bytes + user_bytes
+        arena_bytes = resident[bisect.bisect_right(starts, line) - 1] - freed_bytes
         moments.append(
             Moment(
                 line=line,
-                live_bytes=alive,
-                outside_bytes=by_kernels,
+                live_bytes=alive_bytes,
+                outside_bytes=kernel_bytes,
                 made_bytes=made_bytes,
-                held_bytes=constant + resident[call] - dropped + by_kernels + made_bytes,
+                held_bytes=constant_bytes + arena_bytes + kernel_bytes + made_bytes,
             )
         )
     return tuple(moments)
 
 
-def _passing(problem: Problem, plan: Plan, starts: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+def _user_code_bytes(
+    problem: Problem, plan: Plan, starts: tuple[int, ...]
+) -> dict[int, tuple[int, int]]:
     """Line on which the user's code runs -> (bytes that it takes, bytes that the arena gives back).
 
     While the user's code runs, the arena holds no more than during the next call.
     """
     resident = plan.resident_bytes or (plan.arena_bytes,) * len(problem.calls)
     dropped = plan.dropped or ((),) * len(problem.interludes)
-    passing = {}
+    bytes_at = {}
     for (call, user_bytes), ranges in zip(passing_bytes(problem), dropped, strict=True):
-        freed = resident[call] - resident[min(call + 1, len(resident) - 1)]
-        freed += sum(end - start for start, end in ranges)
-        passing[starts[call + 1] - 1] = user_bytes, freed
-    return passing
+        freed_bytes = resident[call] - resident[min(call + 1, len(resident) - 1)]
+        freed_bytes += sum(end - start for start, end in ranges)
+        bytes_at[starts[call + 1] - 1] = user_bytes, freed_bytes
+    return bytes_at

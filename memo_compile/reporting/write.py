@@ -39,7 +39,7 @@ def write_pictures(
 def _files(
     problem: Problem, plan: Plan, costs: StepCosts | None, about: Mapping[str, str] | None
 ) -> Iterator[tuple[str, bytes]]:
-    """File name and what it holds, in the order in which they are written."""
+    """Yields (file name, content), in the order in which they are written."""
     yield "problem.json", to_json(problem).encode()
     yield "plan.json", to_json(plan).encode()
     yield "report.html", render_html(problem, plan, about).encode()
