@@ -40,13 +40,13 @@ class TensorCost:
     """Memory traffic of the bandwidth-bound operators that make it."""
 
     def seconds_per_token(self, hardware: HardwareProfile, efficiency: Efficiency) -> float:
-        """Time to make it once from its inputs."""
-        compute = self.flops_per_token / (hardware.peak_flops_per_s * efficiency.gemm)
-        return compute + self.moved_bytes_per_token / (hardware.hbm_bytes_per_s * efficiency.hbm)
+        """Returns the time to make it once from its inputs."""
+        compute_s = self.flops_per_token / (hardware.peak_flops_per_s * efficiency.gemm)
+        return compute_s + self.moved_bytes_per_token / (hardware.hbm_bytes_per_s * efficiency.hbm)
 
 
 def layer_tensors(shape: ModelShape, seq: int) -> tuple[TensorCost, ...]:
-    """The saved tensors in the order of the forward, the layer input ``x`` first and free.
+    """Returns the saved tensors in the order of the forward, the layer input ``x`` first and free.
 
     Names: x, n1, q, k, v, o, x2, n2, then gate, up, silu, product (or fc1, gelu without a gate).
     Attention is causal: 2 h s FLOPs per token. Its log-sum-exp, 4 bytes per head, is not counted.
@@ -75,12 +75,12 @@ def layer_tensors(shape: ModelShape, seq: int) -> tuple[TensorCost, ...]:
 
 
 def layer_output(shape: ModelShape) -> TensorCost:
-    """The down projection with its residual: never kept for backward, part of the forward."""
+    """Returns the down projection with its residual: part of the forward, and never saved."""
     return _tensor("output", shape.hidden, 2 * shape.ffn * shape.hidden, 3 * shape.hidden)
 
 
 def _tensor(name: str, elements: int, flops: int, moved: int) -> TensorCost:
-    """Per token: its elements, the FLOPs that make it, and the elements moved for it."""
+    """Returns the cost per token: elements of the tensor, FLOPs that make it, elements moved."""
     return TensorCost(
         name=name,
         bytes_per_token=ELEMENT_BYTES * elements,
@@ -92,6 +92,6 @@ def _tensor(name: str, elements: int, flops: int, moved: int) -> TensorCost:
 def forward_seconds_per_token(
     shape: ModelShape, seq: int, hardware: HardwareProfile, efficiency: Efficiency
 ) -> float:
-    """Time of one layer's forward for one token."""
+    """Returns the time of one layer's forward for one token."""
     parts = (*layer_tensors(shape, seq), layer_output(shape))
     return sum(part.seconds_per_token(hardware, efficiency) for part in parts)

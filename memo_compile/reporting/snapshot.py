@@ -40,7 +40,7 @@ class _Life:
 
 
 def memory_snapshot(problem: Problem, plan: Plan) -> dict[str, Any]:
-    """Returns the step as ``torch.cuda.memory._snapshot()`` would. Raises InputError: no offsets."""
+    """Returns the step as torch's snapshot has one. Raises InputError: ``plan`` is another's."""
     view = view_step(problem, plan)
     address = FIRST_ADDRESS
     segments = [_constant_segment(plan, address)]

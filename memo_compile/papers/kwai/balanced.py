@@ -37,9 +37,9 @@ class LayerPoint:
 def layer_frontier(
     shape: ModelShape, seq: int, hardware: HardwareProfile, efficiency: Efficiency
 ) -> tuple[LayerPoint, ...]:
-    """The frontier of one layer, ascending in bytes, descending in time; one set for each point."""
+    """Returns the sets that no other beats, ascending in bytes, descending in seconds."""
     layer_input, *choosable = layer_tensors(shape, seq)
-    subsets = np.arange(1 << len(choosable), dtype=np.int64)
+    subsets = np.arange(1 << len(choosable), dtype=np.int64)  # bit i: tensor i is kept
     kept_bytes = np.full(len(subsets), layer_input.bytes_per_token, dtype=np.int64)
     seconds = np.zeros(len(subsets))
     for bit, tensor in reversed(list(enumerate(choosable))):
@@ -47,8 +47,8 @@ def layer_frontier(
         kept_bytes += kept * tensor.bytes_per_token
         seconds += ~kept * tensor.seconds_per_token(hardware, efficiency)
     order = np.lexsort((subsets, seconds, kept_bytes))
-    best = np.minimum.accumulate(seconds[order])
-    before = np.concatenate(([np.inf], best[:-1]))
+    least_s = np.minimum.accumulate(seconds[order])
+    least_with_fewer_bytes_s = np.concatenate(([np.inf], least_s[:-1]))
     forward_s = forward_seconds_per_token(shape, seq, hardware, efficiency)
     layer_s = forward_s * (1 + BACKWARD_FACTOR)
     return tuple(
@@ -57,5 +57,5 @@ def layer_frontier(
             extra_time_fraction=float(seconds[subset]) / layer_s,
             recomputed=tuple(t.name for bit, t in enumerate(choosable) if not subset >> bit & 1),
         )
-        for subset in order[seconds[order] < before * (1 - TIE_TOLERANCE)]
+        for subset in order[seconds[order] < least_with_fewer_bytes_s * (1 - TIE_TOLERANCE)]
     )

@@ -77,7 +77,7 @@ def divide_gpus(
     layers_per_chunk: int,
     checkpoint: Checkpoint,
 ) -> ParallelConfig:
-    """The configuration, with the data-parallel size that uses all ``gpus``.
+    """Returns the configuration, with the data-parallel size that uses all ``gpus``.
 
     Raises InputError: a size is below 1, tp * cp * pp does not divide the GPUs, pp the layers,
     layers_per_chunk the layers of a stage, or tp the attention heads; it is named.
@@ -108,12 +108,12 @@ def divide_gpus(
 
 
 def saved_elements(shape: ModelShape, checkpoint: Checkpoint) -> float:
-    """Elements per token that one layer keeps for its backward, over all GPUs."""
+    """Returns the elements per token that one layer keeps for its backward, over all GPUs."""
     h, f, kv = shape.hidden, shape.ffn, shape.kv_ratio
-    wide = 4 if shape.gated else 2
+    num_wide = 4 if shape.gated else 2  # tensors as wide as the ffn
     return {
-        Checkpoint.NONE: (6 + 2 * kv) * h + wide * f,
-        Checkpoint.BALANCED: (4 + 2 * kv) * h + wide / 2 * f,
+        Checkpoint.NONE: (6 + 2 * kv) * h + num_wide * f,
+        Checkpoint.BALANCED: (4 + 2 * kv) * h + num_wide / 2 * f,
         Checkpoint.FULL: float(h),
     }[checkpoint]
 
@@ -142,31 +142,34 @@ def chunks_in_flight(pp: Any, num_chunks: Any) -> Any:
 
 
 def resident_chunks(in_flight: Any, alpha: Any) -> Any:
-    """Chunks' worth of memory that ``in_flight`` chunks occupy at offloaded share ``alpha``."""
-    held = RESIDENT_CHUNKS + (in_flight - RESIDENT_CHUNKS) * (1 - alpha)
-    return np.where(alpha == 0, in_flight, held)
+    """Returns the chunks' worth of memory that ``in_flight`` chunks take at share ``alpha``."""
+    with_offloading = RESIDENT_CHUNKS + (in_flight - RESIDENT_CHUNKS) * (1 - alpha)
+    return np.where(alpha == 0, in_flight, with_offloading)
 
 
-def smallest_alpha(pp: Any, in_flight: Any, static: Any, chunk: Any, budget_bytes: float) -> Any:
-    """The least offloaded share that fits, at most 1; 0 where nothing need or can be offloaded."""
-    spare = in_flight - RESIDENT_CHUNKS
-    room = (budget_bytes - static) / chunk - RESIDENT_CHUNKS
-    alpha = np.clip(1 - room / np.maximum(spare, 1), 0.0, 1.0)
-    return np.where((pp >= MIN_STAGES) & (spare > 0), alpha, 0.0)
+def smallest_alpha(
+    pp: Any, in_flight: Any, constant_bytes: Any, one_chunk_bytes: Any, budget_bytes: float
+) -> Any:
+    """Returns the least offloaded share that fits, at most 1; 0: nothing need, or can, be moved."""
+    num_offloaded = in_flight - RESIDENT_CHUNKS
+    num_that_fit = (budget_bytes - constant_bytes) / one_chunk_bytes - RESIDENT_CHUNKS
+    alpha = np.clip(1 - num_that_fit / np.maximum(num_offloaded, 1), 0.0, 1.0)
+    return np.where((pp >= MIN_STAGES) & (num_offloaded > 0), alpha, 0.0)
 
 
 def plan_offload(
     shape: ModelShape, *, seq: int, config: ParallelConfig, budget_bytes: float
 ) -> OffloadPlan:
-    """The smallest alpha with which rank 0 fits, else 1. Raises InputError: ``seq`` is below 1."""
+    """Finds the smallest alpha with which rank 0 fits, else 1. Raises InputError: no tokens."""
     require_at_least(1, {"seq": seq})
-    static = static_bytes(shape, config)
-    chunk = chunk_bytes(shape, seq, config)
+    constant_bytes, one_chunk_bytes = static_bytes(shape, config), chunk_bytes(shape, seq, config)
     num_chunks = shape.num_layers // (config.pp * config.layers_per_chunk)
     in_flight = int(chunks_in_flight(config.pp, num_chunks))
-    alpha = float(smallest_alpha(config.pp, in_flight, static, chunk, budget_bytes))
+    alpha = float(
+        smallest_alpha(config.pp, in_flight, constant_bytes, one_chunk_bytes, budget_bytes)
+    )
     resident = float(resident_chunks(in_flight, alpha))
-    peak = static + chunk * resident
+    peak = constant_bytes + one_chunk_bytes * resident
     fits = peak <= budget_bytes or (alpha > 0 and math.isclose(peak, budget_bytes, rel_tol=1e-9))
     return OffloadPlan(
         alpha=alpha if fits else 1.0,

@@ -68,22 +68,22 @@ class StepReplay:
 
 
 def is_offloaded(shape: PipelineShape, rank: int, chunk: int) -> bool:
-    """True unless its backward follows at once: on the last two stages, or in the last chunk."""
+    """True but for the last two stages, or the last of several chunks: their backward is near."""
     if shape.num_chunks == 1:
         return rank < shape.num_ranks - 2
     return (rank, chunk) != (shape.num_ranks - 1, shape.num_chunks - 1)
 
 
 def replay_step(shape: PipelineShape, alpha: float, times: ChunkTimes) -> StepReplay:
-    """Run one step that offloads the share ``alpha``. Raises InputError: it lies outside [0, 1]."""
+    """Runs one step that offloads the share ``alpha``. Raises InputError: it is not in [0, 1]."""
     if not 0 <= alpha <= 1:
         raise InputError(f"alpha: expected a share in [0, 1], got {alpha}")
-    ends: dict[Key, float] = {}
-    ranks = [_Rank(shape, rank, alpha, times) for rank in range(shape.num_ranks)]
+    ends_s: dict[Key, float] = {}
+    ranks = [_Rank(shape, rank, alpha, times, ends_s) for rank in range(shape.num_ranks)]
     while any(rank.pending for rank in ranks):
-        moved = [rank.advance(ends) for rank in ranks]
-        assert any(moved), f"the schedule of {shape} never ends"
-    return StepReplay(step_s=max(ends.values()), ranks=tuple(rank.result() for rank in ranks))
+        have_run = [rank.advance() for rank in ranks]
+        assert any(have_run), f"the schedule of {shape} never ends"
+    return StepReplay(step_s=max(ends_s.values()), ranks=tuple(rank.result() for rank in ranks))
 
 
 @dataclass(slots=True)
@@ -94,17 +94,22 @@ class _Rank:
     rank: int
     alpha: float
     times: ChunkTimes
+    ends_s: dict[Key, float]
+    """Ends of forwards and backwards of all ranks, as far as they have run."""
     position: int = 0
+    """Index into ``order`` of what runs next."""
     compute_free_s: float = 0.0
+    """When the compute lane has ended what it began; ``reload_free_s``: the lane of reloads."""
     reload_free_s: float = 0.0
     waited_s: float = 0.0
-    live: float = 0.0
+    held_chunks: float = 0.0
     memory: list[tuple[float, float]] = field(default_factory=list)
     joining: tuple[int, int] | None = None
     """The chunk and micro-batch whose copy has not been joined yet."""
     copied_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """End of each copy out, by chunk and micro-batch."""
     reloaded_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    """End of each reload."""
     spans: list[WorkSpan] = field(default_factory=list)
     order: tuple[Work, ...] = ()
     reloads: list[Work] = field(default_factory=list)
@@ -121,50 +126,49 @@ class _Rank:
     def pending(self) -> bool:
         return self.position < len(self.order)
 
-    def advance(self, ends: dict[Key, float]) -> bool:
-        """Run until something of another rank is missing; True when anything ran."""
-        before = self.position
+    def advance(self) -> bool:
+        """Runs until something of another rank is missing; returns True when anything ran."""
+        first = self.position
         while self.pending:
-            ready = self._ready_s(self.order[self.position], ends)
-            if ready is None:
+            ready_s = self._ready_s(self.order[self.position])
+            if ready_s is None:
                 break
-            self._run(self.order[self.position], max(ready, self.compute_free_s), ends)
+            self._run(self.order[self.position], max(ready_s, self.compute_free_s))
             self.position += 1
-        return self.position > before
+        return self.position > first
 
     def result(self) -> RankReplay:
         return RankReplay(
             spans=tuple(self.spans),
             memory=tuple(self.memory),
-            peak_chunks=max(live for _, live in self.memory),
+            peak_chunks=max(num_chunks for _, num_chunks in self.memory),
             waited_s=self.waited_s,
         )
 
     def _moves(self, work: Work) -> bool:
         return self.alpha > 0 and is_offloaded(self.shape, self.rank, work.chunk)
 
-    def _ready_s(self, work: Work, ends: dict[Key, float]) -> float | None:
-        """When the other ranks have delivered the input of ``work``; None = not known yet."""
+    def _ready_s(self, work: Work) -> float | None:
+        """Returns when the input of ``work`` is there; None: what makes it has not run yet."""
         stage = work.chunk * self.shape.num_ranks + self.rank
         if work.direction is Direction.FORWARD:
             if stage == 0:
                 return 0.0
-            return ends.get((Direction.FORWARD, stage - 1, work.micro_batch))
-        if stage == self.shape.num_stages - 1:
-            return ends.get((Direction.FORWARD, stage, work.micro_batch))
-        return ends.get((Direction.BACKWARD, stage + 1, work.micro_batch))
+            return self.ends_s.get((Direction.FORWARD, stage - 1, work.micro_batch))
+        if stage == self.shape.num_stages - 1:  # the loss is the backward's input
+            return self.ends_s.get((Direction.FORWARD, stage, work.micro_batch))
+        return self.ends_s.get((Direction.BACKWARD, stage + 1, work.micro_batch))
 
-    def _run(self, work: Work, start_s: float, ends: dict[Key, float]) -> None:
+    def _run(self, work: Work, start_s: float) -> None:
+        """Runs ``work`` and notes its end; where warm-up has ended, starts the first reload."""
         if self.position == self.shape.num_warmup(self.rank):
             self._start_reload(start_s)
-        if work.direction is Direction.FORWARD:
-            end_s = self._forward(work, start_s)
-        else:
-            end_s = self._backward(work, start_s)
+        run = self._forward if work.direction is Direction.FORWARD else self._backward
         stage = work.chunk * self.shape.num_ranks + self.rank
-        ends[work.direction, stage, work.micro_batch] = end_s
+        self.ends_s[work.direction, stage, work.micro_batch] = run(work, start_s)
 
     def _forward(self, work: Work, start_s: float) -> float:
+        """Computes a forward, waits for the copy before it, starts its own; returns its end."""
         end_s = start_s + self.times.forward_s
         self._hold(1.0, start_s)
         self._span("compute", work, start_s, end_s)
@@ -178,20 +182,21 @@ class _Rank:
         return end_s
 
     def _join(self, now_s: float) -> None:
-        """Wait for the copy on its way, if any, and free what it copied."""
+        """Waits for the copy on its way, if any, and frees what it copied."""
         if self.joining is None:
             return
-        done_s = self.copied_s[self.joining]
-        self.waited_s += max(0.0, done_s - now_s)
-        self.compute_free_s = max(now_s, done_s)
+        copied_s = self.copied_s[self.joining]
+        self.waited_s += max(0.0, copied_s - now_s)
+        self.compute_free_s = max(now_s, copied_s)
         self._hold(-self.alpha, self.compute_free_s)
         self.joining = None
 
     def _backward(self, work: Work, start_s: float) -> float:
+        """Waits for the chunk's reload, starts the next one, computes; returns its end."""
         moves = self._moves(work)
         key = (work.chunk, work.micro_batch)
         if moves:
-            if self.joining == key:
+            if self.joining == key:  # still on its way to the host
                 self._join(start_s)
                 start_s = max(start_s, self.compute_free_s)
             if key not in self.reloaded_s:
@@ -206,7 +211,7 @@ class _Rank:
         return end_s
 
     def _start_reload(self, now_s: float) -> None:
-        """Bring the next chunk back, if its forward has run, into the buffer that is free."""
+        """Brings the next chunk back, if its forward has run, into the buffer that is free."""
         if not self.reloads:
             return
         work = self.reloads[0]
@@ -220,9 +225,9 @@ class _Rank:
         self._span("h2d", work, start_s, self.reload_free_s)
 
     def _hold(self, chunks: float, now_s: float) -> None:
-        """Hold ``chunks`` more from ``now_s`` on; negative frees."""
-        self.live += chunks
-        self.memory.append((now_s, self.live))
+        """Holds ``chunks`` more from ``now_s`` on; negative frees."""
+        self.held_chunks += chunks
+        self.memory.append((now_s, self.held_chunks))
 
     def _span(self, lane: str, work: Work, start_s: float, end_s: float) -> None:
         self.spans.append(WorkSpan(lane=lane, work=work, start_s=start_s, end_s=end_s))
@@ -243,7 +248,7 @@ def replay_plan(
     hardware: HardwareProfile,
     model: CostModel,
 ) -> StepReplay:
-    """Replay a step of ``num_batches`` micro-batches with the offloaded share of ``plan``.
+    """Replays a step of ``num_batches`` micro-batches with the offloaded share of ``plan``.
 
     Seconds of a chunk on each lane are those of the search's cost model. Raises InputError:
     interleaving does not divide the micro-batches.
@@ -255,12 +260,12 @@ def replay_plan(
     )
     work = describe_workload(shape, seq, 1)
     layer = layer_seconds(work, columns_of([config]), hardware, model)
-    layers, copied = config.layers_per_chunk, plan.alpha * chunk_bytes(shape, seq, config)
+    layers, copied_bytes = config.layers_per_chunk, plan.alpha * chunk_bytes(shape, seq, config)
     times = ChunkTimes(
         forward_s=layers * float(layer.forward[0]) + model.chunk_overhead_s,
         backward_s=layers * float((layer.backward + layer.repeated)[0]) + model.chunk_overhead_s,
-        copy_out_s=copied / (hardware.d2h_bytes_per_s * model.host_efficiency),
-        reload_s=copied / (hardware.h2d_bytes_per_s * model.host_efficiency),
+        copy_out_s=copied_bytes / (hardware.d2h_bytes_per_s * model.host_efficiency),
+        reload_s=copied_bytes / (hardware.h2d_bytes_per_s * model.host_efficiency),
     )
     return replay_step(pipeline, plan.alpha, times)
 
@@ -268,8 +273,8 @@ def replay_plan(
 def pipeline_trace(
     replay: StepReplay, shape: ModelShape, config: ParallelConfig, seq: int
 ) -> dict[str, Any]:
-    """The trace as a JSON object; memory in bytes, on top of rank 0's parameters."""
-    static, chunk = static_bytes(shape, config), chunk_bytes(shape, seq, config)
+    """Returns the trace as a JSON object; memory in bytes, on top of rank 0's parameters."""
+    constant_bytes, one_chunk_bytes = static_bytes(shape, config), chunk_bytes(shape, seq, config)
     events: list[dict[str, Any]] = []
     for pid, rank in enumerate(replay.ranks):
         events.append(_name("process_name", pid, 0, f"rank {pid}"))
@@ -292,9 +297,9 @@ def pipeline_trace(
                 "pid": pid,
                 "ts": now_s * MICROSECONDS,
                 "name": "memory_bytes",
-                "args": {"bytes": static + chunk * chunks},
+                "args": {"bytes": constant_bytes + one_chunk_bytes * num_chunks},
             }
-            for now_s, chunks in rank.memory
+            for now_s, num_chunks in rank.memory
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

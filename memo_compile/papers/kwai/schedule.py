@@ -59,21 +59,25 @@ class PipelineShape:
 
 
 def order_work(shape: PipelineShape, rank: int) -> tuple[Work, ...]:
-    """Everything that ``rank`` does in one step, in order; InputError for no such rank."""
+    """Returns what ``rank`` does in one step, in order. Raises InputError: no such rank."""
     if not 0 <= rank < shape.num_ranks:
         raise InputError(f"rank: expected 0..{shape.num_ranks - 1}, got {rank}")
     each_way = range(shape.num_batches * shape.num_chunks)
     forwards, backwards = ([_nth(shape, way, k) for k in each_way] for way in Direction)
-    warmup = shape.num_warmup(rank)
-    pairs = zip(forwards[warmup:], backwards, strict=False)
-    late = backwards[len(forwards) - warmup :]
-    return (*forwards[:warmup], *(work for pair in pairs for work in pair), *late)
+    num_warmup = shape.num_warmup(rank)
+    pairs = zip(forwards[num_warmup:], backwards, strict=False)
+    cooldown = backwards[len(forwards) - num_warmup :]
+    return (*forwards[:num_warmup], *(work for pair in pairs for work in pair), *cooldown)
 
 
 def _nth(shape: PipelineShape, direction: Direction, k: int) -> Work:
-    """The ``k``-th forward (or backward) of any rank: groups of p micro-batches, chunk by chunk."""
-    group, within = divmod(k, shape.num_stages)
-    chunk, lane = divmod(within, shape.num_ranks)
+    """Returns the ``k``-th forward (or backward) of any rank, counted from 0.
+
+    p micro-batches pass one chunk after the other, then the next p: with 2 ranks and 2 chunks
+    (chunk, micro-batch) are (0, 0), (0, 1), (1, 0), (1, 1), (0, 2) ...
+    """
+    group, index_in_group = divmod(k, shape.num_stages)
+    chunk, index = divmod(index_in_group, shape.num_ranks)
     if direction is Direction.BACKWARD:
         chunk = shape.num_chunks - 1 - chunk
-    return Work(direction=direction, chunk=chunk, micro_batch=group * shape.num_ranks + lane)
+    return Work(direction=direction, chunk=chunk, micro_batch=group * shape.num_ranks + index)

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``."""
+    """Returns the JSON object in ``path``."""
     data = read_json(path)
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(data).__name__}")
@@ -34,28 +34,28 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def unwrap_instance(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``data``, or the object under its key ``instance``; a collection of many is refused."""
-    inner = data.get("instance", data)
-    if not isinstance(inner, Mapping):
-        raise InputError(f"instance: expected an object, got {type(inner).__name__}")
-    lists = [name for name in _COLLECTIONS if isinstance(inner.get(name), list)]
+    """Returns ``data``, or the object under its key ``instance``. Raises InputError: it is many."""
+    instance = data.get("instance", data)
+    if not isinstance(instance, Mapping):
+        raise InputError(f"instance: expected an object, got {type(instance).__name__}")
+    lists = [name for name in _COLLECTIONS if isinstance(instance.get(name), list)]
     if lists:
         raise InputError(
             f"{lists[0]}: a list of instances; expected one instance, so write one of its entries "
             "to a file of its own"
         )
-    return inner
+    return instance
 
 
-def warn_unknown(data: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Log a warning that names the fields of ``data`` which nobody reads: often a misspelling."""
-    unknown = sorted(set(data) - known)
+def warn_unknown(data: Mapping[str, Any], names: frozenset[str]) -> None:
+    """Logs a warning about fields of ``data`` that are not among ``names``: often a misspelling."""
+    unknown = sorted(set(data) - names)
     if unknown:
         _log.warning("memo: ignoring unknown fields: %s", ", ".join(unknown))
 
 
 def number(data: Mapping[str, Any], name: str, default: Number | None = None) -> Number:
-    """The finite, non-negative number under ``name``."""
+    """Returns the finite, non-negative number under ``name``."""
     if name not in data:
         if default is None:
             raise InputError(f"{name}: missing")
@@ -64,7 +64,7 @@ def number(data: Mapping[str, Any], name: str, default: Number | None = None) ->
 
 
 def whole(data: Mapping[str, Any], name: str, *, minimum: int) -> int:
-    """The whole number of at least ``minimum`` under ``name``."""
+    """Returns the whole number of at least ``minimum`` under ``name``."""
     value = number(data, name)
     if value != int(value) or value < minimum:
         raise InputError(f"{name}: expected a whole number >= {minimum}, got {value}")
@@ -72,7 +72,7 @@ def whole(data: Mapping[str, Any], name: str, *, minimum: int) -> int:
 
 
 def flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
-    """The truth value under ``name``; 0 and 1 count."""
+    """Returns the truth value under ``name``; 0 and 1 count."""
     value = data.get(name, default)
     if value not in (True, False, 0, 1) or isinstance(value, str):
         raise InputError(f"{name}: expected true or false, got {value!r}")
@@ -80,18 +80,18 @@ def flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def numbers(data: Mapping[str, Any], name: str, length: int | None = None) -> tuple[Number, ...]:
-    """The list of finite, non-negative numbers under ``name``, of the given length."""
+    """Returns the list of finite, non-negative numbers under ``name``, of the given length."""
     values = _checked_list(data, name, length)
     return tuple(_checked_number(value, f"{name}[{i}]") for i, value in enumerate(values))
 
 
 def indices(data: Mapping[str, Any], name: str, num_ops: int) -> tuple[int, ...]:
-    """The sorted set of operator indices under ``name``, each in ``[0, num_ops)``."""
+    """Returns the sorted set of operator indices under ``name``, each in ``[0, num_ops)``."""
     return _checked_indices(_checked_list(data, name, None), name, num_ops)
 
 
 def dependencies(data: Mapping[str, Any], num_ops: int) -> tuple[tuple[int, ...], ...]:
-    """``deps``: for each operator the operators that it reads, all of them earlier in the list."""
+    """Returns for each operator the ones that it reads, all of them earlier in the list."""
     deps = []
     for i, row in enumerate(_checked_list(data, "deps", num_ops)):
         if not isinstance(row, list):

@@ -50,8 +50,8 @@ class _Phases:
     keep: list[Linear]
     recompute: list[list[Linear | int]]
     """``[phase][operator]``; the constant 0 where equation 6 or the last-stage rule forbids it."""
-    critical: Linear
-    total: Linear
+    critical_time: Linear
+    recompute_time: Linear
     memory: Linear
 
 
@@ -62,7 +62,7 @@ def solve_heu(
     break_ties: bool = True,
     time_limit_s: float = math.inf,
 ) -> HeuSolution:
-    """The least time on the critical path; then the least recomputation, then the least memory.
+    """Finds the least time on the critical path; then least recomputation, then least memory.
 
     ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens; the plan with
     whole operators is returned where cutting them saves no time. Without ``break_ties`` the first
@@ -81,7 +81,7 @@ def solve_heu(
 def _solve_one(
     instance: HeuInstance, token_split: bool, break_ties: bool, deadline_s: float
 ) -> HeuSolution:
-    """The optimum of one of the two programs, with whole operators or with cut ones."""
+    """Returns the optimum of one of the two programs, with whole operators or with cut ones."""
 
     def attempt(budget: Number) -> HeuSolution:
         phases = _build(instance, token_split, budget)
@@ -91,7 +91,7 @@ def _solve_one(
 
 
 def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number:
-    """The least budget under which ``instance`` has a plan, by the same program."""
+    """Returns the least budget under which ``instance`` has a plan, by the same program."""
     phases = _build(instance, token_split, None)
     phases.program.minimise(phases.memory)
     status = phases.program.solve()
@@ -100,7 +100,7 @@ def memory_needed(instance: HeuInstance, *, token_split: bool = False) -> Number
 
 
 def _keep_everything(instance: HeuInstance) -> HeuSolution | None:
-    """The plan without recomputation, if the budget allows it: no program is needed then.
+    """Returns the plan without recomputation, if the budget allows it: no program is needed then.
 
     None also where a needed operator takes no time: recomputing it saves memory at equal time.
     """
@@ -114,18 +114,18 @@ def _keep_everything(instance: HeuInstance) -> HeuSolution | None:
 
 
 def _build(instance: HeuInstance, token_split: bool, budget: Number | None) -> _Phases:
-    """The program without objective; None leaves memory without a bound."""
+    """Returns the program without objective; ``budget`` None leaves memory without a bound."""
     ops = instance.ops
     program = exact_program()
     keep = [program.choice() for _ in range(ops.count)]
     recompute = _recompute_variables(program, instance, token_split)
     program.require(keep[-1].equals(1))
     _add_availability(program, instance, keep, recompute)
-    unit = float(max(*ops.times, 0)) or 1.0
-    cost = [t / unit for t in ops.times]
+    time_unit = float(max(*ops.times, 0)) or 1.0
+    times = [t / time_unit for t in ops.times]
     for phase, limit in enumerate(instance.window_limits):
-        load = weighted(cost, recompute[phase])
-        program.require(load <= limit / unit)  # equation 5
+        load = weighted(times, recompute[phase])
+        program.require(load <= limit / time_unit)  # equation 5
     memory_unit = float(max(instance.budget, *ops.sizes)) or 1.0
     memory = _memory(instance, keep, recompute, memory_unit)
     if budget is not None:
@@ -134,8 +134,8 @@ def _build(instance: HeuInstance, token_split: bool, budget: Number | None) -> _
         program=program,
         keep=keep,
         recompute=recompute,
-        critical=weighted(cost, recompute[ON_DEMAND]),
-        total=weighted(cost * NUM_PHASES, [r for row in recompute for r in row]),
+        critical_time=weighted(times, recompute[ON_DEMAND]),
+        recompute_time=weighted(times * NUM_PHASES, [r for row in recompute for r in row]),
         memory=memory,
     )
 
@@ -143,12 +143,12 @@ def _build(instance: HeuInstance, token_split: bool, budget: Number | None) -> _
 def _recompute_variables(
     program: LinearProgram, instance: HeuInstance, token_split: bool
 ) -> list[list[Linear | int]]:
-    """R_ti, without communications in windows (equation 6) and without windows of length 0."""
+    """Returns R_ti, 0 for communications in windows (equation 6) and in windows of length 0."""
     ops, limits = instance.ops, (*instance.window_limits, math.inf)
 
     def variable(phase: int, i: int) -> Linear | int:
-        barred = phase < NUM_WINDOWS and (i in ops.comm or limits[phase] == 0 < ops.times[i])
-        if barred or (phase < 2 and not instance.forward_windows):
+        is_barred = phase < NUM_WINDOWS and (i in ops.comm or limits[phase] == 0 < ops.times[i])
+        if is_barred or (phase < 2 and not instance.forward_windows):
             return 0
         if token_split and i not in ops.whole:
             return add_share(program, ops.num_slices)
@@ -163,7 +163,7 @@ def _add_availability(
     keep: list[Linear],
     recompute: list[list[Linear | int]],
 ) -> None:
-    """Equation 3 (what backward reads is kept or recomputed once) and 4 (inputs come first).
+    """Requires equations 3 (what backward reads is kept or recomputed once), 4 (inputs first).
 
     Fractions are prefixes of the tokens, so the same inequality states causality for them.
     """
@@ -173,16 +173,16 @@ def _add_availability(
         if instance.need[i]:
             program.require(recomputed + keep[i] >= 1)
         for phase in range(NUM_PHASES):
-            so_far = total([row[i] for row in recompute[: phase + 1]])
+            made_by_now = total([row[i] for row in recompute[: phase + 1]])
             for j in instance.ops.deps[i]:
-                have = total([keep[j], *(row[j] for row in recompute[: phase + 1])])
-                program.require(so_far <= have)
+                input_by_now = total([keep[j], *(row[j] for row in recompute[: phase + 1])])
+                program.require(made_by_now <= input_by_now)
 
 
 def _memory(
     instance: HeuInstance, keep: list[Linear], recompute: list[list[Linear | int]], unit: float
 ) -> Linear:
-    """Left side of equation 7' in units of ``unit``.
+    """Returns the left side of equation 7' in units of ``unit``.
 
     Kept outputs count in every layer and micro-batch in flight, what phases 1 and 2 rebuild in
     every layer of one micro-batch, what phases 3 to 5 rebuild in one layer.
@@ -197,20 +197,21 @@ def _memory(
 def _minimise(
     phases: _Phases, instance: HeuInstance, break_ties: bool, deadline_s: float
 ) -> HeuSolution:
-    """Minimises the critical path, then each tie-break with the earlier goals held fixed."""
+    """Minimises the critical path, then each tie-break with the earlier goals held fixed.
+
+    A solution that breaks the budget by rounding is returned: ``within_budget`` tries again.
+    """
     best: HeuSolution | None = None
     status = SolveStatus.TIME_LIMIT
     program = phases.program
-    goals = (phases.critical, phases.total, phases.memory)
+    goals = (phases.critical_time, phases.recompute_time, phases.memory)
     for goal in goals if break_ties else goals[:1]:
         program.minimise(goal)
         status = program.solve(deadline_s - time.monotonic())
         if not status.has_solution:
             break
         solution = _read(phases, instance, status)
-        if best is not None and exceeds(
-            solution.critical_time, best.critical_time, SPLIT_TOLERANCE
-        ):
+        if best and exceeds(solution.critical_time, best.critical_time, SPLIT_TOLERANCE):
             break
         best = solution if best is None else dataclasses.replace(solution, status=best.status)
         if status is not SolveStatus.OPTIMAL or solution.peak > instance.budget:
@@ -220,7 +221,7 @@ def _minimise(
 
 
 def _read(phases: _Phases, instance: HeuInstance, status: SolveStatus) -> HeuSolution:
-    """The solution that the solved variables hold, with exact times and peak, not yet judged."""
+    """Returns what the solved variables hold, with exact times and peak, not yet judged."""
     keep = tuple(bool(phases.program.integer_value(s)) for s in phases.keep)
     slices = instance.ops.num_slices
     values = [[fraction_value(phases.program, r, slices) for r in row] for row in phases.recompute]
@@ -231,14 +232,14 @@ def _read(phases: _Phases, instance: HeuInstance, status: SolveStatus) -> HeuSol
 
 
 def _costed(instance: HeuInstance, solution: HeuSolution) -> HeuSolution:
-    """``solution`` with the cost that its replay counts; its peak may exceed the budget."""
+    """Returns ``solution`` with its replay's cost; its peak may exceed the budget."""
     unbounded = dataclasses.replace(instance, budget=math.inf)
     cost = replay_heu(unbounded, solution.keep, solution.windows)
     return dataclasses.replace(solution, **dataclasses.asdict(cost))
 
 
 def _conflict(instance: HeuInstance, token_split: bool) -> Conflict | None:
-    """The smallest part of equation 7' that alone exceeds the budget; None when all of it fits."""
+    """Finds the first part of equation 7' that alone exceeds the budget; None when all fits."""
     static, budget = instance.static, instance.budget
     layers, batches, output = instance.num_layers, instance.num_batches, instance.ops.sizes[-1]
     if static > budget:

@@ -57,7 +57,7 @@ class JointProblem:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "JointProblem":
-        """The problem in ``data``: docs/many-gpus.md. Raises InputError: a bad field, named."""
+        """Reads ``data``: docs/many-gpus.md. Raises InputError: a field is bad; it is named."""
         layer = data.get("layer")
         if not isinstance(layer, Mapping):
             raise InputError("layer: expected an object with C, M, deps, comm, need, ctime")
@@ -101,7 +101,7 @@ class JointPlan:
 
 
 def plan_stages(problem: JointProblem, *, token_split: bool = False) -> JointPlan:
-    """The split with the fastest slowest stage under 1F1B, each stage with its optimal policy."""
+    """Finds the split with the fastest slowest stage under 1F1B, with each stage's best policy."""
     stages = _Stages(problem=problem, token_split=token_split)
     layers_of = split_lazily(problem.num_layers, problem.num_stages, stages.time)
     if layers_of is None:
@@ -130,7 +130,10 @@ class _Stages:
     solved: dict[tuple[int, int], HeuSolution] = field(default_factory=dict)
 
     def policy(self, stage: int, layers: int, break_ties: bool = False) -> HeuSolution:
-        """The best policy of ``stage`` with ``layers`` layers, or why there is none."""
+        """Returns the best policy of ``stage`` with ``layers`` layers, or why there is none.
+
+        ``break_ties`` solves again, for the one that recomputes least: for the answer only.
+        """
         if (stage, layers) not in self.solved or break_ties:
             problem = self.problem
             extra = problem.extra_static[stage] if problem.extra_static else 0
@@ -150,26 +153,27 @@ class _Stages:
         return self.solved[stage, layers]
 
     def time(self, stage: int, layers: int) -> float | None:
-        """Time of ``stage`` for one micro-batch; None when ``layers`` layers do not fit."""
+        """Returns the time of one micro-batch on ``stage``; None when the layers do not fit."""
         policy = self.policy(stage, layers)
         if not policy.status.has_solution:
             return None
-        costs, extra = self.problem.costs, self.problem.extra_time
-        each = costs.forward_s + costs.backward_s + policy.critical_time
-        return layers * each + (extra[stage] if extra else 0)
+        costs, extra_s = self.problem.costs, self.problem.extra_time
+        layer_s = costs.forward_s + costs.backward_s + policy.critical_time
+        return layers * layer_s + (extra_s[stage] if extra_s else 0)
 
     def explain(self) -> str:
-        """The smallest reason why no split fits: one stage, else all of them together."""
-        most = []
+        """Says why no split fits: for one stage, else for all of them together."""
+        capacities = []
         for stage in range(self.problem.num_stages):
             time_of = functools.partial(self.time, stage)
-            most.append(_capacity(time_of, math.inf, 1, self.problem.num_layers))
-            alone = self.policy(stage, 1).conflict
-            if most[-1] == 0 and alone is not None:
-                return f"stage {stage} with a single layer: {alone.message}"
+            capacities.append(_capacity(time_of, math.inf, 1, self.problem.num_layers))
+            conflict = self.policy(stage, 1).conflict
+            if capacities[-1] == 0 and conflict is not None:
+                return f"stage {stage} with a single layer: {conflict.message}"
         return (
             f"num_layers: {self.problem.num_layers} layers, but the stages' memory holds "
-            f"{' + '.join(map(str, most))} = {sum(most)}; raise the budgets or add stages"
+            f"{' + '.join(map(str, capacities))} = {sum(capacities)}; raise the budgets or add "
+            "stages"
         )
 
 
@@ -181,24 +185,24 @@ def cooldown_seconds(
     num_layers: int,
     num_batches: int,
 ) -> float:
-    """Recomputation of phases 1 and 2 that cool-down exposes on ``stage``, per step.
+    """Returns the recomputation of phases 1 and 2 that cool-down exposes on ``stage``, per step.
 
     The last p - 1 - r micro-batches of rank r have no forward of another one to hide in. Their
     backwards arrive at the pace of the slowest later stage, so the rank stalls between them; what
     is longer than the stall lies on the critical path.
     """
-    late = min(len(stage_s) - 1 - stage, num_batches)
-    if late == 0:
+    num_exposed = min(len(stage_s) - 1 - stage, num_batches)
+    if num_exposed == 0:
         return 0.0
     parts = [part for window in policy.windows[:2] for part in window]
-    early = num_layers * sum(costs.ops.times[part.op] * part.fraction for part in parts)
-    own = num_layers * (costs.backward_s + policy.critical_time)
-    stall = max(0.0, max(stage_s[stage + 1 :]) - own)
-    return late * max(0.0, early - stall)
+    recompute_s = num_layers * sum(costs.ops.times[part.op] * part.fraction for part in parts)
+    backward_s = num_layers * (costs.backward_s + policy.critical_time)
+    stall_s = max(0.0, max(stage_s[stage + 1 :]) - backward_s)
+    return num_exposed * max(0.0, recompute_s - stall_s)
 
 
 def split_lazily(num_layers: int, num_stages: int, stage_s: StageTime) -> tuple[int, ...] | None:
-    """The split with the fastest slowest stage, asking for few stage times; None = nothing fits.
+    """Finds the split with the fastest slowest stage from few stage times; None = nothing fits.
 
     Exact for stage times as :data:`StageTime` requires. From a first split, look for one whose
     stages are all faster than the slowest so far, until there is none.
@@ -207,29 +211,29 @@ def split_lazily(num_layers: int, num_stages: int, stage_s: StageTime) -> tuple[
         return None
     stage_s = functools.cache(stage_s)
     best: tuple[int, ...] | None = None
-    limit = float("inf")
-    start = [-(-num_layers // num_stages)] * num_stages
+    slowest_s = math.inf
+    guesses = [-(-num_layers // num_stages)] * num_stages
     while True:
-        capacity = [
-            _capacity(functools.partial(stage_s, stage), limit, start[stage], num_layers)
+        capacities = [
+            _capacity(functools.partial(stage_s, stage), slowest_s, guesses[stage], num_layers)
             for stage in range(num_stages)
         ]
-        if min(capacity) < 1 or sum(capacity) < num_layers:
+        if min(capacities) < 1 or sum(capacities) < num_layers:
             return best
-        best = _fill(capacity, num_layers)
+        best = _fill(capacities, num_layers)
         times = [stage_s(stage, layers) for stage, layers in enumerate(best)]
-        limit = max(time for time in times if time is not None)
-        start = list(best)
+        slowest_s = max(time for time in times if time is not None)
+        guesses = list(best)
 
 
-def _capacity(time_of: Callable[[int], float | None], limit: float, start: int, most: int) -> int:
-    """The largest number of layers up to ``most`` whose time is below ``limit``, from a guess."""
+def _capacity(time_of: Callable[[int], float | None], limit: float, guess: int, most: int) -> int:
+    """Returns the largest number of layers up to ``most`` whose time is below ``limit``."""
 
     def fits(layers: int) -> bool:
         time = time_of(layers)
         return time is not None and time < limit
 
-    layers = min(start, most)
+    layers = min(guess, most)
     while layers > 0 and not fits(layers):
         layers -= 1
     while layers < most and fits(layers + 1):
@@ -237,11 +241,11 @@ def _capacity(time_of: Callable[[int], float | None], limit: float, start: int, 
     return layers
 
 
-def _fill(capacity: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """As even a split as the capacities allow, each stage with a layer, earlier stages less."""
-    layers_of = [1] * len(capacity)
-    for _ in range(num_layers - len(capacity)):
-        open_stages = [s for s, most in enumerate(capacity) if layers_of[s] < most]
+def _fill(capacities: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Splits as evenly as the capacities allow, a layer or more each, less to earlier stages."""
+    layers_of = [1] * len(capacities)
+    for _ in range(num_layers - len(capacities)):
+        open_stages = [s for s, most in enumerate(capacities) if layers_of[s] < most]
         target = min(open_stages, key=lambda s: (layers_of[s], -s))
         layers_of[target] += 1
     return tuple(layers_of)

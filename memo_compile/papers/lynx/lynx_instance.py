@@ -85,15 +85,15 @@ class HeuInstance(_Instance):
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "HeuInstance":
-        """The instance that ``data`` (itself, or its field ``instance``) describes.
+        """Returns the instance that ``data`` (itself, or its field ``instance``) describes.
 
         Raises InputError: a field is missing, of a wrong length, negative, cyclic; it is named.
         """
         data = fields.unwrap_instance(data)
-        given = _given(data)
+        common = _common_fields(data)
         instance = HeuInstance(
-            **given,
-            need=_zero_one(data, "need", given["ops"].count),
+            **common,
+            need=_zero_one(data, "need", common["ops"].count),
             windows=fields.numbers(data, "ctime", NUM_WINDOWS),
             num_layers=fields.whole(data, "nl", minimum=1),
             num_batches=fields.whole(data, "nb", minimum=1),
@@ -120,14 +120,14 @@ class LayerCosts:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "LayerCosts":
-        """The layer that ``data`` describes: a HEU instance without ``nl``, ``nb`` and ``budget``.
+        """Returns the layer of ``data``: a HEU instance without ``nl``, ``nb`` and ``budget``.
 
         A field ``backward_time`` stands for what ``backward_seconds`` estimates.
         Raises InputError: a field is missing or cannot be used; it is named.
         """
-        stage = {"nl": 1, "nb": 1, "budget": 0}
+        unused = {"nl": 1, "nb": 1, "budget": 0}
         layer = {k: v for k, v in data.items() if k != "backward_time"}
-        instance = HeuInstance.from_json({**layer, **stage})
+        instance = HeuInstance.from_json({**layer, **unused})
         return LayerCosts(
             ops=instance.ops,
             need=instance.need,
@@ -137,9 +137,9 @@ class LayerCosts:
 
 
 def backward_seconds(ops: Operators) -> Number:
-    """Backward of a layer whose compute takes twice as long and which communicates as often."""
-    compute = sum(time for i, time in enumerate(ops.times) if i not in ops.comm)
-    return BACKWARD_FACTOR * compute + sum(ops.times[i] for i in ops.comm)
+    """Estimates a layer's backward: it computes twice as long and communicates as often."""
+    compute_s = sum(time for i, time in enumerate(ops.times) if i not in ops.comm)
+    return BACKWARD_FACTOR * compute_s + sum(ops.times[i] for i in ops.comm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +151,12 @@ class OptInstance(_Instance):
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "OptInstance":
-        """The instance that ``data`` describes, read and refused as HeuInstance's is."""
+        """Returns the instance that ``data`` describes, read and refused as HeuInstance's is."""
         data = fields.unwrap_instance(data)
-        given = _given(data)
-        count = given["ops"].count
+        common = _common_fields(data)
+        count = common["ops"].count
         last_only = [0] * (count - 1) + [1]
-        instance = OptInstance(**given, keep=_zero_one({"keep": last_only, **data}, "keep", count))
+        instance = OptInstance(**common, keep=_zero_one({"keep": last_only, **data}, "keep", count))
         fields.warn_unknown(data, _OPT_FIELDS)
         return instance
 
@@ -170,10 +170,9 @@ class StageTimes:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "StageTimes":
-        """The table that ``data`` (itself, or its field ``instance``) describes.
+        """Returns the table that ``data`` (itself, or its field ``instance``) describes.
 
-        Raises InputError: no stage, a row without entries, a negative time, or fewer than one
-        layer.
+        Raises InputError: no stage, a row without entries, a negative time, or no layer.
         """
         data = fields.unwrap_instance(data)
         num_layers = fields.whole(data, "num_layers", minimum=1)
@@ -191,8 +190,8 @@ def _stage_row(row: Any, name: str) -> tuple[Number | None, ...]:
     return tuple(None if row[i] is None else time for i, time in enumerate(times))
 
 
-def _given(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``_Instance``."""
+def _common_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the fields of ``_Instance``."""
     times = fields.numbers(data, "C")
     if not times:
         raise InputError("C: expected at least one operator, got an empty list")
@@ -210,7 +209,7 @@ def _given(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _slices(data: Mapping[str, Any]) -> int:
-    """Row slices of ``tokens``; 0 where the instance does not say how many tokens there are."""
+    """Returns how many slices of tokens there are; 0 where the instance has no ``tokens``."""
     if "tokens" not in data:
         return 0
     tokens = fields.whole(data, "tokens", minimum=SLICE_TOKENS)
@@ -220,6 +219,7 @@ def _slices(data: Mapping[str, Any]) -> int:
 
 
 def _zero_one(data: Mapping[str, Any], name: str, length: int) -> tuple[bool, ...]:
+    """Reads a list of ``length`` truth values, written 0 and 1, or false and true."""
     row = data.get(name)
     if isinstance(row, list):
         data = {name: [int(value) if isinstance(value, bool) else value for value in row]}

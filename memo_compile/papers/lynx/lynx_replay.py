@@ -31,7 +31,7 @@ class Replayed:
 def replay_heu(
     instance: HeuInstance, keep: Sequence[bool], windows: Sequence[Sequence[Part]]
 ) -> Replayed:
-    """Recompute one layer phase by phase, then fill and drain a stage with such layers.
+    """Recomputes one layer phase by phase, then fills and drains a stage with such layers.
 
     Raises InvalidPlan: an input is missing, a window overflows, a communication or a kept output is
     recomputed, something that backward reads is absent, or the budget is exceeded.
@@ -41,7 +41,7 @@ def replay_heu(
         raise InvalidPlan(f"replay: expected {ops.count} operators and {NUM_PHASES} phases")
     if not keep[-1]:
         raise InvalidPlan("replay: the layer's output is not kept")
-    progress = [1.0 if kept else 0.0 for kept in keep]
+    progress = [1.0 if kept else 0.0 for kept in keep]  # part of each output that is there
     loads = [_run_phase(instance, t, parts, progress) for t, parts in enumerate(windows)]
     for i, needed in enumerate(instance.need):
         if needed and progress[i] < 1 - SPLIT_TOLERANCE:
@@ -55,7 +55,7 @@ def replay_heu(
 def _run_phase(
     instance: HeuInstance, phase: int, parts: Sequence[Part], progress: list[float]
 ) -> Number:
-    """Recompute ``parts`` in operator order, advance ``progress``, return the time they take."""
+    """Recomputes ``parts`` in operator order, advances ``progress``, returns the time it takes."""
     ops, where = instance.ops, f"replay: phase {phase + 1}"
     load: Number = 0
     for part in sorted(parts, key=lambda part: part.op):
@@ -68,8 +68,8 @@ def _run_phase(
         if progress[i] > 1 + SPLIT_TOLERANCE:
             raise InvalidPlan(f"{where}: operator {i} is kept or recomputed already")
         for j in ops.deps[i]:
-            reached = 1.0 if i in ops.whole else progress[i]
-            if progress[j] < reached - SPLIT_TOLERANCE:
+            needed = 1.0 if i in ops.whole else progress[i]
+            if progress[j] < needed - SPLIT_TOLERANCE:
                 raise InvalidPlan(f"{where}: operator {i} reads operator {j}, which is absent")
         load += _amount(ops.times[i], part.fraction)
     limit = instance.window_limits[phase] if phase < NUM_WINDOWS else load
@@ -83,15 +83,15 @@ def _run_phase(
 def _stage_peak(
     instance: HeuInstance, keep: Sequence[bool], windows: Sequence[Sequence[Part]]
 ) -> Number:
-    """Largest memory while the stage fills with micro-batches and rebuilds its last layer.
+    """Returns the most memory while the stage fills with micro-batches and rebuilds a layer.
 
     Before the first backward every layer of that micro-batch has what phases 1 and 2 rebuilt;
     the backward of one layer then adds what phases 3, 4 and 5 rebuild for it, and only then
     anything is freed.
     """
     sizes = instance.ops.sizes
-    layer = sum(m for m, k in zip(sizes, keep, strict=True) if k)
-    filled = instance.static + instance.num_batches * instance.num_layers * layer
+    kept = sum(size for size, is_kept in zip(sizes, keep, strict=True) if is_kept)
+    filled = instance.static + instance.num_batches * instance.num_layers * kept
     early = [_amount(sizes[part.op], part.fraction) for phase in windows[:2] for part in phase]
     late = [_amount(sizes[part.op], part.fraction) for phase in windows[2:] for part in phase]
     return filled + instance.num_layers * sum(early) + sum(late)
@@ -107,7 +107,7 @@ def replay_opt(
     critical: Sequence[Sequence[float]],
     overlapped: Sequence[Sequence[float]],
 ) -> Replayed:
-    """Execute the schedule phase by phase with a set of live outputs.
+    """Executes the schedule phase by phase with a set of live outputs.
 
     An output is dropped as soon as the next phase does not list it and nothing later in this phase
     reads it; what a communication hides, and whatever that reads, stays until the phase ends.
@@ -135,7 +135,11 @@ def replay_opt(
 
 
 class _Phase:
-    """One phase in execution: runs its critical operators in order, then its window."""
+    """One phase in execution: runs its critical operators in order, then its window.
+
+    ``start`` are the outputs that are there when it begins, ``keep_next`` those that the next phase
+    lists; ``critical`` and ``overlapped`` are the phase's rows of Rc and Ro.
+    """
 
     def __init__(
         self,
@@ -149,6 +153,7 @@ class _Phase:
         self.ops, self.index, self.live = instance.ops, index, set(start)
         self.critical, self.overlapped = critical, overlapped
         self.window = {i for i, x in enumerate(overlapped) if x > 0}
+        # Outputs that stay to the phase's end, whatever reads them.
         self.held = keep_next.union(*((i, *self.ops.deps[i]) for i in self.window))
         self.memory = instance.static + sum(self.ops.sizes[i] for i in start)
         self.peak: Number = self.memory
@@ -156,7 +161,7 @@ class _Phase:
         self.critical_time: Number = 0
 
     def run(self) -> None:
-        """The phase has ended."""
+        """Runs the phase to its end. Raises InvalidPlan."""
         where = f"replay: phase {self.index}"
         if self.critical[self.index] != 1:
             raise InvalidPlan(f"{where}: does not compute its own operator")
@@ -171,6 +176,7 @@ class _Phase:
         self._drop_dead(self.index)
 
     def _compute(self, i: int, fraction: float, where: str) -> None:
+        """Makes ``fraction`` of operator ``i``'s output. Raises InvalidPlan: an input is absent."""
         self.progress[i] += fraction
         if self.progress[i] > 1 + SPLIT_TOLERANCE:
             raise InvalidPlan(f"{where}: operator {i} is computed twice")
@@ -184,7 +190,7 @@ class _Phase:
         self.peak = max(self.peak, self.memory)
 
     def _run_window(self, where: str) -> None:
-        """What the phase's communication hides; its operator's own output is still live."""
+        """Computes what the phase's communication hides, while its own output is still live."""
         if self.window and self.index not in self.ops.comm:
             raise InvalidPlan(f"{where}: overlaps without a communication")
         load: Number = 0
@@ -200,7 +206,7 @@ class _Phase:
             raise InvalidPlan(f"{where}: {load} of work behind a communication of {limit}")
 
     def _drop_dead(self, i: int) -> None:
-        """Free what operator ``i`` read, and ``i`` itself, where nothing will read it again."""
+        """Frees what operator ``i`` read, and ``i`` itself, where nothing will read it again."""
         later = {k for k, x in enumerate(self.critical) if x > 0 and k > i}
         reads_later = {j for k in later for j in self.ops.deps[k]}
         for j in {i, *self.ops.deps[i]} & self.live:

@@ -68,14 +68,14 @@ class _Schedule:
 def solve_opt(
     instance: OptInstance, *, token_split: bool = False, time_limit_s: float = math.inf
 ) -> OptSolution:
-    """The schedule with the least time on the critical path; then the least hidden recomputation.
+    """Returns the schedule with the least critical time; then the least hidden recomputation.
 
     ``token_split`` lets operators outside ``ops.whole`` be cut along their tokens; the schedule
     with whole operators is returned where cutting saves no time. It has passed :func:`replay_opt`.
     The cost is exponential in the worst case: meant for up to a dozen operators.
     """
-    if trivial := _working_set_conflict(instance):
-        return OptSolution(status=SolveStatus.INFEASIBLE, conflict=trivial)
+    if conflict := _working_set_conflict(instance):
+        return OptSolution(status=SolveStatus.INFEASIBLE, conflict=conflict)
     if instance.ops.count == 1:
         return _judged(instance, SolveStatus.OPTIMAL, [[0]], [[1.0]], [[0.0]])
     deadline_s = time.monotonic() + time_limit_s
@@ -86,19 +86,19 @@ def solve_opt(
 
 
 def _solve_one(instance: OptInstance, token_split: bool, deadline_s: float) -> OptSolution:
-    """The optimum of one of the two programs, with whole operators or with cut ones."""
+    """Returns the optimum of one of the two programs, with whole operators or with cut ones."""
 
     def attempt(budget: Number) -> OptSolution:
         schedule = _build(instance, token_split, budget)
         costs = [t / schedule.time_unit for t in instance.ops.times]
         rows = [*schedule.critical, *schedule.started]
-        critical = weighted(costs * len(rows), [x for row in rows for x in row])
-        schedule.program.minimise(critical)
+        critical_time = weighted(costs * len(rows), [x for row in rows for x in row])
+        schedule.program.minimise(critical_time)
         status = schedule.program.solve(deadline_s - time.monotonic())
         if not status.has_solution:
             return OptSolution(status=status)
         solution = _read(schedule, instance, status)
-        if exceeds(solution.peak, instance.budget):
+        if exceeds(solution.peak, instance.budget):  # by rounding: tried with a tighter budget
             return solution
         return _with_least_hidden(schedule, instance, solution, deadline_s)
 
@@ -108,7 +108,7 @@ def _solve_one(instance: OptInstance, token_split: bool, deadline_s: float) -> O
 def _with_least_hidden(
     schedule: _Schedule, instance: OptInstance, solution: OptSolution, deadline_s: float
 ) -> OptSolution:
-    """A solution as fast as ``solution`` that hides the least recomputation.
+    """Returns a solution as fast as ``solution`` that hides the least recomputation.
 
     Hidden time is free, so without this an output is recomputed behind a communication although
     there is memory to keep it. ``solution`` itself where the engine finds nothing in time.
@@ -128,7 +128,7 @@ def _with_least_hidden(
 
 
 def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _Schedule:
-    """The program without objective; without a budget its bound is a variable to minimise.
+    """Returns the program without objective; without a budget its bound is a variable to minimise.
 
     Cell (t, i) is operator i in phase t: a variable for i < t. Phase t computes operator t (D3).
     """
@@ -172,7 +172,7 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
 
 
 def _add_causality(schedule: _Schedule, instance: OptInstance, t: int) -> None:
-    """Constraints of phase ``t`` on what may be computed and what may stay.
+    """Requires of phase ``t`` that what it computes and keeps is there to be read and kept.
 
     D1c: before operator t an operator reads what is resident or computed before it. D1o: behind
     operator t also what is recomputed there. D2: the next phase starts with nothing that this one
@@ -180,17 +180,17 @@ def _add_causality(schedule: _Schedule, instance: OptInstance, t: int) -> None:
     once, and never when it is resident: a second copy would cost time or memory for nothing.
     """
     require, ops = schedule.program.require, instance.ops
-    have, crit = schedule.resident[t], schedule.critical[t]
-    begun, hide = schedule.started[t], schedule.hidden[t]
+    resident, critical = schedule.resident[t], schedule.critical[t]
+    started, hidden = schedule.started[t], schedule.hidden[t]
     for i in range(t + 1):
         for j in ops.deps[i]:
-            ready = total([crit[j], have[j]])
-            require(total([crit[i]]) <= ready)
-            if isinstance(hide[i], int):
+            ready = total([critical[j], resident[j]])
+            require(total([critical[i]]) <= ready)
+            if isinstance(hidden[i], int):  # no variable: operator i cannot be hidden in phase t
                 continue
-            require(begun[i] <= ready + begun[j])
-            require(hide[i] <= ready + hide[j])
-        available = total([have[i], crit[i], hide[i]])
+            require(started[i] <= ready + started[j])
+            require(hidden[i] <= ready + hidden[j])
+        available = total([resident[i], critical[i], hidden[i]])
         require(total([schedule.resident[t + 1][i]]) <= available)
         if i < t:
             require(available <= 1)
@@ -200,7 +200,7 @@ def _add_causality(schedule: _Schedule, instance: OptInstance, t: int) -> None:
 
 
 def _add_memory(schedule: _Schedule, instance: OptInstance, t: int) -> None:
-    """U of phase ``t`` stays within the bound while each operator runs.
+    """Requires that U of phase ``t`` stays within the bound while each operator runs.
 
     An operator t that communicates has its input, its output and all behind it at once.
     """
@@ -210,8 +210,8 @@ def _add_memory(schedule: _Schedule, instance: OptInstance, t: int) -> None:
     level = weighted(sizes, schedule.resident[t]) + instance.static / unit
     for i in range(t + 1):
         level = level + weighted([sizes[i]] * 2, [schedule.critical[t][i], schedule.started[t][i]])
-        at_once = level + weighted(sizes, schedule.overlapped[t]) if i == t else level
-        schedule.program.require(at_once <= schedule.bound)
+        used = level + weighted(sizes, schedule.overlapped[t]) if i == t else level
+        schedule.program.require(used <= schedule.bound)
         for d in (*ops.deps[i], i):
             if (d, i) in freed:
                 level = level - sizes[d] * freed[d, i]
@@ -220,7 +220,7 @@ def _add_memory(schedule: _Schedule, instance: OptInstance, t: int) -> None:
 def _freed_variables(
     schedule: _Schedule, instance: OptInstance, t: int
 ) -> dict[tuple[int, int], Linear]:
-    """F of phase ``t``, by (output d, operator i after which it is freed), for i < t.
+    """Returns F of phase ``t``, by (output d, operator i after which it is freed), for i < t.
 
     An output is freed at most once, only if it is there, and not before its last reader of the
     phase; never when the next phase or anything behind the communication wants it. All of that is
@@ -231,24 +231,24 @@ def _freed_variables(
     freed: dict[tuple[int, int], Linear] = {}
     for d in range(t):
         readers = [i for i, row in enumerate(instance.ops.deps) if d in row]
-        moments = [i for i in (d, *readers) if i < t]
-        for i in moments:
+        last_uses = [i for i in (d, *readers) if i < t]
+        for i in last_uses:
             freed[d, i] = program.variable(high=1.0)
             program.require(freed[d, i] <= critical[i])
-        once = total([freed[d, i] for i in moments])
-        program.require(once <= total([schedule.resident[t][d], critical[d]]))
-        behind = [schedule.hidden[t][j] for j in readers if j < t]
-        for obstacle in (schedule.resident[t + 1][d], *behind):
-            program.require(once + obstacle <= 1)
+        num_frees = total([freed[d, i] for i in last_uses])
+        program.require(num_frees <= total([schedule.resident[t][d], critical[d]]))
+        hidden_readers = [schedule.hidden[t][j] for j in readers if j < t]
+        for obstacle in (schedule.resident[t + 1][d], *hidden_readers):
+            program.require(num_frees + obstacle <= 1)
         for j in readers:
             if j <= t:
-                before = total([freed[d, i] for i in moments if i < j])
-                program.require(before + critical[j] <= 1)
+                freed_before = total([freed[d, i] for i in last_uses if i < j])
+                program.require(freed_before + critical[j] <= 1)
     return freed
 
 
 def _read(schedule: _Schedule, instance: OptInstance, status: SolveStatus) -> OptSolution:
-    """The schedule that the solved variables hold, pruned, with the cost that its replay counts."""
+    """Returns the schedule that the solved variables hold, pruned, with its replay's cost."""
     in_solution = functools.partial(fraction_value, schedule.program)
     value, slices = np.vectorize(in_solution, otypes=[float]), instance.ops.num_slices
     resident = value(schedule.resident[:-1]).round().astype(int)
@@ -260,7 +260,7 @@ def _read(schedule: _Schedule, instance: OptInstance, status: SolveStatus) -> Op
 
 
 def _judged(instance: OptInstance, status: SolveStatus, *matrices: list[list[Any]]) -> OptSolution:
-    """The schedule (S, Rc, Ro) with the cost that its replay counts."""
+    """Returns the schedule of ``matrices`` (S, Rc, Ro) with the cost that its replay counts."""
     resident, critical, overlapped = (tuple(map(tuple, matrix)) for matrix in matrices)
     cost = replay_opt(instance, resident, critical, overlapped)
     return OptSolution(
@@ -288,19 +288,18 @@ def _prune(instance: OptInstance, resident: Matrix, critical: Matrix, overlapped
 
 
 def _working_set_conflict(instance: OptInstance) -> Conflict | None:
-    """What alone exceeds the budget: static memory, an operator with its inputs, what is kept."""
+    """Finds what alone exceeds the budget: static memory, an operator's inputs, what is kept."""
     ops, static, budget = instance.ops, instance.static, instance.budget
-    sets = [("static", f"static memory {static}", static)]
+    needs = [("static", f"static memory {static}", static)]
     for i, row in enumerate(ops.deps):
         need = static + ops.sizes[i] + sum(ops.sizes[j] for j in row)
         text = f"operator {i} with its inputs {list(row)} and static memory {static} needs {need}"
-        sets.append((f"operator_{i}", text, need))
+        needs.append((f"operator_{i}", text, need))
     kept = [i for i in range(ops.count) if instance.keep[i] or i == ops.count - 1]
     need = static + sum(ops.sizes[i] for i in kept)
-    sets.append(
-        ("keep", f"outputs {kept} that must stay with static memory {static}: {need}", need)
-    )
-    for constraint, text, need in sets:
+    text = f"outputs {kept} that must stay with static memory {static}: {need}"
+    needs.append(("keep", text, need))
+    for constraint, text, need in needs:
         if exceeds(need, budget):
             message = f"{text} > budget {budget}; raise the budget"
             return Conflict(constraint=constraint, message=message, floor=need, budget=budget)
@@ -308,11 +307,11 @@ def _working_set_conflict(instance: OptInstance) -> Conflict | None:
 
 
 def _floor_conflict(instance: OptInstance, token_split: bool) -> Conflict:
-    """The first operator that no schedule reaches within the budget, and the least it needs."""
+    """Finds the first operator that no schedule reaches within the budget, and what it needs."""
     for count in range(2, instance.ops.count + 1):
         prefix = _prefix(instance, count)
-        reach = _build(prefix, token_split, instance.budget).program.solve()
-        if reach is not SolveStatus.INFEASIBLE:
+        status = _build(prefix, token_split, instance.budget).program.solve()
+        if status is not SolveStatus.INFEASIBLE:
             continue
         schedule = _build(prefix, token_split, None)
         schedule.program.minimise(total([schedule.bound]))
@@ -329,7 +328,7 @@ def _floor_conflict(instance: OptInstance, token_split: bool) -> Conflict:
 
 
 def _prefix(instance: OptInstance, count: int) -> OptInstance:
-    """The first ``count`` operators, with nothing to keep unless that is the whole graph."""
+    """Returns the first ``count`` operators, with nothing to keep unless these are all."""
     ops = instance.ops
     if count == ops.count:
         return instance

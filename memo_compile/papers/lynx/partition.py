@@ -28,7 +28,7 @@ class Split:
 
 
 def split_exact(table: StageTimes) -> Split:
-    """The split with the least slowest stage, then the least total time; O(stages x layers^2)."""
+    """Finds the split with the least slowest stage, then the least sum; O(stages x layers^2)."""
     if conflict := find_conflict(table):
         return Split(status=SolveStatus.INFEASIBLE, conflict=conflict)
     split = _fastest(
@@ -50,7 +50,7 @@ RangeTime = Callable[[int, int, int], Number | None]
 def split_ranges(
     num_layers: int, num_stages: int, least: RangeTime, exact: RangeTime
 ) -> tuple[int, ...] | None:
-    """Layers of each stage of the best split, as ``split_exact`` has it; None = nothing fits.
+    """Returns the layers of each stage of ``split_exact``'s best split; None = nothing fits.
 
     ``least`` is a cheap lower bound of ``exact``, which is called for few ranges. The best split by
     exact times, where they are known, and bounds elsewhere is found; the exact times of its ranges
@@ -73,13 +73,13 @@ def split_ranges(
             return split
         for key in reversed(bounded):
             exact_times[key] = exact(*key)
-            if exact_times[key] is None:
+            if exact_times[key] is None:  # does not fit: this split is none
                 break
     return None
 
 
 def _fastest(num_layers: int, num_stages: int, time_of: RangeTime) -> tuple[int, ...] | None:
-    """The split with the least slowest stage, then the least total time; None = nothing fits."""
+    """Finds the split with the least slowest stage, then the least sum; None = nothing fits."""
     fastest = _best_split(num_layers, num_stages, time_of, max)
     if fastest is None:
         return None
@@ -102,33 +102,34 @@ def _best_split(
     time_of: RangeTime,
     combine: Callable[[Number, Number], Number],
 ) -> tuple[int, ...] | None:
-    """The split whose combined time is least, or None; the first stages take fewer layers at ties.
+    """Finds the split of the least combined time, or None; at ties early stages have fewer layers.
 
     Dynamic programme over stages; ``combine`` must not decrease in its first argument.
     """
+    # Layers that the stages so far hold -> their least combined time, and the layers of each.
     best: dict[int, tuple[Number, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(num_stages):
-        reached: dict[int, tuple[Number, tuple[int, ...]]] = {}
-        for begin, (so_far, layers_of) in best.items():
+        best_with_stage: dict[int, tuple[Number, tuple[int, ...]]] = {}
+        for begin, (time_so_far, layers_of) in best.items():
             for end in range(begin, num_layers + 1):
                 time = time_of(stage, begin, end)
                 if time is None:
                     continue
-                cost = combine(so_far, time)
-                best_so_far = reached.get(end, (math.inf, ()))
-                if cost <= best_so_far[0]:
-                    reached[end] = min(best_so_far, (cost, (*layers_of, end - begin)))
-        best = reached
+                cost = combine(time_so_far, time)
+                other = best_with_stage.get(end, (math.inf, ()))
+                if cost <= other[0]:
+                    best_with_stage[end] = min(other, (cost, (*layers_of, end - begin)))
+        best = best_with_stage
     return best[num_layers][1] if num_layers in best else None
 
 
 def split_paper(table: StageTimes) -> Split:
-    """The paper's greedy: while the slowest stage gets faster, it gives a layer to a faster one.
+    """Runs the paper's greedy: while the slowest stage gets faster, it gives away a layer.
 
     It starts from equal stages, or, where one of these does not fit, from the nearest that fit.
     """
-    each, extra = divmod(table.num_layers, len(table.rows))
-    layers_of = [each + (s < extra) for s in range(len(table.rows))]
+    least, remainder = divmod(table.num_layers, len(table.rows))
+    layers_of = [least + (s < remainder) for s in range(len(table.rows))]
     if any(_time(table, s, n) is None for s, n in enumerate(layers_of)):
         nearest = split_exact(_distances(table, layers_of))
         if nearest.status is SolveStatus.INFEASIBLE:
@@ -140,23 +141,18 @@ def split_paper(table: StageTimes) -> Split:
 
 
 def find_conflict(table: StageTimes) -> str:
-    """The smallest reason why no split exists, in words; empty when none was found."""
+    """Says why no split exists, by the smallest reason; empty when none was found."""
     least = most = 0
     for s, row in enumerate(table.rows):
-        possible = [layers for layers, _ in _fitting(row, len(row))]
-        if not possible:
+        fitting = [layers for layers, time in enumerate(row) if time is not None]
+        if not fitting:
             return f"stage_times[{s}]: stage {s} runs out of memory with every number of layers"
-        least, most = least + possible[0], most + possible[-1]
+        least, most = least + fitting[0], most + fitting[-1]
     if most < table.num_layers:
         return f"num_layers: {table.num_layers} layers, but all stages together hold {most}"
     if least > table.num_layers:
         return f"num_layers: {table.num_layers} layers, but the stages need at least {least}"
     return ""
-
-
-def _fitting(row: Sequence[Number | None], most: int) -> list[tuple[int, Number]]:
-    """Layer counts up to ``most`` with which a stage fits, and its times."""
-    return [(i, time) for i, time in enumerate(row[: most + 1]) if time is not None]
 
 
 def _time(table: StageTimes, stage: int, layers: int) -> Number | None:
@@ -165,7 +161,7 @@ def _time(table: StageTimes, stage: int, layers: int) -> Number | None:
 
 
 def _distances(table: StageTimes, counts: Sequence[int]) -> StageTimes:
-    """The table with distances from ``counts`` as times: its optimum is a feasible split nearby."""
+    """Returns the table with distances from ``counts`` as times: its optimum fits, and is near."""
     rows = tuple(
         tuple(None if time is None else abs(i - count) for i, time in enumerate(row))
         for row, count in zip(table.rows, counts, strict=True)
@@ -174,7 +170,7 @@ def _distances(table: StageTimes, counts: Sequence[int]) -> StageTimes:
 
 
 def _improve(table: StageTimes, layers_of: list[int]) -> bool:
-    """Make one move in place that makes the slowest stage faster; False when there is none."""
+    """Moves one layer, in place, so that the slowest stage gets faster; False: none does."""
     times = _times(table, layers_of)
     by_time = sorted(range(len(times)), key=lambda s: (times[s], s))
     source, slowest = by_time[-1], max(times)
@@ -191,7 +187,7 @@ def _improve(table: StageTimes, layers_of: list[int]) -> bool:
 
 
 def _times(table: StageTimes, layers_of: Sequence[int]) -> list[Number]:
-    """Each stage's time, read again from the table; all of them fit."""
+    """Returns each stage's time, read from the table; all of them fit."""
     entries = (_time(table, s, n) for s, n in enumerate(layers_of))
     times = [time for time in entries if time is not None]
     assert len(times) == len(table.rows), f"{layers_of} runs out of memory"
@@ -199,6 +195,6 @@ def _times(table: StageTimes, layers_of: Sequence[int]) -> list[Number]:
 
 
 def _checked(table: StageTimes, status: SolveStatus, layers_of: Sequence[int]) -> Split:
-    """The split with its slowest stage."""
+    """Returns the split with the time of its slowest stage."""
     assert sum(layers_of) == table.num_layers, f"{layers_of} is not {table.num_layers} layers"
     return Split(status=status, layers=tuple(layers_of), slowest=max(_times(table, layers_of)))

@@ -94,21 +94,22 @@ def within_budget(
 ) -> PlanT:
     """Calls ``attempt`` with tighter and tighter budgets until the replayed peak obeys ``budget``.
 
-    Where ``attempt`` proves that there is no plan, ``explain`` says why.
+    A solver's rounding may break it. Where ``attempt`` proves that there is no plan, ``explain``
+    says why.
     """
-    tight = budget
+    tried_budget = budget
     for _ in range(MAX_TIGHTENINGS):
-        plan = attempt(tight)
+        plan = attempt(tried_budget)
         if plan.status is SolveStatus.INFEASIBLE:
             return replace(plan, conflict=explain())
         if not plan.status.has_solution or not exceeds(plan.peak, budget):
             return plan
-        tight = budget - 2 * (plan.peak - budget)
+        tried_budget = budget - 2 * (plan.peak - budget)
     return type(plan)(status=SolveStatus.ERROR)
 
 
 def better_plan(whole: PlanT, split: PlanT) -> PlanT:
-    """``split`` where it saves time beyond the engine's rounding, else ``whole``."""
+    """Returns ``split`` where it saves time beyond the engine's rounding, else ``whole``."""
     if not split.status.has_solution:
         return whole
     if not whole.status.has_solution or exceeds(whole.critical_time, split.critical_time, GAIN):
@@ -117,7 +118,7 @@ def better_plan(whole: PlanT, split: PlanT) -> PlanT:
 
 
 def add_share(program: LinearProgram, num_slices: int) -> Linear:
-    """A variable in [0, 1], with ``num_slices`` > 0 a multiple of 1 / num_slices."""
+    """Adds a variable in [0, 1]; with ``num_slices`` > 0 it is a multiple of 1 / num_slices."""
     share = program.variable(high=1.0)
     if num_slices:
         slices = program.variable(high=float(num_slices), is_integer=True)
@@ -126,7 +127,7 @@ def add_share(program: LinearProgram, num_slices: int) -> Linear:
 
 
 def fraction_value(program: LinearProgram, variable: Linear | int, num_slices: int = 0) -> float:
-    """The solved variable in [0, 1], snapped to 0, 1 and whole slices; a fixed int stays."""
+    """Returns the solved variable, in [0, 1], as 0, 1 or whole slices if near; an int as it is."""
     value = program.value(variable)
     if isinstance(variable, int):
         return value

@@ -57,25 +57,26 @@ def compute_alpha(
     host_bytes: float,
     flops_per_s: float,
 ) -> Alpha:
-    """The largest alpha whose copies hide behind one layer's forward and fit the host's memory.
+    """Returns the largest alpha whose copies hide behind a layer's forward and fit the host.
 
     ``host_bytes`` and ``bandwidth_bytes_per_s`` are per GPU. The last two layers of a stage are
     never offloaded: their backward comes first. Raises InputError: an argument is not positive (the
     host's bytes: negative); it is named.
     """
-    whole = {"hidden": hidden, "layers": num_layers, "seq": seq, "tp": tp, "cp": cp, "pp": pp}
+    sizes = {"hidden": hidden, "layers": num_layers, "seq": seq, "tp": tp, "cp": cp, "pp": pp}
     if not (math.isfinite(host_bytes) and host_bytes >= 0):
         raise InputError(f"host-bytes: expected a number of at least 0, got {host_bytes}")
     rates = {"bandwidth": bandwidth_bytes_per_s, "flops": flops_per_s}
-    for name, value in {**whole, **rates}.items():
+    for name, value in {**sizes, **rates}.items():
         if not (math.isfinite(value) and value > 0):
             raise InputError(f"{name}: expected a positive number, got {value}")
-    per_token = (24 * hidden + 2 * seq) * bandwidth_bytes_per_s / (ELEMENT_BYTES * flops_per_s)
-    if not math.isfinite(per_token):
+    # Elements copied per token and hidden unit, in the time of the forward's 24 h + 2 s FLOPs.
+    copied = (24 * hidden + 2 * seq) * bandwidth_bytes_per_s / (ELEMENT_BYTES * flops_per_s)
+    if not math.isfinite(copied):
         raise InputError("hidden, seq, bandwidth, flops: together beyond the range of floats")
     offloaded_layers = num_layers / pp - 2
     host_bound = None
     if offloaded_layers > 0:
-        unit_bytes = offloaded_layers * ELEMENT_BYTES * seq * hidden / (tp * cp)
-        host_bound = (host_bytes / unit_bytes - ALWAYS) / OTHERS
-    return Alpha(bandwidth_bound=(per_token - ALWAYS) / OTHERS, host_bound=host_bound)
+        one_element_bytes = offloaded_layers * ELEMENT_BYTES * seq * hidden / (tp * cp)
+        host_bound = (host_bytes / one_element_bytes - ALWAYS) / OTHERS
+    return Alpha(bandwidth_bound=(copied - ALWAYS) / OTHERS, host_bound=host_bound)

@@ -54,18 +54,19 @@ class Fit:
 
 
 def calibrate(runs: Sequence[Measurement], hardware: HardwareProfile) -> Fit:
-    """The shares that explain ``runs`` best; shares stay at most 1."""
+    """Returns the shares that explain ``runs`` best; shares stay at most 1."""
     spread = np.array(list(PRIOR_SPREAD.values()))
-    centre = np.log([getattr(CostModel(), name) for name in PRIOR_SPREAD])
-    top = np.array([np.inf if name.endswith("_s") else 0.0 for name in PRIOR_SPREAD])
+    default_logs = np.log([getattr(CostModel(), name) for name in PRIOR_SPREAD])
+    # The logarithm of a share is at most 0; seconds have no bound.
+    most_logs = np.array([np.inf if name.endswith("_s") else 0.0 for name in PRIOR_SPREAD])
     measured = np.array([run.iteration_s for run in runs])
     predict = _predictor(runs, hardware)
 
     def residuals(logs: Any) -> Any:
-        data = np.log(predict(_model(logs)) / measured) / NOISE
-        return np.concatenate([data, (logs - centre) / spread])
+        errors = np.log(predict(_model(logs)) / measured) / NOISE
+        return np.concatenate([errors, (logs - default_logs) / spread])
 
-    logs = _gauss_newton(residuals, centre, top)
+    logs = _gauss_newton(residuals, default_logs, most_logs)
     model = _model(logs)
     predicted_s = predict_seconds(runs, hardware, model)
     return Fit(model=model, predicted_s=predicted_s, measured_s=tuple(measured.tolist()))
@@ -74,12 +75,12 @@ def calibrate(runs: Sequence[Measurement], hardware: HardwareProfile) -> Fit:
 def predict_seconds(
     runs: Sequence[Measurement], hardware: HardwareProfile, model: CostModel
 ) -> tuple[float, ...]:
-    """Seconds of each run's step as ``model`` predicts them."""
+    """Returns the seconds of each run's step as ``model`` predicts them."""
     return tuple(float(seconds) for seconds in _predictor(runs, hardware)(model))
 
 
 def read_cost_model(path: Path) -> CostModel:
-    """The shares that ``memo calibrate --json`` printed into ``path``.
+    """Returns the shares that ``memo calibrate --json`` printed into ``path``.
 
     Raises InputError: not such a file, or a share is unknown, not positive, or above 1.
     """
@@ -96,12 +97,13 @@ def read_cost_model(path: Path) -> CostModel:
 
 
 def _model(logs: Any) -> CostModel:
+    """Returns the model whose shares, in the order of PRIOR_SPREAD, have these logarithms."""
     shares = zip(PRIOR_SPREAD, logs, strict=True)
     return CostModel(**{name: float(np.exp(share)) for name, share in shares})
 
 
 def _predictor(runs: Sequence[Measurement], hardware: HardwareProfile) -> Any:
-    """A function from a cost model to the predicted seconds of each run."""
+    """Returns a function from a cost model to the predicted seconds of each run."""
     works = [describe_workload(run.shape, run.seq, run.global_batch) for run in runs]
     names = [field.name for field in dataclasses.fields(Workload)]
     rows = {name: np.stack([getattr(work, name) for work in works], axis=-1) for name in names}
@@ -115,20 +117,22 @@ def _predictor(runs: Sequence[Measurement], hardware: HardwareProfile) -> Any:
     return predict
 
 
-def _gauss_newton(residuals: Any, start: Any, top: Any) -> Any:
-    logs, now = start, residuals(start)
+def _gauss_newton(residuals: Any, start: Any, most: Any) -> Any:
+    """Returns the point below ``most`` with the least sum of squared residuals, near ``start``."""
+    point, errors = start, residuals(start)
     for _ in range(MAX_ROUNDS):
-        moved = [residuals(logs + step) - now for step in DERIVATIVE_STEP * np.eye(len(logs))]
-        jacobian = np.stack(moved, axis=1) / DERIVATIVE_STEP
-        step = np.linalg.lstsq(jacobian, -now, rcond=None)[0]
+        steps = DERIVATIVE_STEP * np.eye(len(point))
+        changes = [residuals(point + step) - errors for step in steps]
+        jacobian = np.stack(changes, axis=1) / DERIVATIVE_STEP
+        direction = np.linalg.lstsq(jacobian, -errors, rcond=None)[0]
         scale = 1.0
         while scale > SMALLEST_STEP:
-            candidate = np.minimum(logs + scale * step, top)
-            after = residuals(candidate)
-            if after @ after < now @ now * (1 - 1e-10):
+            candidate = np.minimum(point + scale * direction, most)
+            new_errors = residuals(candidate)
+            if new_errors @ new_errors < errors @ errors * (1 - 1e-10):
                 break
             scale /= 2
-        else:
-            return logs
-        logs, now = candidate, after
-    return logs
+        else:  # no step makes the sum smaller
+            return point
+        point, errors = candidate, new_errors
+    return point

@@ -96,18 +96,18 @@ class Evaluation:
 
 
 def describe_workload(shape: ModelShape, seq: int, global_batch: int) -> Workload:
-    """The workload's numbers in the expressions below. Raises InputError: ``seq`` is below 1."""
+    """Returns the numbers of one step of a model. Raises InputError: ``seq`` is below 1."""
     tensors = (*layer_tensors(shape, seq), layer_output(shape))
-    moved = sum(tensor.moved_bytes_per_token for tensor in tensors)
-    balanced = sum(t.moved_bytes_per_token for t in tensors if t.name in BALANCED)
-    alike = ("num_layers", "hidden", "layer_parameters", "embedding_parameters", "num_heads")
+    moved_bytes = sum(tensor.moved_bytes_per_token for tensor in tensors)
+    balanced_bytes = sum(t.moved_bytes_per_token for t in tensors if t.name in BALANCED)
+    equal_fields = ("num_layers", "hidden", "layer_parameters", "embedding_parameters", "num_heads")
     return Workload(
-        **{name: float(getattr(shape, name)) for name in alike},
+        **{name: float(getattr(shape, name)) for name in equal_fields},
         kv_hidden=shape.hidden * shape.kv_ratio,
         seq=float(seq),
         global_batch=float(global_batch),
-        moved_bytes=moved,
-        balanced_bytes=balanced,
+        moved_bytes=moved_bytes,
+        balanced_bytes=balanced_bytes,
         saved_elements=np.array([saved_elements(shape, policy) for policy in CHECKPOINTS]),
         flops=shape.flops_per_token(seq) * seq * global_batch,
     )
@@ -121,28 +121,30 @@ def evaluate(
     budget_bytes: float,
     alpha: Any = None,
 ) -> Evaluation:
-    """Memory, offloaded share and time of every configuration, without a Python loop over them.
+    """Returns memory, offloaded share and time of every configuration, without a loop over them.
 
     ``alpha`` prescribes the offloaded shares (measured runs); else the smallest that fits is taken.
     """
-    chunks = work.num_layers / (columns.pp * columns.layers_per_chunk)
-    in_flight = chunks_in_flight(columns.pp, chunks)
-    static = static_bytes(work, columns)
+    num_chunks = work.num_layers / (columns.pp * columns.layers_per_chunk)
+    in_flight = chunks_in_flight(columns.pp, num_chunks)
+    constant_bytes = static_bytes(work, columns)
     elements = np.choose(columns.checkpoint, work.saved_elements)
     shard = columns.tp * columns.cp
-    chunk = columns.layers_per_chunk * elements * (ELEMENT_BYTES * work.seq) / shard
+    chunk_bytes = columns.layers_per_chunk * elements * (ELEMENT_BYTES * work.seq) / shard
     if alpha is None:
-        alpha = smallest_alpha(columns.pp, in_flight, static, chunk, budget_bytes)
-    peak = static + chunk * resident_chunks(in_flight, alpha)
-    step = _step_seconds(
-        work, columns, hardware, model, chunks, in_flight, copied_bytes=alpha * chunk
+        alpha = smallest_alpha(columns.pp, in_flight, constant_bytes, chunk_bytes, budget_bytes)
+    peak = constant_bytes + chunk_bytes * resident_chunks(in_flight, alpha)
+    copied_bytes = alpha * chunk_bytes
+    step_s = _step_seconds(
+        work, columns, hardware, model, num_chunks, in_flight, copied_bytes=copied_bytes
     )
     batches = work.global_batch / columns.dp
     usable = (peak <= budget_bytes * (1 + 1e-9)) & (batches % 1 == 0)
-    usable &= ((chunks == 1) | (batches % columns.pp == 0)) & (work.num_heads % columns.tp == 0)
+    # Interleaved chunks need a multiple of the stages.
+    usable &= ((num_chunks == 1) | (batches % columns.pp == 0)) & (work.num_heads % columns.tp == 0)
     gpus = shard * columns.pp * columns.dp
-    mfu = work.flops / (gpus * hardware.peak_flops_per_s * step)
-    return Evaluation(alpha=alpha, peak_bytes=peak, iteration_s=step, mfu=mfu, usable=usable)
+    mfu = work.flops / (gpus * hardware.peak_flops_per_s * step_s)
+    return Evaluation(alpha=alpha, peak_bytes=peak, iteration_s=step_s, mfu=mfu, usable=usable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,26 +160,26 @@ class LayerSeconds:
 def layer_seconds(
     work: Workload, columns: Columns, hardware: HardwareProfile, model: CostModel
 ) -> LayerSeconds:
-    """Compute, tensor-parallel collectives, and the exposed part of the context-parallel ring."""
+    """Sums compute, tensor-parallel collectives, and what of the ring attention does not hide."""
     tp, cp = columns.tp, columns.cp
     shard = tp * cp
     flops_rate = hardware.peak_flops_per_s * model.gemm_efficiency * shard
     moved_rate = hardware.hbm_bytes_per_s * model.hbm_efficiency * shard
     link_rate = hardware.link_bytes_per_s * model.link_efficiency
     network_rate = hardware.network_bytes_per_s * model.network_efficiency
-    attention = 2 * work.hidden * work.seq**2 / flops_rate
-    compute = 2 * work.layer_parameters * work.seq / flops_rate + attention
-    compute = compute + work.moved_bytes * work.seq / moved_rate
+    attention_s = 2 * work.hidden * work.seq**2 / flops_rate
+    compute_s = 2 * work.layer_parameters * work.seq / flops_rate + attention_s
+    compute_s = compute_s + work.moved_bytes * work.seq / moved_rate
     activation_bytes = ELEMENT_BYTES * work.seq * work.hidden / cp
     tp_s = TP_COLLECTIVES * activation_bytes * (tp - 1) / tp / link_rate
     ring_rate = np.where(shard <= hardware.devices_per_node, link_rate, network_rate)
-    ring = 2 * ELEMENT_BYTES * work.kv_hidden * work.seq * (cp - 1) / shard / ring_rate
-    forward = compute + tp_s + np.maximum(0, ring - attention)
-    balanced = work.balanced_bytes * work.seq / moved_rate
-    repeated = {Checkpoint.NONE: 0.0, Checkpoint.BALANCED: balanced, Checkpoint.FULL: forward}
+    ring_s = 2 * ELEMENT_BYTES * work.kv_hidden * work.seq * (cp - 1) / shard / ring_rate
+    forward_s = compute_s + tp_s + np.maximum(0, ring_s - attention_s)
+    balanced_s = work.balanced_bytes * work.seq / moved_rate
+    repeated = {Checkpoint.NONE: 0.0, Checkpoint.BALANCED: balanced_s, Checkpoint.FULL: forward_s}
     return LayerSeconds(
-        forward=forward,
-        backward=2 * compute + tp_s + np.maximum(0, 2 * ring - 2 * attention),
+        forward=forward_s,
+        backward=2 * compute_s + tp_s + np.maximum(0, 2 * ring_s - 2 * attention_s),
         repeated=np.choose(columns.checkpoint, [repeated[policy] for policy in CHECKPOINTS]),
     )
 
@@ -187,12 +189,12 @@ def _step_seconds(
     columns: Columns,
     hardware: HardwareProfile,
     model: CostModel,
-    chunks: Any,
+    num_chunks: Any,
     in_flight: Any,
     *,
     copied_bytes: Any,
 ) -> Any:
-    """The sum in the module's docstring; ``copied_bytes`` leave and return for each chunk."""
+    """Returns the sum in this file's head; ``copied_bytes`` of each chunk leave and return."""
     tp, cp, pp, dp = columns.tp, columns.cp, columns.pp, columns.dp
     shard = tp * cp
     link_rate = hardware.link_bytes_per_s * model.link_efficiency
@@ -201,23 +203,25 @@ def _step_seconds(
     flops_rate = hardware.peak_flops_per_s * model.gemm_efficiency * shard
     layer = layer_seconds(work, columns, hardware, model)
     layers = columns.layers_per_chunk
-    chunk_forward = layers * layer.forward + model.chunk_overhead_s
-    chunk_backward = layers * (layer.backward + layer.repeated) + model.chunk_overhead_s
-    stage = chunks * (chunk_forward + chunk_backward)
+    forward_s = layers * layer.forward + model.chunk_overhead_s  # of a chunk
+    backward_s = layers * (layer.backward + layer.repeated) + model.chunk_overhead_s
+    stage_s = num_chunks * (forward_s + backward_s)
     batches = work.global_batch / dp
-    passes = batches * chunks
-    head = 6 * work.embedding_parameters * work.seq / flops_rate
+    passes = batches * num_chunks
+    head_s = 6 * work.embedding_parameters * work.seq / flops_rate
     boundary_bytes = 2 * ELEMENT_BYTES * work.seq * work.hidden / shard
-    boundary = np.where(pp > 1, boundary_bytes / network_rate, 0.0)
-    copy = copied_bytes / (hardware.d2h_bytes_per_s * model.host_efficiency)
-    steep = np.minimum(in_flight, passes)
-    exposed = np.maximum(0, copy - chunk_forward) + np.maximum(0, copy - chunk_backward)
-    steady = np.maximum(0, copy - chunk_forward - chunk_backward)
-    exposed = steep * exposed + (passes - steep) * steady
+    boundary_s = np.where(pp > 1, boundary_bytes / network_rate, 0.0)
+    # A copy hides behind a forward while the pipeline fills, a backward while it drains, else both.
+    copy_s = copied_bytes / (hardware.d2h_bytes_per_s * model.host_efficiency)
+    ramp = np.minimum(in_flight, passes)
+    ramp_s = np.maximum(0, copy_s - forward_s) + np.maximum(0, copy_s - backward_s)
+    steady_s = np.maximum(0, copy_s - forward_s - backward_s)
+    exposed_s = ramp * ramp_s + (passes - ramp) * steady_s
     replicas = dp * cp
     gradient_rate = np.where(shard * dp <= hardware.devices_per_node, link_rate, network_rate)
     parameters = stage_parameters(work, columns)
-    gradients = GRADIENT_TRAFFIC_BYTES * parameters * (replicas - 1) / replicas
-    optimizer = OPTIMIZER_TRAFFIC_BYTES * parameters / replicas
-    step = batches * (stage + head) + (pp - 1) * stage / chunks + passes * boundary + exposed
-    return step + gradients / gradient_rate + optimizer / hbm_rate
+    gradient_bytes = GRADIENT_TRAFFIC_BYTES * parameters * (replicas - 1) / replicas
+    optimizer_bytes = OPTIMIZER_TRAFFIC_BYTES * parameters / replicas
+    step_s = batches * (stage_s + head_s) + (pp - 1) * stage_s / num_chunks
+    step_s = step_s + passes * boundary_s + exposed_s
+    return step_s + gradient_bytes / gradient_rate + optimizer_bytes / hbm_rate

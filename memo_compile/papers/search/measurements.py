@@ -43,7 +43,7 @@ class Measurement:
 
 
 def read_measurements(path: Path) -> tuple[Measurement, ...]:
-    """The runs in ``path``, at least one.
+    """Returns the runs in ``path``, at least one.
 
     Raises InputError: the file cannot be read, a column is missing, or a value cannot be used; the
     message starts with file:line.
@@ -76,6 +76,8 @@ def _column(path: Path, header: list[str], names: tuple[str, ...]) -> str:
 
 
 def _measurement(row: dict[str, str], columns: dict[str, str]) -> Measurement:
+    """Returns the run in ``row``; ``columns`` has each field's name in this file."""
+
     def value(field: str, kind: Callable[[str], float]) -> float:
         least = 0.0 if field == "alpha" else 1.0
         return _number(columns[field], row[columns[field]].strip(), kind, least)
@@ -112,6 +114,7 @@ def _iteration_seconds(row: dict[str, str], tokens: int) -> float:
 
 
 def _number(name: str, text: str | None, kind: Callable[[str], float], least: float) -> float:
+    """Returns the number in column ``name``. Raises InputError: none, or less than ``least``."""
     try:
         number = kind(text or "")
     except ValueError:

@@ -75,7 +75,7 @@ class SearchQuestion:
 
 
 def search(question: SearchQuestion, top: int | None = None) -> SearchResult:
-    """Evaluate every configuration and return the ``top`` fastest that fit (all with None).
+    """Evaluates every configuration and returns the ``top`` fastest that fit (all with None).
 
     Ties go to the smaller peak, then to fewer chunks, then to smaller tp, cp, pp. Raises
     InputError: a size is below 1; it is named.
@@ -86,10 +86,10 @@ def search(question: SearchQuestion, top: int | None = None) -> SearchResult:
     work = describe_workload(question.shape, question.seq, global_batch)
     budget = question.budget_bytes
     budget = hardware.memory_bytes * DEFAULT_BUDGET_SHARE if budget is None else budget
-    evaluate(work, columns, hardware, question.model, budget)
-    started = time.perf_counter()
+    evaluate(work, columns, hardware, question.model, budget)  # pays numpy's start-up costs
+    began_s = time.perf_counter()
     evaluation = evaluate(work, columns, hardware, question.model, budget)
-    evaluation_s = time.perf_counter() - started
+    evaluation_s = time.perf_counter() - began_s
     keys = (columns.pp, columns.cp, columns.tp, -columns.layers_per_chunk, evaluation.peak_bytes)
     order = np.lexsort((*keys, evaluation.iteration_s))
     best = order[evaluation.usable[order]][:top]
@@ -112,11 +112,11 @@ def search(question: SearchQuestion, top: int | None = None) -> SearchResult:
 
 
 def _explain(evaluation: Evaluation, budget: float, question: SearchQuestion) -> str:
-    """The constraint that no configuration meets."""
-    least = float(evaluation.peak_bytes.min())
-    if least > budget:
+    """Says which constraint no configuration meets."""
+    least_bytes = float(evaluation.peak_bytes.min())
+    if least_bytes > budget:
         return (
-            f"budget {format_bytes(budget)} < {format_bytes(least)}, the smallest peak of "
+            f"budget {format_bytes(budget)} < {format_bytes(least_bytes)}, the smallest peak of "
             f"{len(evaluation.peak_bytes)} configurations; use more GPUs, a shorter sequence or a "
             "larger budget"
         )

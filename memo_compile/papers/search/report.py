@@ -24,10 +24,7 @@ PLOT_HEIGHT = HEIGHT - 2 * MARGIN
 
 
 def write_search_report(path: Path, question: SearchQuestion, result: SearchResult) -> None:
-    """Write ``path``: two plots in inline SVG and the ranking; it loads nothing.
-
-    Raises InputError: ``path`` cannot be written.
-    """
+    """Writes two plots in inline SVG and the ranking. Raises InputError: not into ``path``."""
     by_gpus = [replace(question, gpus=n) for n in _around(question.gpus, GPU_FACTORS)]
     by_seq = [replace(question, seq=n) for n in _around(question.seq, SEQ_FACTORS)]
     page = render(
@@ -47,18 +44,18 @@ def write_search_report(path: Path, question: SearchQuestion, result: SearchResu
 
 
 def _around(value: int, factors: Sequence[float]) -> list[int]:
-    """Whole multiples and whole fractions of ``value``, ascending."""
+    """Returns the products of ``value`` and ``factors`` that are whole numbers of at least 1."""
     return [int(value * f) for f in factors if value * f >= 1 and (value * f) % 1 == 0]
 
 
 def _best_s(question: SearchQuestion) -> float | None:
-    """Seconds of the fastest usable configuration; None when none is usable."""
+    """Returns the seconds of the fastest usable configuration; None when none is usable."""
     configurations = search(question, 1).configurations
     return configurations[0].iteration_s if configurations else None
 
 
 def _marks(points: Sequence[tuple[int, float | None]]) -> list[dict[str, Any]]:
-    """Where the points lie on logarithmic axes; what does not fit stands on the bottom one."""
+    """Places (size, seconds) on logarithmic axes; sizes that do not fit stand at the bottom."""
     seconds = [y for _, y in points if y is not None]
     if not seconds:
         return []
@@ -75,5 +72,5 @@ def _marks(points: Sequence[tuple[int, float | None]]) -> list[dict[str, Any]]:
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Where ``value`` lies between ``low`` (0) and ``high`` (1) on a logarithmic scale."""
+    """Returns where ``value`` lies between ``low`` (0) and ``high`` (1), logarithmically."""
     return 0.5 if high <= low else math.log(value / low) / math.log(high / low)

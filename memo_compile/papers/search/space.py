@@ -39,7 +39,7 @@ class Columns:
 
 
 def enumerate_space(shape: ModelShape, gpus: int) -> Columns:
-    """Every configuration of ``shape`` on exactly ``gpus`` GPUs; InputError below one GPU."""
+    """Returns each configuration of ``shape`` on exactly ``gpus`` GPUs; InputError below one."""
     require_at_least(1, {"gpus": gpus})
     rows = []
     for pp in _divisors(shape.num_layers):
