@@ -21,6 +21,7 @@ import memo_compile
 from memo_compile.config import local_world_size
 from memo_compile.costs.host import host_memory, processor_name
 from memo_compile.errors import MemoError
+from memo_compile.gpus import version_of
 from memo_compile.planners import solver
 from memo_compile.units import format_bytes
 
@@ -61,7 +62,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, in the order of the table."""
+    """Yields all findings, in the order of the table."""
     yield from _versions()
     yield from _devices()
     yield from _entry_point()
@@ -71,27 +72,30 @@ def examine() -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
+    """Yields the versions of Python and of the packages that memo uses."""
     finding = functools.partial(Finding, group="versions")
 
-    def version(name: str, installed: str | None, absent: str, **fault: Any) -> Finding:
-        """The line of one package; ``absent`` and ``fault`` apply where it is not installed."""
+    def package(name: str, installed: str | None, absent: str, **fault: Any) -> Finding:
+        """Returns a package's line; ``absent`` and ``fault`` apply where it is not installed."""
         fault = {} if installed else fault
         return finding(name=name, value=installed, text=installed or absent, **fault)
 
-    yield version("python", platform.python_version(), "")
-    yield version("memo", _version("memo-compile"), "not installed (running from a folder)")
+    yield package("python", platform.python_version(), "")
+    yield package("memo", version_of("memo-compile"), "not installed (running from a folder)")
     yield _torch_version()
-    triton = _version("triton") or _version("pytorch-triton")
+    triton = version_of("triton") or version_of("pytorch-triton")
     if _has_cuda():
         remedy = "Inductor needs it on CUDA: pip install triton"
-        yield version("triton", triton, "not installed", health=Health.BROKEN, remedy=remedy)
+        yield package("triton", triton, "not installed", health=Health.BROKEN, remedy=remedy)
     else:
-        yield version("triton", triton, "not needed without CUDA")
+        yield package("triton", triton, "not needed without CUDA")
     remedy = "placement searches faster with it: pip install numba"
-    yield version("numba", _version("numba"), "not installed", health=Health.LIMITED, remedy=remedy)
+    numba = version_of("numba")
+    yield package("numba", numba, "not installed", health=Health.LIMITED, remedy=remedy)
 
 
 def _torch_version() -> Finding:
+    """Says whether torch is here, and of a version that memo supports."""
     finding = functools.partial(Finding, group="versions", name="torch")
     span = "{}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TRIED_TORCH)
     try:
@@ -100,7 +104,7 @@ def _torch_version() -> Finding:
         remedy = f"install torch {span}: https://pytorch.org/get-started"
         health = Health.BROKEN
         return finding(value=None, text=f"cannot import: {error}", health=health, remedy=remedy)
-    numbers = tuple(int(part) for part in version.split(".")[:2])
+    numbers = tuple(int(part) for part in version.split(".")[:2])  # of 2.13.0+cpu: 2, 13
     health, remedy = Health.OK, ""
     if numbers < OLDEST_TORCH:
         health, remedy = Health.BROKEN, f"memo supports torch {span}: pip install -U torch"
@@ -111,6 +115,7 @@ def _torch_version() -> Finding:
 
 
 def _devices() -> Iterator[Finding]:
+    """Yields the processor, and each GPU with its free memory."""
     finding = functools.partial(Finding, group="devices")
     name = f"{processor_name()}, {os.cpu_count()} threads"
     yield finding(name="cpu", value=name, text=name)
@@ -127,7 +132,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _entry_point() -> Iterator[Finding]:
-    """Whether ``torch.compile(backend="memo")`` finds and loads the backend."""
+    """Yields whether ``torch.compile(backend="memo")`` finds and loads the backend."""
     finding = functools.partial(Finding, group="backend", name="memo")
     remedy = f"install memo into this Python: pip install {_where_memo_is_from()}"
     try:
@@ -160,7 +165,7 @@ def _where_memo_is_from() -> str:
 
 
 def _compiler() -> Iterator[Finding]:
-    """The C++ compiler that Inductor uses for the CPU, tried on a file with OpenMP."""
+    """Tries the C++ compiler that Inductor uses for the CPU, on a file with OpenMP."""
     finding = functools.partial(Finding, group="compiler", name="C++")
     remedy = "install g++ (with OpenMP) and Python's headers, e.g. apt install g++ python3-dev"
     command: str | None = None
@@ -184,7 +189,7 @@ def _compiler() -> Iterator[Finding]:
 
 
 def try_compiler(command: str) -> str:
-    """Compile a shared object with OpenMP and Python's headers; why it failed, or an empty text."""
+    """Compiles a shared object with OpenMP and Python's headers; says why it fails, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text(_CPP_PROBE)
@@ -207,6 +212,7 @@ def try_compiler(command: str) -> str:
 
 
 def _solvers() -> Iterator[Finding]:
+    """Yields for each engine of integer programs whether it solves a small one."""
     finding = functools.partial(Finding, group="solvers")
     for engine in solver.Engine:
         package = "highspy" if engine is solver.Engine.HIGHS else "mip"
@@ -215,7 +221,7 @@ def _solvers() -> Iterator[Finding]:
             yield finding(name=engine.name, value=None, text=f"not needed beside HiGHS ({missing})")
             continue
         problem = missing or try_engine(engine)
-        version = f"{package} {_version(package)}"
+        version = f"{package} {version_of(package)}"
         yield finding(
             name=engine.name,
             value=None if problem else version,
@@ -226,7 +232,7 @@ def _solvers() -> Iterator[Finding]:
 
 
 def try_engine(engine: solver.Engine) -> str:
-    """Solve min -x - 2y, x + y <= 3, integers up to 2; what went wrong, or an empty text."""
+    """Solves min -x - 2y, x + y <= 3, integers up to 2; says what went wrong, or ""."""
     program = solver.LinearProgram(engine=engine)
     x, y = (program.variable(high=2, is_integer=True) for _ in range(2))
     program.require(x + y <= 3)
@@ -243,6 +249,7 @@ def try_engine(engine: solver.Engine) -> str:
 
 
 def _memory() -> Iterator[Finding]:
+    """Yields how much host memory there is, and what limits the use of it."""
     finding = functools.partial(Finding, group="host memory")
     try:
         host = host_memory()
@@ -260,13 +267,13 @@ def _memory() -> Iterator[Finding]:
         absent = "none" if name == "cgroup limit" else "unknown"
         yield finding(name=name, value=size, text=absent if size is None else format_bytes(size))
     locked = host.locked_limit_bytes
-    small = locked is not None and locked < _LOCKED_BYTES_WANTED and _has_cuda()
+    is_too_small = locked is not None and locked < _LOCKED_BYTES_WANTED and _has_cuda()
     yield finding(
         name="locked limit",
         value=locked,
         text="unlimited" if locked is None else format_bytes(locked),
-        health=Health.LIMITED if small else Health.OK,
-        remedy="pinned memory may be refused: ulimit -l unlimited" if small else "",
+        health=Health.LIMITED if is_too_small else Health.OK,
+        remedy="pinned memory may be refused: ulimit -l unlimited" if is_too_small else "",
     )
     yield finding(name="ranks on this host", value=ranks, text=f"{ranks} (LOCAL_WORLD_SIZE)")
 
@@ -277,12 +284,3 @@ def _has_cuda() -> bool:
     except (ImportError, OSError):
         return False
     return torch.cuda.is_available()
-
-
-def _version(distribution: str) -> str | None:
-    import importlib.metadata  # 30 ms, which no other command needs
-
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

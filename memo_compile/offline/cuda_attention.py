@@ -7,7 +7,7 @@ This module applies the same rules to a GPU that is not at hand.
 import enum
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -46,6 +46,17 @@ def prefers_cudnn(gpu: GpuFacts) -> bool:
     return gpu.major in (9, 10) and not is_deprioritised
 
 
+class _Inputs(NamedTuple):
+    """The inputs of an attention: tensors are (B, H, T, D), the mask (B, H, T, S)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout_p: float
+    is_causal: bool
+
+
 def kernel_for(
     gpu: GpuFacts,
     query: torch.Tensor,
@@ -57,27 +68,26 @@ def kernel_for(
     is_causal: bool,
     enable_gqa: bool,
 ) -> Kernel:
-    """The kernel that torch takes on ``gpu`` for a training step; tensors are (B, H, T, D)."""
+    """Returns the kernel that torch takes on ``gpu`` for a training step."""
     order = [Kernel.FLASH, Kernel.EFFICIENT]
     if prefers_cudnn(gpu):
         order.insert(0, Kernel.CUDNN)
     if not _is_plain(query, key, value):
         return Kernel.MATH
-    grouped = query.shape[-3] != key.shape[-3] or key.shape[-3] != value.shape[-3]
-    if grouped and not (enable_gqa and query.shape[-3] % key.shape[-3] == 0):
+    is_grouped = query.shape[-3] != key.shape[-3] or key.shape[-3] != value.shape[-3]
+    if is_grouped and not (enable_gqa and query.shape[-3] % key.shape[-3] == 0):
         return Kernel.MATH
+    inputs = _Inputs(query, key, value, mask, dropout_p, is_causal)
     fits = {
-        Kernel.FLASH: _fits_flash(
-            gpu, query, key, value, mask, dropout_p=dropout_p, is_causal=is_causal
-        ),
-        Kernel.CUDNN: _fits_cudnn(gpu, query, key, value, mask, dropout_p),
-        Kernel.EFFICIENT: not grouped and _fits_efficient(query, key, value, mask, is_causal),
+        Kernel.FLASH: _fits_flash(gpu, inputs),
+        Kernel.CUDNN: _fits_cudnn(gpu, inputs),
+        Kernel.EFFICIENT: not is_grouped and _fits_efficient(inputs),
     }
     return next((kernel for kernel in order if fits[kernel]), Kernel.MATH)
 
 
 def _is_plain(*tensors: torch.Tensor) -> bool:
-    """Four dimensions each, of one dtype, none empty, the last one dense."""
+    """True where all have four dimensions, one dtype and batch, entries, and a dense last one."""
     return all(
         tensor.dim() == 4
         and tensor.dtype == tensors[0].dtype
@@ -88,46 +98,32 @@ def _is_plain(*tensors: torch.Tensor) -> bool:
     )
 
 
-def _fits_flash(
-    gpu: GpuFacts,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    dropout_p: float,
-    is_causal: bool,
-) -> bool:
+def _fits_flash(gpu: GpuFacts, inputs: _Inputs) -> bool:
+    """True where flash attention takes ``inputs``, backward included."""
+    query, key, value, mask, dropout_p, is_causal = inputs
     width = query.shape[-1]
-    same = width == key.shape[-1] == value.shape[-1]
-    square = query.shape[-2] == key.shape[-2]
+    is_square = query.shape[-2] == key.shape[-2]
     # Ada and small Amperes lack the shared memory that a backward of wide heads needs.
-    narrow = gpu.capability not in range(86, 90) or width <= 192 or (width > 224 and not dropout_p)
+    is_large = gpu.capability not in range(86, 90)
     return (
         mask is None
         and query.dtype in HALVES
-        and same
+        and width == key.shape[-1] == value.shape[-1]
         and width <= FLASH_WIDTH
-        and (square or not is_causal)
-        and narrow
+        and (is_square or not is_causal)
+        and (is_large or width <= 192 or (width > 224 and not dropout_p))
     )
 
 
-def _fits_cudnn(
-    gpu: GpuFacts,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-) -> bool:
+def _fits_cudnn(gpu: GpuFacts, inputs: _Inputs) -> bool:
+    """True where cuDNN's attention takes ``inputs``, backward included."""
+    query, key, value, mask, dropout_p, _ = inputs
     widths = (query.shape[-1], value.shape[-1])
     widest = CUDNN_WIDTH_HOPPER if gpu.capability == 90 else CUDNN_WIDTH
-    narrow = max(widths) <= widest or (gpu.major == 10 and widths == CUDNN_WIDTHS_BLACKWELL)
     return (
         query.dtype in HALVES
         and all(width % 8 == 0 for width in widths)
-        and narrow
+        and (max(widths) <= widest or (gpu.major == 10 and widths == CUDNN_WIDTHS_BLACKWELL))
         and key.shape[-2] > 1
         and (query.shape[-2] > 1 or not dropout_p)
         and (mask is None or not mask.requires_grad)
@@ -141,13 +137,9 @@ def _must_be_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not warns
 
 
-def _fits_efficient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-) -> bool:
+def _fits_efficient(inputs: _Inputs) -> bool:
+    """True where memory-efficient attention takes ``inputs``, backward included."""
+    query, key, value, mask, _, is_causal = inputs
     alignment = 8 if query.dtype in HALVES else 4
     return (
         query.dtype in (*HALVES, torch.float32)
@@ -159,7 +151,7 @@ def _fits_efficient(
 
 
 def attention_of(gpu: GpuFacts) -> Callable[..., torch.Tensor]:
-    """``scaled_dot_product_attention`` as torch runs it on ``gpu``, for a step that trains."""
+    """Returns ``scaled_dot_product_attention`` as torch runs it on ``gpu`` in a training step."""
 
     def attention(
         query: torch.Tensor,
@@ -205,6 +197,7 @@ def _flash(
     dropout_p: float,
     is_causal: bool,
 ) -> torch.Tensor:
+    """Calls flash attention, with heads padded to the multiple that it takes."""
     width = query.shape[-1]
     scale = 1 / math.sqrt(width) if scale is None else scale
     inputs = [query, key, value]
@@ -216,7 +209,7 @@ def _flash(
 
 
 def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """The mask as numbers that are added to the scores: 0 for True, -inf for False."""
+    """Returns the mask as numbers to add to the scores: 0 for True, -inf for False."""
     if mask.dtype is not torch.bool:
         return mask
     zero, minus_infinity = (
@@ -226,6 +219,7 @@ def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Returns ``mask`` in memory as memory-efficient attention reads it, a row for each query."""
     mask = mask.expand(*query.shape[:3], key.shape[2])
     columns = mask.shape[-1]
     if padding := -columns % MASK_ALIGNMENT:

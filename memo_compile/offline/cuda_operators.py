@@ -25,24 +25,24 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        given: torch.Tensor,
+        x: torch.Tensor,
         weight: torch.Tensor | None,
         shape: Sequence[int],
         eps: float | None,
     ) -> torch.Tensor:
         forward = decomposed(_aten._fused_rms_norm.default)
-        out, scale = forward(given, list(shape), weight, eps)
-        ctx.save_for_backward(given, weight, scale)
+        out, scale = forward(x, list(shape), weight, eps)
+        ctx.save_for_backward(x, weight, scale)
         ctx.shape = list(shape)
         result: torch.Tensor = out
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        given, weight, scale = ctx.saved_tensors
+        x, weight, scale = ctx.saved_tensors
         backward = decomposed(_aten._fused_rms_norm_backward.default)
-        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
-        return (*backward(gradient, given, ctx.shape, scale, weight, needed), None, None)
+        needed = list(ctx.needs_input_grad[:2])
+        return (*backward(gradient, x, ctx.shape, scale, weight, needed), None, None)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -51,32 +51,33 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        given: torch.Tensor,
+        x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         shape: Sequence[int],
         eps: float,
     ) -> torch.Tensor:
-        dims = list(range(given.dim() - len(shape), given.dim()))
-        wide = given.to(torch.float32)
-        variance, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+        dims = list(range(x.dim() - len(shape), x.dim()))
+        x_fp32 = x.to(torch.float32)
+        variance, mean = torch.var_mean(x_fp32, dims, correction=0, keepdim=True)
         scale = torch.rsqrt(variance + eps)
-        out = (wide - mean) * scale
+        out = (x_fp32 - mean) * scale
         out = out if weight is None else out * weight
         out = out if bias is None else out + bias
-        ctx.save_for_backward(given, mean, scale, weight, bias)
+        ctx.save_for_backward(x, mean, scale, weight, bias)
         ctx.shape = list(shape)
-        return out.to(given.dtype)
+        return out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        given, mean, scale, weight, bias = ctx.saved_tensors
+        x, mean, scale, weight, bias = ctx.saved_tensors
         backward = decomposed(_aten.native_layer_norm_backward.default)
         needed = list(ctx.needs_input_grad[:3])
-        gradients = backward(gradient, given, ctx.shape, mean, scale, weight, bias, needed)
+        gradients = backward(gradient, x, ctx.shape, mean, scale, weight, bias, needed)
         return (*gradients, None, None)
 
 
+# These three have the parameters of torch's own, by whose names they are called.
 def _layer_norm(
     input: torch.Tensor,
     normalized_shape: Sequence[int],
@@ -109,7 +110,7 @@ def _dropout(
 
 def for_gpu(gm: fx.GraphModule, gpu: GpuFacts) -> None:
     """Changes ``gm``, Dynamo's graph, so that it is traced as on ``gpu``."""
-    instead: dict[Any, Callable[..., Any]] = {
+    replacements: dict[Any, Callable[..., Any]] = {
         functional.scaled_dot_product_attention: attention_of(gpu),
         functional.layer_norm: _layer_norm,
         functional.rms_norm: _rms_norm,
@@ -118,6 +119,6 @@ def for_gpu(gm: fx.GraphModule, gpu: GpuFacts) -> None:
         torch.dropout: _dropout,
     }
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in instead:
-            node.target = instead[node.target]
+        if node.op == "call_function" and node.target in replacements:
+            node.target = replacements[node.target]
     gm.recompile()

@@ -33,25 +33,22 @@ class FirstCall:
 
     @property
     def name(self) -> str:
-        """The module's class, or the function's name."""
+        """Returns the module's class, or the function's name."""
         return _name(self.function)
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The model, where it is what was compiled."""
+        """Returns the model, where it is what was compiled."""
         return self.function if isinstance(self.function, torch.nn.Module) else None
 
 
 def at_first_call(
     script: Path, arguments: list[str], take: Callable[[FirstCall], None]
 ) -> int | None:
-    """Run ``script`` up to its first training step and hand that to ``take``.
+    """Runs ``script`` up to its first training step and hands that to ``take``.
 
-    Returns the script's exit code where it ended before, else None.
-
-    Raises:
-        InputError: the script compiles several things for memo, so that no call is the step.
-        Exception: what ``take`` raises.
+    Returns the script's exit code where it ended before, else None. Raises InputError: the script
+    compiles several things for memo, so that no call is the step; and what ``take`` raises.
     """
     watch = _Watch(take)
     with watch.watching():
@@ -68,10 +65,13 @@ class _Watch:
     take: Callable[[FirstCall], None]
     is_taken: bool = False
     error: Exception | None = None
+    """What ``take`` raised."""
     compiled: list[str] = field(default_factory=list)
+    """Names of all that the script compiles for memo."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        """Inside, torch.compile is replaced."""
         original = torch.compile
         setattr(torch, "compile", self._standing_in(original))  # noqa: B010 - replaced on purpose
         try:
@@ -80,6 +80,8 @@ class _Watch:
             setattr(torch, "compile", original)  # noqa: B010
 
     def _standing_in(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what stands for torch.compile, ``original``: other backends get that itself."""
+
         @functools.wraps(original)
         def compile(model: Any = None, **settings: Any) -> Any:
             if settings.get("backend") not in ("memo", entry.memo):
@@ -93,13 +95,15 @@ class _Watch:
     def _caught(
         self, model: Any, original: Callable[..., Any], settings: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """The stand-in that the script gets for the compiled ``model``."""
+        """Returns the stand-in that the script gets for the compiled ``model``."""
         owner = getattr(model, "__self__", None)
+        # module.compile() compiles the module's method _call_impl, in place.
         in_place = isinstance(owner, torch.nn.Module) and model.__name__ == "_call_impl"
-        function: Any = owner if in_place else model  # in place: by module.compile()
+        function: Any = owner if in_place else model
         self.compiled.append(_name(function))
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            """Hands the first call that trains over, and ends the script; runs others eagerly."""
             trains = not isinstance(function, torch.nn.Module) or any(
                 parameter.requires_grad for parameter in function.parameters()
             )
@@ -123,6 +127,7 @@ class _Watch:
         kwargs: Mapping[str, Any],
         settings: Mapping[str, Any],
     ) -> None:
+        """Hands the call over to ``take``, and keeps what that raises."""
         self.is_taken = True
         try:
             self._require_one()
@@ -156,12 +161,12 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def parameter_names(function: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """Names of the first ``count`` positional parameters; numbers where they have none."""
+    """Returns the names of the first ``count`` positional parameters; numbers: unknown."""
     called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         parameters = [*inspect.signature(called).parameters.values()]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # of a function in C
         parameters = []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [parameter.name for parameter in parameters if parameter.kind in kinds]
-    return tuple(names[at] if at < len(names) else str(at) for at in range(count))
+    return tuple(names[i] if i < len(names) else str(i) for i in range(count))

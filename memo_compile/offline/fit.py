@@ -4,6 +4,7 @@ The step is planned with inputs of other sizes, and never runs. Of each size the
 made first, as ``forecast.longest`` does.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -108,19 +109,17 @@ class Fitting:
     def answer(self, say: Callable[[str], None], tried: Tried) -> FitAnswer:
         """Finds the largest sizes. ``say`` is called before slow work, ``tried`` after each size.
 
-        Raises:
-            InputError: no input of the step has such a size, or the step fails with other sizes.
-            UnsupportedGraph: the step does not trace into one graph.
+        Raises InputError: no input of the step has such a size, or the step fails with other sizes;
+        UnsupportedGraph: the step does not trace into one graph.
         """
-        dims = [self._varied(what) for what in self._question.vary]
-        existing_dims = [varied for varied in dims if varied is not None]
-        if not existing_dims:
+        dims = [varied for what in self._question.vary if (varied := self._varied(what))]
+        if not dims:
             raise InputError(
                 f"{self._call.name} is called with no tensor that has a "
                 f"{' or a '.join(what.value for what in self._question.vary)}; pass the inputs as "
                 "arguments of what is compiled, or name what varies: --dims NAME:DIM"
             )
-        largest = tuple(self._fitted(varied, say, tried) for varied in existing_dims)
+        largest = tuple(self._fitted(varied, say, tried) for varied in dims)
         hardware = self._question.hardware
         return FitAnswer(
             name=self._call.name,
@@ -139,74 +138,72 @@ class Fitting:
         return [] if module is None else [*module.parameters()]
 
     def _varied(self, what: Vary) -> Varied | None:
+        """Returns the dimensions of kind ``what``; None: no input has one."""
         if self._question.dims is not None:
             return self._arguments.named(what, self._question.dims)
         return self._arguments.varied(what)
 
     def _configured(self, config: MemoConfig) -> MemoConfig:
-        """``config`` with the question's host budget; 0 where the host is the device itself."""
-        host = self._question.host_budget
-        if host is None and config.host_budget is None and config.host_is_device(self._target()):
+        """Returns ``config`` with the question's host budget; 0 where the host is the device."""
+        host, hardware = self._question.host_budget, self._question.hardware
+        device = self._device.type if hardware is None else hardware.name
+        if host is None and config.host_budget is None and config.host_is_device(device):
             host = "0"
         return config if host is None else replace(config, host_budget=host)
 
-    def _target(self) -> str:
-        """The type of the device that is asked about, or the name of its profile."""
-        hardware = self._question.hardware
-        return self._device.type if hardware is None else hardware.name
-
     def _budget(self, config: MemoConfig) -> int:
-        """The question's bound in bytes, else the script's, else what the device has free."""
+        """Returns the question's bound in bytes, else the script's, else what the device has."""
         hardware, memory = self._question.hardware, self._question.memory
-        total = self._total_bytes()
+        device_bytes = self._device_bytes()
         if memory is not None:
-            budget = parse_budget(memory, total_bytes=total, what="memory")
+            budget = parse_budget(memory, total_bytes=device_bytes, what="memory")
         elif hardware is None and config.memory_budget is not None:
-            budget = parse_budget(config.memory_budget, total_bytes=total, what="memory_budget")
+            text = config.memory_budget
+            budget = parse_budget(text, total_bytes=device_bytes, what="memory_budget")
         else:
             budget = self._free_bytes()
         if budget <= 0:  # of what the device has
             raise InputError("memory: expected more than 0 bytes")
         return budget
 
-    def _total_bytes(self) -> int | None:
+    def _device_bytes(self) -> int | None:
         hardware = self._question.hardware
         if hardware is not None:
             return hardware.memory_bytes
         return GraphFacts([torch.empty(0, device=self._device)]).device_bytes()
 
     def _free_bytes(self) -> int:
-        """Bytes that the step may take on an idle device; what it already holds there counts."""
+        """Returns what the step may take of an idle device; what it already holds there counts."""
         hardware = self._question.hardware
         if hardware is not None:
-            taken = 0 if hardware.name == "cpu" else CONTEXT_BYTES
-            return hardware.memory_bytes - taken
+            return hardware.memory_bytes - (0 if hardware.name == "cpu" else CONTEXT_BYTES)
         if self._device.type == "cuda":
             free_bytes = GraphFacts([torch.empty(0, device=self._device)]).bytes_left()
         else:
-            usable = host_memory().usable_bytes
-            held = sum(parameter.nbytes for parameter in self._parameters())
-            free_bytes = None if usable is None else usable + held
+            usable_bytes = host_memory().usable_bytes
+            held_bytes = sum(parameter.nbytes for parameter in self._parameters())
+            free_bytes = None if usable_bytes is None else usable_bytes + held_bytes
         if free_bytes is None:
             raise InputError("memory: the host does not say what is free; give --memory SIZE")
         return free_bytes
 
     @property
     def room(self) -> Room:
-        """The budget, and what counts under it beside a plan's peak."""
+        """Returns the budget, and what counts under it beside a plan's peak."""
         hardware = self._question.hardware
         if hardware is None or hardware.name == self._device.type:
             return Room(budget_bytes=self._budget_bytes)
         return Room.on(hardware, self._budget_bytes)
 
     def options(self) -> Mapping[str, Any]:
-        """Options for torch.compile, so that the step is planned for the same memory."""
+        """Returns options for torch.compile, so that the step is planned for the same memory."""
         options: dict[str, Any] = {"memory_budget": self._budget_bytes}
         if self._config.host_budget is not None:
             options["host_budget"] = self._config.host_budget
         return {**(self._call.options or {}), **options}
 
     def _granule(self, varied: Varied) -> int:
+        """Returns the number of which only multiples are tried."""
         if self._question.multiple_of is not None:
             return self._question.multiple_of
         return 1 if varied.what is Vary.BATCH else min(TOKEN_GRANULE, varied.size)
@@ -226,7 +223,7 @@ class Fitting:
         step = None
         if size:
             say(f"{what.value} of {size:,}: the fastest plan")
-        while size and (step := sizes.fastest(size)) is None:
+        while size and (step := self.fastest(varied, size)) is None:
             # The size was found to fit, but a placement may run out of time in this second plan.
             size -= granule
         return Fitted(
@@ -242,7 +239,7 @@ class Fitting:
     def _largest(
         self, need: Callable[[int], Need], granule: int, script_size: int
     ) -> tuple[int, tuple[str, ...]]:
-        """The largest multiple of ``granule`` that fits (0: none), and a note if a larger one may.
+        """Finds the largest multiple of ``granule`` that fits (0: none), and notes if others may.
 
         Bytes grow with sizes, except where a size divides into no tiles (a batch of 17 short
         sequences). So multiples of ROUNDER granules are tried first.
@@ -255,16 +252,16 @@ class Fitting:
             precision=PRECISION if self._question.multiple_of is None else 0.0,
         )
         effort = _Effort(share=1 / len(self._question.vary))
-        untried = search.largest(
+        next_count = search.largest(
             lambda count: need(count * granule),
             MAX_SIZE // granule,
             lambda num_tried: effort.is_spent(num_tried, fits=search.low > 0),
         )
         size, too_large = search.low * granule, (search.least_too_large or 0) * granule
-        if untried is not None:
+        if next_count is not None:  # the effort is spent before this count was tried
             return size, (
                 f"{search.num_tried} sizes were tried: one between {size:,} and "
-                f"{untried * granule:,} may fit as well, --multiple-of asks for fewer",
+                f"{next_count * granule:,} may fit as well, --multiple-of asks for fewer",
             )
         if size and too_large - size > granule:
             return size, (
@@ -274,28 +271,29 @@ class Fitting:
         return size, ()
 
     def _constant_bytes(self) -> int:
-        """Bytes of parameters, gradients, optimizer state; 0 where a function is compiled."""
+        """Returns bytes of parameters, gradients, optimizer state; 0: a function is compiled."""
         parameters = self._parameters()
         state = self._config.optimizer_state_bytes_per_parameter
         return GraphFacts(parameters).constant_bytes(state) if parameters else 0
 
     def _notes(self, varied: Varied, size: int) -> Sequence[str]:
+        """Notes what may break at ``size``: numbers that do not vary, the model's longest input."""
         notes = [
             f"{path} is {varied.size} and stays that, whatever the {varied.what.value}"
             for path in self._arguments.numbers_like(varied.size)
         ]
-        most = _declared_length(self._call.module)
-        if varied.what is Vary.SEQUENCE and most is not None and size > most:
+        declared = _declared_length(self._call.module)
+        if varied.what is Vary.SEQUENCE and declared is not None and size > declared:
             notes.append(
-                f"the model's configuration has max_position_embeddings={most}: longer sequences "
-                "are planned, and may fail or train badly"
+                f"the model's configuration has max_position_embeddings={declared}: longer "
+                "sequences are planned, and may fail or train badly"
             )
         return notes
 
     def need(self, varied: Varied, size: int) -> Need:
-        """The need of the step at ``size``. Raises what the user's code raises there."""
+        """Returns what the step needs at ``size``. Raises what the user's code raises there."""
         available = self.room.available_bytes
-        if self._arguments.bytes_with(varied, size) > available:
+        if self._arguments.bytes_with(varied, size) > available:  # the inputs alone do not fit
             return Need(math.inf, False)
         inputs = self._arguments.with_size(varied, size)
         function, hardware = self._call.function, self._question.hardware
@@ -309,14 +307,17 @@ class Fitting:
             )
 
     def least_bytes(self, varied: Varied, size: int) -> float:
-        """Bytes of greedy's smallest plan at ``size``; infinite where that is unknown."""
+        """Returns bytes of greedy's smallest plan at ``size``; infinite where that is unknown."""
         inputs, hardware = self._arguments.with_size(varied, size), self._question.hardware
         with tracing(self._call.function, inputs.args, inputs.kwargs, hardware=hardware) as traced:
             config = offline_config(self._config, hardware)
             return self._bytes_of(lambda: _smallest(traced, config))
 
     def _bytes_of(self, plan: Callable[[], OfflineStep]) -> float:
-        """Bytes of ``plan()``, or of the floor that its refusal names; infinite without a floor."""
+        """Returns what ``plan()`` takes of ``room.available_bytes``, or the floor that refuses it.
+
+        Infinite: the refusal names no floor.
+        """
         try:
             return self.room.taken_bytes(plan().plan)
         except Infeasible as error:
@@ -324,49 +325,49 @@ class Fitting:
                 return math.inf
             return self.room.counted_bytes(error.floor_bytes, self._constant_bytes())
 
-    def fastest(self, varied: Varied, size: int) -> OfflineStep:
-        """The plan that the backend makes. Raises Infeasible."""
-        inputs = self._arguments.with_size(varied, size)
-        return plan_step_offline(
-            self._call.function,
-            inputs.args,
-            inputs.kwargs,
-            config=self.room.configured(self._config),
-            hardware=self._question.hardware,
-        )
+    def fastest(self, varied: Varied, size: int) -> OfflineStep | None:
+        """Returns the plan of ``size`` that the backend makes; None where none fits."""
+        inputs, config = self._arguments.with_size(varied, size), self.room.configured(self._config)
+        function, hardware = self._call.function, self._question.hardware
+        with contextlib.suppress(Infeasible):
+            return plan_step_offline(
+                function, inputs.args, inputs.kwargs, config=config, hardware=hardware
+            )
+        return None
 
 
 class _Effort:
     """What one search may cost: sizes that are tried, and processor time."""
 
     def __init__(self, share: float) -> None:
-        """``share`` of what all searches of an answer may cost."""
+        """``share``: of what all searches of an answer may cost."""
         self._share, self._began_s = share, time.process_time()
         self._trial_s = 0.0
 
     def is_spent(self, num_tried: int, *, fits: bool) -> bool:
         """True after enough sizes, or seconds if some size ``fits``; called before each size."""
         took_s = time.process_time() - self._began_s
-        if num_tried == 1:
+        if num_tried == 1:  # the first size tells how slow the others are
             self._trial_s = took_s
         limit_s = self._share * max(SEARCH_S, SLOW_TRIES * self._trial_s)
         return num_tried >= self._share * MAX_TRIES or (fits and took_s >= limit_s)
 
 
 def _smallest(traced: TracedModel, config: MemoConfig) -> OfflineStep:
-    """Greedy's plan of the fewest bytes, in tiles where they are allowed."""
+    """Returns greedy's plan of the fewest bytes, in tiles where they are allowed."""
     tiles = 1 if config.exact else config.token_tiles or TOKEN_TILES
     policy = "greedy" if config.policy == "auto" else config.policy
     return _planned(traced, replace(config, memory_budget=1, policy=policy, token_tiles=tiles))
 
 
 def _any_that_fits(traced: TracedModel, config: MemoConfig) -> OfflineStep:
-    """A plan within the budget, in whatever tiles and at whatever speed."""
+    """Returns a plan within the budget, in whatever tiles and at whatever speed."""
     facts = traced.facts()
     return first_that_fits(traced.gm, facts, config, lambda _, options: _planned(traced, options))
 
 
 def _planned(traced: TracedModel, options: MemoConfig) -> OfflineStep:
+    """Plans the step in the tiles of ``options``, at whatever speed."""
     step = traced.lowered(options)
     facts, request = offline_facts(step), first_request(step)
     _, planned = planned_offline(step, options.at_any_speed(), facts, request)
@@ -382,7 +383,7 @@ class _TriedSizes:
         self._refused: dict[int, str] = {}
 
     def need(self, size: int) -> Need:
-        """What ``size`` needs. Raises InputError: the step fails with another size."""
+        """Returns what ``size`` needs. Raises InputError: the step fails at a smaller size."""
         try:
             need = self._fitting.need(self._varied, size)
         except ConfigError:
@@ -394,7 +395,11 @@ class _TriedSizes:
         return need
 
     def _refuse(self, size: int, error: Exception) -> None:
-        """Notes why a larger size fails; raises for the script's size, and for smaller ones."""
+        """Notes why a larger size fails; raises for the script's size, and for smaller ones.
+
+        A larger size may be above the model's limits. Where a smaller one fails, there is another
+        dimension that varies with it.
+        """
         if size == self._varied.size:
             raise error
         if size < self._varied.size:
@@ -404,31 +409,25 @@ class _TriedSizes:
             ) from error
         self._refused[size] = described(error)
 
-    def fastest(self, size: int) -> OfflineStep | None:
-        """The plan of ``size`` that the backend makes; None where none fits."""
-        try:
-            return self._fitting.fastest(self._varied, size)
-        except Infeasible:
-            return None
-
     def floor_bytes(self, size: int) -> int | None:
-        """The budget that ``size``, which does not fit, needs; None where that is unknown."""
+        """Returns the budget that ``size``, which does not fit, needs; None where it is unknown."""
         num_bytes = self.needs[size].num_bytes if size in self.needs else math.inf
         if math.isinf(num_bytes):  # not planned, as where the inputs alone do not fit
             try:
                 num_bytes = self._fitting.least_bytes(self._varied, size)
             except Exception as error:  # as in ``need``
                 self._refuse(size, error)
+        # Needs are of what the room has available, which is less than the budget by what is missed.
         return None if math.isinf(num_bytes) else int(num_bytes) + self._fitting.room.missed_bytes
 
     def refusal(self, size: int) -> str:
-        """Why the step fails with the next larger size tried; empty where memory is the bound."""
+        """Says why the step fails with the next larger size tried; empty: memory is the bound."""
         larger = [other for other in (*self.needs, *self._refused) if other > size]
         return "" if not larger else self._refused.get(min(larger), "")
 
 
 def _declared_length(module: torch.nn.Module | None) -> int | None:
-    """``max_position_embeddings`` of a Hugging Face model; None where it has none."""
+    """Returns ``max_position_embeddings`` of a Hugging Face model; None where it has none."""
     length = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     return length if isinstance(length, int) else None
 

@@ -2,6 +2,7 @@
 
 import bisect
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -124,10 +125,9 @@ class Question:
         return is_shape(self.model)
 
     def tp_of(self, least: float) -> int | None:
-        """The smallest tp of at least ``least`` that divides the model.
+        """Returns the smallest tp of at least ``least`` that divides the model, which needs a name.
 
-        Only the question's tp times 2, 4, 8... are tried. None where none of these divides the
-        model, or the model is no named shape.
+        Only the question's tp times 2, 4, 8... are tried. None: none of these divides it.
         """
         if not self.can_be_cut or self.seq is None:
             return None
@@ -142,14 +142,14 @@ class Question:
 
     @property
     def room(self) -> Room:
-        """The budget, and what counts under it beside a plan's peak."""
+        """Returns the budget, and what counts under it beside a plan's peak."""
         return Room.on(self.hardware, self.budget_bytes, self.degrees.pp)
 
     def state_bytes_per_parameter(self, parameter_bytes: float) -> float:
-        """Optimizer state of a parameter of that size, sharded over dp x cp (ZeRO-1)."""
-        tensors = OPTIMIZERS[self.optimizer]
-        size_bytes = ADAMW_FP32_BYTES if tensors is None else tensors * parameter_bytes
-        return size_bytes / (self.degrees.dp * self.degrees.cp)
+        """Returns the state of a parameter of that size, sharded over dp x cp (ZeRO-1)."""
+        num_tensors = OPTIMIZERS[self.optimizer]
+        state_bytes = ADAMW_FP32_BYTES if num_tensors is None else num_tensors * parameter_bytes
+        return state_bytes / (self.degrees.dp * self.degrees.cp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,11 +240,8 @@ class Forecast:
 def forecast(question: Question, say: Say = say_nothing) -> Forecast:
     """Plans the step of ``question``; where no plan fits, returns the plan of the smallest peak.
 
-    ``say`` is called before each slow part of the work.
-
-    Raises:
-        InputError: the model or a degree cannot be used.
-        MemoError: the model cannot be planned.
+    ``say`` is called before each slow part of the work. Raises InputError: the model or a degree
+    cannot be used; MemoError: the model cannot be planned.
     """
     if question.offload == "auto":
         return _with_least_on_host(question, say)
@@ -253,7 +250,7 @@ def forecast(question: Question, say: Say = say_nothing) -> Forecast:
 
 
 def _with_least_on_host(question: Question, say: Say) -> Forecast:
-    """The answer with as little on the host as fits, of everything there where nothing does."""
+    """Returns the answer with as little on the host as fits; with all of it where none fits."""
     for offload in OFFLOADS:
         say(f"planning with --offload {offload}")
         try:
@@ -268,13 +265,16 @@ def _with_least_on_host(question: Question, say: Say) -> Forecast:
 
 
 def _forecast(question: Question, model: RecordedModel) -> Forecast:
+    """Answers with a plan within the budget or, where the refusal says its floor, that plan."""
     try:
         return _within_budget(question, model)
     except Infeasible as error:
-        floor, room = error.floor_bytes, question.room
-        if floor is None or (room.arena_percent == 100 and floor <= room.available_bytes):
+        floor_bytes, room = error.floor_bytes, question.room
+        # Of one arena a floor within the budget says that something else than it refuses the plan.
+        is_one_arena = room.arena_percent == 100
+        if floor_bytes is None or (is_one_arena and floor_bytes <= room.available_bytes):
             raise
-        return _answer(question, model, _plan(question, model, plan_bytes=floor))
+        return _answer(question, model, _plan(question, model, plan_bytes=floor_bytes))
 
 
 def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
@@ -291,28 +291,26 @@ def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
         least, most = (
             _forecast(replace(question, budget=budget), model) for budget in (1, UNBOUNDED_BYTES)
         )
-        span = most.peak_bytes - least.peak_bytes
+        range_bytes = most.peak_bytes - least.peak_bytes
         yield replace(least, budget_bytes=least.peak_bytes)
-        for number in range(1, num_budgets - 1 if span else 0):
-            budget = least.peak_bytes + span * number // (num_budgets - 1)
+        for number in range(1, num_budgets - 1 if range_bytes else 0):
+            budget = least.peak_bytes + range_bytes * number // (num_budgets - 1)
             yield _forecast(replace(question, budget=budget), model)
         yield replace(most, budget_bytes=most.peak_bytes)
 
 
 def needed(question: Question) -> Need:
-    """The bytes that the step needs, and whether any plan of it fits."""
+    """Returns the bytes that the step needs, and whether any plan of it fits."""
     with _recorded_model(question) as model:
-
-        def whole() -> float:
-            return _whole_bytes(question, model)
-
+        available_bytes = question.room.available_bytes
+        searched = functools.partial(_searched_bytes, question, model)
         if question.degrees.pp > 1:  # greedy's smallest plan counts one frame only
-            return need_of(question.room.available_bytes, whole, lambda: math.inf)
-        return need_of(question.room.available_bytes, lambda: _least_bytes(question, model), whole)
+            return need_of(available_bytes, searched, lambda: math.inf)
+        return need_of(available_bytes, lambda: _least_bytes(question, model), searched)
 
 
-def _whole_bytes(question: Question, model: RecordedModel) -> float:
-    """Bytes of ``forecast``'s plan, or of the floor where none fits; infinite where unknown."""
+def _searched_bytes(question: Question, model: RecordedModel) -> float:
+    """Returns bytes of ``forecast``'s plan, or of the floor where none fits; infinite: unknown."""
     try:
         return question.room.taken_bytes(_forecast(question, model).step.plan)
     except Infeasible as error:
@@ -320,7 +318,7 @@ def _whole_bytes(question: Question, model: RecordedModel) -> float:
 
 
 def _least_bytes(question: Question, model: RecordedModel) -> float:
-    """Bytes of the smallest plan in tiles, made without solvers; infinite where that is unknown.
+    """Returns bytes of the smallest plan in tiles, made without solvers; infinite: unknown.
 
     A refusal's floor does not say how much of it lies beside the arena. Where that decides whether
     the floor fits, the floor's plan is made.
@@ -331,22 +329,20 @@ def _least_bytes(question: Question, model: RecordedModel) -> float:
         smallest = _plan(question, model, plan_bytes=1, token_tiles=TOKEN_TILES)
         return room.taken_bytes(smallest.plan)
     except Infeasible as error:
-        floor = error.floor_bytes
-    if floor is None:
+        floor_bytes = error.floor_bytes
+    if floor_bytes is None:
         return math.inf
-    if floor <= room.available_bytes < room.counted_bytes(floor, 0):
-        smallest = _plan(question, model, plan_bytes=floor, token_tiles=TOKEN_TILES)
+    if floor_bytes <= room.available_bytes < room.counted_bytes(floor_bytes, 0):
+        smallest = _plan(question, model, plan_bytes=floor_bytes, token_tiles=TOKEN_TILES)
         return room.taken_bytes(smallest.plan)
-    return room.counted_bytes(floor, _held_bytes(question, model))
+    return room.counted_bytes(floor_bytes, _held_bytes(question, model))
 
 
 def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     """Finds the longest sequence that fits, a multiple of SEQ_GRANULE x tp x cp; 0 where none does.
 
-    No length above MAX_SEQ is tried. ``tried`` is called with each length and whether it fits. Each
-    length is traced; mostly four to six are.
-
-    Raises as ``forecast``, and InputError: the length does not change the step.
+    Mostly four to six lengths are traced, none above MAX_SEQ; ``tried`` is called with each and
+    whether it fits. Raises as ``forecast``, and InputError: the length does not change the step.
     """
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
     most = max(1, MAX_SEQ // granule)
@@ -371,10 +367,7 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
 
 
 def _constant_bytes(question: Question) -> int:
-    """Bytes of parameters, gradients and optimizer state; 0 where the model is a function.
-
-    Raises InputError: the function takes no length.
-    """
+    """Returns ``_held_bytes``. Raises InputError: the model is a function that takes no length."""
     with _recorded_model(question) as model:
         if model.facts.num_tokens is None:
             raise InputError(f"max-seq: {question.model} takes no seq; leave out --max-seq")
@@ -382,12 +375,13 @@ def _constant_bytes(question: Question) -> int:
 
 
 def _held_bytes(question: Question, model: RecordedModel) -> int:
-    """Bytes of parameters, gradients and optimizer state on the device."""
+    """Returns bytes of parameters, gradients and optimizer state on the device; 0: a function's."""
     weights = not question.on_host("weights")
     return model.constant_bytes(_state_bytes(question, model), weights=weights)
 
 
 def _state_bytes(question: Question, model: RecordedModel) -> float:
+    """Returns optimizer state per parameter, in bytes."""
     return question.state_bytes_per_parameter(model.facts.parameter_bytes)
 
 
@@ -414,19 +408,17 @@ def _recorded_model(question: Question, say: Say = say_nothing) -> RecordedModel
 def _within_budget(question: Question, model: RecordedModel) -> Forecast:
     """Plans one micro-batch so that all micro-batches in flight together are within the budget.
 
-    Each of the n micro-batches in flight holds an arena of its own, and an estimate may miss a part
-    of each: an arena counts k >= n times. Let F be what the step holds beside its arena (F = peak -
-    arena). A plan whose peak is at most F + (budget - F) / k has an arena of at most (budget - F) /
-    k; k such arenas and F are within the budget. But F is known only of a finished plan: first that
-    of the step that keeps everything is used, then that of the last plan. A later plan may have a
-    smaller F and a larger arena, or a larger F and be faster.
+    An arena counts k times, for each micro-batch and what an estimate may miss. With F bytes beside
+    it (peak - arena) a peak of F + (budget - F) / k is within the budget. But F is known of a plan
+    only: first that of the step that keeps everything is used, then that of the last plan.
     """
     answer, room = _answer(question, model, _plan(question, model)), question.room
     for _ in range(MAX_FRAME_PLANS):
         plan = answer.step.plan
         plan_bytes = room.plan_bytes(plan.peak_bytes - plan.arena_bytes)
-        if room.arena_percent == 100 or (answer.fits and not _is_faster_within(plan, plan_bytes)):
+        if room.arena_percent == 100 or (answer.fits and not _has_faster(plan, plan_bytes)):
             break
+        # Its smaller F left too large an arena, or its larger F allows a faster plan.
         other = _answer(question, model, _plan(question, model, plan_bytes=plan_bytes))
         if answer.fits:
             return other if other.fits and other.step_s < answer.step_s else answer
@@ -434,7 +426,7 @@ def _within_budget(question: Question, model: RecordedModel) -> Forecast:
     return answer
 
 
-def _is_faster_within(plan: Plan, plan_bytes: int) -> bool:
+def _has_faster(plan: Plan, plan_bytes: int) -> bool:
     """True where the frontier of ``plan`` has a faster plan with a peak of at most these bytes."""
     step_s = plan.step_s or 0.0
     return any(
@@ -446,7 +438,7 @@ def _is_faster_within(plan: Plan, plan_bytes: int) -> bool:
 def _plan(
     question: Question, model: RecordedModel, *, plan_bytes: int | None = None, **extra: Any
 ) -> OfflineStep:
-    """The plan within the budget, or of a peak of at most ``plan_bytes``; ``extra`` are options."""
+    """Plans within the budget, or for a peak of at most ``plan_bytes``; ``extra`` are options."""
     options: dict[str, Any] = {
         **extra,
         "policy": question.policy,
@@ -463,7 +455,7 @@ def _plan(
 
 
 def _answer(question: Question, model: RecordedModel, step: OfflineStep) -> Forecast:
-    """The forecast of a planned micro-batch: sizes of all in flight, speed of the whole job."""
+    """Returns the forecast of a planned micro-batch: sizes of all in flight, the job's speed."""
     plan, room = step.plan, question.room
     assert plan.timeline is not None, "an offline plan is simulated"
     frames_bytes = plan.peak_bytes + (room.num_frames - 1) * plan.arena_bytes
@@ -493,6 +485,7 @@ def _answer(question: Question, model: RecordedModel, step: OfflineStep) -> Fore
 
 
 def _above_device(question: Question) -> tuple[str, ...]:
+    """Notes that the budget is above what the device has, if it is."""
     name, device_bytes = question.hardware.name, question.hardware.memory_bytes
     if question.budget is None or question.budget_bytes <= device_bytes:
         return ()
@@ -500,6 +493,7 @@ def _above_device(question: Question) -> tuple[str, ...]:
 
 
 def _why_estimated(hardware: HardwareProfile) -> tuple[str, ...]:
+    """Notes why plans for ``hardware`` are estimates, if they are."""
     if is_exact(hardware):
         return ()
     missing = missing_for_target()

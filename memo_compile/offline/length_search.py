@@ -24,15 +24,17 @@ class Need(NamedTuple):
     fits: bool
 
 
-def need_of(available_bytes: int, least: Callable[[], float], whole: Callable[[], float]) -> Need:
-    """The need of one size, found with as little planning as decides whether it fits.
+def need_of(
+    available_bytes: int, least: Callable[[], float], searched: Callable[[], float]
+) -> Need:
+    """Returns the need of one size, with as little planning as decides whether it fits.
 
-    ``least`` returns the bytes of greedy's smallest plan, in little time. ``whole`` returns those
-    of the full search, and is called only where the smallest plan is just too large.
+    ``least`` returns the bytes of greedy's smallest plan, in little time. ``searched`` returns
+    those of the full search, and is called only where the smallest plan is just too large.
     """
     num_bytes = least()
     if available_bytes < num_bytes <= NEAR * available_bytes:
-        num_bytes = min(num_bytes, whole())
+        num_bytes = min(num_bytes, searched())
     return Need(num_bytes, num_bytes <= available_bytes)
 
 
@@ -62,7 +64,7 @@ class LengthSearch:
         self._high_bytes = math.inf
         self._start, self._rounder, self._precision = max(1, start), rounder, precision
         self._budget_bytes, self._constant_bytes = budget_bytes, constant_bytes
-        self._longer = self._shorter = 1
+        self._step_up = self._step_down = 1
         """Least distance of the next count from ``low`` and from ``_high``; doubled where the line
         missed."""
         self.num_tried = 0
@@ -76,10 +78,10 @@ class LengthSearch:
         most: int,
         is_enough: Callable[[int], bool] = lambda num_tried: False,
     ) -> int | None:
-        """Calls ``need`` until ``low`` is the largest count that fits, or ``most``.
+        """Calls ``need`` until ``low`` is the largest count that fits, or ``most``; returns None.
 
-        Returns None then. Where ``is_enough``, called with the number of counts that were tried,
-        ends the search before, returns the count to try next.
+        Where ``is_enough``, called with the number of counts that were tried, ends the search
+        before that, returns the count to try next.
         """
         while self.low < most and (count := self.next_count()) is not None:
             count = min(count, most)
@@ -90,24 +92,26 @@ class LengthSearch:
 
     @property
     def least_too_large(self) -> int | None:
-        """The smallest count that was seen not to fit; None: there is none."""
+        """Returns the smallest count that was seen not to fit; None: there is none."""
         return self._high
 
     def add(self, count: int, need: Need) -> None:
-        """Takes in what ``count`` granules need."""
+        """Notes what ``count`` granules need."""
         self.num_tried += 1
         if need.fits:
-            self._longer = 1 if self.low < self._guess() else 2 * self._longer
-            self._shorter = 1
+            # The line that foretold no count above ``low`` was too low.
+            self._step_up = 1 if self.low < self._guess() else 2 * self._step_up
+            self._step_down = 1
             self.is_flat = self.low > 0 and need.num_bytes == self._low_bytes < math.inf
             self.low, self._low_bytes = count, need.num_bytes
         else:
-            missed = self._high is not None and count >= self._high - self._shorter
-            self._shorter = 2 * self._shorter if missed else 1
+            # The line that foretold a count as near to ``_high`` as is tried was too high.
+            is_too_high = self._high is not None and count >= self._high - self._step_down
+            self._step_down = 2 * self._step_down if is_too_high else 1
             self._high, self._high_bytes = count, need.num_bytes
 
     def next_count(self) -> int | None:
-        """The count to try next; None when ``low`` is the answer.
+        """Returns the count to try next; None when ``low`` is the answer.
 
         Counts that are no multiple of ``rounder`` divide into no tiles and so may need far more
         bytes. They are tried only between two neighbouring multiples that are decided.
@@ -115,30 +119,31 @@ class LengthSearch:
         count = self._nearest_count()
         if count is None or not self.num_tried:
             return count
-        above = (self.low // self._rounder + 1) * self._rounder
-        if self._high is not None and above >= self._high:
+        next_multiple = (self.low // self._rounder + 1) * self._rounder
+        if self._high is not None and next_multiple >= self._high:
             return count
-        return max(above, count // self._rounder * self._rounder)
+        return max(next_multiple, count // self._rounder * self._rounder)
 
     def _nearest_count(self) -> int | None:
-        """The count to try next, whether or not it is a multiple of ``rounder``."""
+        """Returns the count to try next, whether or not it is a multiple of ``rounder``."""
         if self._high is None and not self.low:
             return self._start
         if self._high is None and self.is_flat:
             return LONGEST * self.low
         if self._high is None:
-            return min(max(self._guess(), self.low + self._longer), LONGEST * self.low)
+            return min(max(self._guess(), self.low + self._step_up), LONGEST * self.low)
         if self._high - self.low <= max(1, int(self._precision * self.low)):
             return None
         if self.num_tried % HALVED_EACH == 0:
             return (self.low + self._high) // 2
-        guess = max(self._guess(), self.low + self._longer)
-        return max(self.low + 1, min(guess, self._high - self._shorter))
+        guess = max(self._guess(), self.low + self._step_up)
+        return max(self.low + 1, min(guess, self._high - self._step_down))
 
     def _guess(self) -> int:
-        """The count whose bytes equal the budget, on a line through the last two known points.
+        """Returns the count whose bytes equal the budget, on a line through the last two points.
 
-        Where no line rises: ``LONGER`` times ``low`` while every count fits, else 0.
+        Points: 0 granules, ``low`` and ``_high``, as far as their bytes are known. Where no line
+        rises: ``LONGER`` times ``low`` while every count fits, else 0.
         """
         points = [
             (count, num_bytes)
@@ -149,8 +154,8 @@ class LengthSearch:
             )
             if count is not None and num_bytes < math.inf
         ]
-        (count_a, bytes_a), (count_b, bytes_b) = points[-2:] if len(points) > 1 else points * 2
-        if bytes_b <= bytes_a:
+        (few, few_bytes), (many, many_bytes) = points[-2:] if len(points) > 1 else points * 2
+        if many_bytes <= few_bytes:
             return LONGER * self.low if self._high is None else 0
-        missing_bytes = self._budget_bytes - bytes_a
-        return int(count_a + (count_b - count_a) * missing_bytes / (bytes_b - bytes_a))
+        left_bytes = self._budget_bytes - few_bytes
+        return int(few + (many - few) * left_bytes / (many_bytes - few_bytes))

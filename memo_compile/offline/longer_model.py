@@ -78,7 +78,7 @@ class _LongerStep:
         self._chains = _Chains(self._calls_of_units(), self._units, arguments)
 
     def build(self) -> CutStep:
-        """The longer step."""
+        """Returns the longer step."""
         return replace(
             self._old,
             forward=self._half(self._old.forward),
@@ -87,7 +87,7 @@ class _LongerStep:
         )
 
     def _unit(self, call: CutCall, phase: Phase) -> int:
-        """The unit that ``call`` belongs to; the backward runs through the units in reverse."""
+        """Returns the unit of ``call``; the backward runs through the units in reverse."""
         return call.position if phase is Phase.FORWARD else self._num_units - 1 - call.position
 
     def _calls_of_units(self) -> dict[int, list[CutCall]]:
@@ -98,7 +98,7 @@ class _LongerStep:
         return calls
 
     def _half(self, half: Cut) -> Cut:
-        """The forward or backward with the copies of the middle unit."""
+        """Returns the forward or backward with the copies of the middle unit."""
         arguments = self._with_copies(half.arguments)
         copied_nodes = {
             self._chains.copy(name, number): node
@@ -119,7 +119,7 @@ class _LongerStep:
         )
 
     def _longer_calls(self, calls: Sequence[CutCall], phase: Phase) -> tuple[CutCall, ...]:
-        """``calls`` in their order, with the copies of the middle unit's calls where those run."""
+        """Returns ``calls`` in their order, with the copies of the middle unit's beside those."""
         longer_calls: list[CutCall] = []
         for unit, group in itertools.groupby(calls, lambda call: self._unit(call, phase)):
             unit_calls = list(group)
@@ -130,7 +130,7 @@ class _LongerStep:
         return tuple(longer_calls)
 
     def _placed(self, call: CutCall, unit: int, number: int, phase: Phase) -> CutCall:
-        """``call`` of ``unit`` at its place in the longer step.
+        """Returns ``call`` of ``unit`` at its place in the longer step.
 
         ``number`` is above 0 for the copies of the middle unit.
         """
@@ -156,7 +156,7 @@ class _LongerStep:
         )
 
     def _renamed(self, name: str, unit: int, new_unit: int) -> str:
-        """The value that a call of ``unit`` reads or makes as ``name``, once it is ``new_unit``."""
+        """Returns what a call of ``unit`` reads or makes for ``name``, once it is ``new_unit``."""
         value_unit = self._chains.unit_of.get(name)
         if value_unit is None:
             return name
@@ -167,7 +167,7 @@ class _LongerStep:
         return self._value_at(name, new_unit + value_unit - unit)
 
     def _value_at(self, name: str, unit: int) -> str:
-        """The value of ``name``'s chain that belongs to ``unit`` of the longer step."""
+        """Returns the value of ``name``'s chain that belongs to ``unit`` of the longer step."""
         number = unit - self._middle
         if number <= 0:
             return self._chains.value_at(name, unit)
@@ -176,23 +176,22 @@ class _LongerStep:
         return self._chains.copy(self._chains.value_at(name, self._middle), number)
 
     def _with_copies(self, names: Sequence[Name]) -> tuple[Name, ...]:
-        """``names``, and behind those of the middle unit their copies, unit by unit."""
+        """Returns ``names``, and behind those of the middle unit their copies, unit by unit."""
 
         def is_middle(name: Name) -> bool:
             return name is not None and self._chains.unit_of.get(name) == self._middle
 
         longer_names: list[Name] = []
-        for is_copied, group in itertools.groupby(names, is_middle):
-            run = list(group)
-            longer_names += run
+        for is_copied, neighbours in itertools.groupby(names, is_middle):
+            group = list(neighbours)
+            longer_names += group
             if is_copied:
                 for number in range(1, self._num_copies + 1):
-                    copies = (self._chains.copy(name, number) for name in run if name is not None)
-                    longer_names += copies
+                    longer_names += (self._chains.copy(name, number) for name in group if name)
         return tuple(longer_names)
 
     def _graph_of_inputs(self, half: Cut, arguments: Sequence[str]) -> fx.GraphModule:
-        """A graph with placeholders for ``arguments`` alone: of a plan only its inputs are read."""
+        """Returns a graph of placeholders for ``arguments``: a plan reads only a half's inputs."""
         old_inputs = {
             node.name: node for node in half.half_graph.graph.find_nodes(op="placeholder")
         }
@@ -204,7 +203,7 @@ class _LongerStep:
         return fx_graphs.graph_module(half.half_graph, graph)
 
     def _longer_units(self) -> JointUnits:
-        """The units of the longer step: the middle unit's span repeats."""
+        """Returns the units of the longer step: the middle unit's span repeats."""
         structure = self._old.units.structure
         middle, (layers,) = structure.units[self._middle], structure.classes
         spans = [
@@ -228,6 +227,10 @@ class _Chains:
     def __init__(
         self, calls: dict[int, list[CutCall]], units: Sequence[int], arguments: set[str]
     ) -> None:
+        """Pairs the values of equal calls in neighbouring ``units``; ``arguments``: of the halves.
+
+        Raises NotUniform: the layers are not wired alike.
+        """
         self._next: dict[str, str] = {}
         """Value -> the value of the same chain in the next unit."""
         self.original_of: dict[str, str] = {}
@@ -244,9 +247,9 @@ class _Chains:
                 if name == next_name:
                     shared.add(name)
                     continue
-                if (other := self._next.setdefault(name, next_name)) != next_name:
-                    raise NotUniform(f"{name} is followed by {other} and by {next_name}")
-                if name in arguments:
+                if (follower := self._next.setdefault(name, next_name)) != next_name:
+                    raise NotUniform(f"{name} is followed by {follower} and by {next_name}")
+                if name in arguments:  # a parameter, say, which no call makes
                     self.unit_of.setdefault(name, unit)
                     self.unit_of.setdefault(next_name, next_unit)
         self._find_units_of_borders()
@@ -267,7 +270,7 @@ class _Chains:
                 raise NotUniform(f"{name} and {next_name} are not of neighbouring layers")
 
     def value_at(self, name: str, unit: int) -> str:
-        """The value of ``name``'s chain that belongs to ``unit`` of the traced step."""
+        """Returns the value of ``name``'s chain that belongs to ``unit`` of the traced step."""
         neighbours = self._next if unit > self.unit_of[name] else self._previous
         while self.unit_of[name] != unit:
             if name not in neighbours:
@@ -277,14 +280,14 @@ class _Chains:
         return name
 
     def copy(self, name: str, number: int) -> str:
-        """The name of copy ``number`` of a value of the middle unit."""
+        """Returns the name of copy ``number`` of a value of the middle unit."""
         copy = f"{name}_copy{number}"
         self.original_of[copy] = name
         return copy
 
 
 def _uniform_units(calls: dict[int, list[CutCall]], units: Sequence[int]) -> Sequence[int]:
-    """``units`` without the first or last where it calls other regions: to sum up, say."""
+    """Returns ``units`` without the first or last where it calls other regions: to sum up, say."""
     shapes = {unit: [_shape(call) for call in calls[unit]] for unit in units}
     usual = shapes[units[len(units) // 2]]
     inner = units[shapes[units[0]] != usual : len(units) - (shapes[units[-1]] != usual)]
@@ -294,13 +297,13 @@ def _uniform_units(calls: dict[int, list[CutCall]], units: Sequence[int]) -> Seq
 
 
 def _values(calls: Iterable[CutCall]) -> Iterator[str]:
-    """All values that ``calls`` read or make; equal shapes have equal parts at equal places."""
+    """Yields all values that ``calls`` read or make, for calls of equal shape in equal order."""
     for call in calls:
         yield from (*call.inputs, *call.outputs, *(target.value for target in call.into))
 
 
 def _shape(call: CutCall) -> tuple[object, ...]:
-    """What a call does, without the names of the values that it reads and makes."""
+    """Returns what a call does, without the names of the values that it reads and makes."""
     return (
         call.region,
         call.reads,

@@ -91,7 +91,7 @@ def longest(
 
 
 def _first_call(call: Callable[[], Any], options: Mapping[str, Any] | None) -> FirstCall:
-    """``call`` taken apart. Raises InputError: it is no ``functools.partial`` with inputs."""
+    """Takes ``call`` apart. Raises InputError: it is no ``functools.partial`` with inputs."""
     if not isinstance(call, functools.partial) or not (call.args or call.keywords):
         raise InputError(
             "longest: expected functools.partial(model, *args, **kwargs), whose inputs are made "

@@ -57,7 +57,7 @@ class OfflineFacts:
 
 
 def offline_config(config: MemoConfig, hardware: HardwareProfile | None) -> MemoConfig:
-    """``config`` with roofline costs and without caches, for a step that never runs."""
+    """Returns ``config`` with roofline costs and without caches, for a step that never runs."""
     config = replace(config, costs="roofline", cache=False)
     if hardware is not None and hardware.name != "cpu":
         config = replace(config, inductor_options={**config.inductor_options, **_PLAIN_LOOPS})
@@ -67,7 +67,7 @@ def offline_config(config: MemoConfig, hardware: HardwareProfile | None) -> Memo
 def planned_offline(
     step: KnownStep, config: MemoConfig, facts: OfflineFacts, request: PlanRequest | None = None
 ) -> tuple[PlannedStep, OfflineStep]:
-    """Plans ``step`` under ``config``. Raises TooSlow where ``config`` bounds the plan's speed."""
+    """Plans ``step``. Raises Infeasible, and TooSlow where ``config`` bounds the plan's seconds."""
     request = request or PlanRequest()
     planned = plan_known(step, _for_one_arena(step, config, request), request)
     plan = planned.plan
@@ -77,9 +77,7 @@ def planned_offline(
         step_s = timeline.step_s
         plan = replace(plan, timeline=timeline, step_lower_bound_s=step_s, compute_s=step_s)
     observed = Observed(
-        planning_s=planned.planning_s,
-        lowering_s=facts.lowering_s,
-        stall_s=timeline.stall_s,
+        planning_s=planned.planning_s, lowering_s=facts.lowering_s, stall_s=timeline.stall_s
     )
     offline_step = OfflineStep(
         problem=planned.problem,
@@ -93,7 +91,7 @@ def planned_offline(
 
 
 def _for_one_arena(step: KnownStep, config: MemoConfig, request: PlanRequest) -> MemoConfig:
-    """``config`` with the budget of one arena, where the arena counts ``arena_percent`` percent."""
+    """Returns ``config`` with the budget that a plan may have whose arena counts several times."""
     budget_bytes = config.budget_bytes(step.device_bytes())
     if budget_bytes is None or config.attempt.arena_percent == 100:
         return config
@@ -104,7 +102,7 @@ def _for_one_arena(step: KnownStep, config: MemoConfig, request: PlanRequest) ->
 def _with_recomputation(
     costs: StepCosts, step: KnownStep, config: MemoConfig, problem: Problem
 ) -> StepCosts:
-    """``costs`` with the seconds of the recompute regions that ``problem`` calls."""
+    """Returns ``costs`` with the seconds of the recompute regions that ``problem`` calls."""
     called = {call.region for call in problem.calls if call.kind is CallKind.RECOMPUTE}
     if not called:
         return costs
@@ -116,7 +114,7 @@ def _with_recomputation(
 
 
 def _not_compared(tiled: Sequence[str], plan: Plan) -> Iterator[str]:
-    """Notes on what runs in slices of rows because rules about operators allow it."""
+    """Yields notes on what runs in slices of rows because rules about operators allow it."""
     if tiled:
         yield NOT_COMPARED.format(f"tiles of {', '.join(tiled)}")
     if recomputes_slices(plan.decisions):

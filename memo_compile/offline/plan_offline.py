@@ -28,8 +28,7 @@ from memo_compile.driver.pipeline import cut_step, fastest, first_request, lower
 from memo_compile.driver.recompute_library import RegionMaker
 from memo_compile.driver.stages import CapturedStep, CutStep, PlannedStep
 from memo_compile.driver.step_planner import require_fast
-from memo_compile.driver.tile_order import Sizes
-from memo_compile.driver.tries import first_that_fits, products_bytes, sizes_of
+from memo_compile.driver.tries import first_that_fits, products_bytes
 from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.gpus import GpuFacts, target_of
 from memo_compile.lowering.lower import lowered_once
@@ -108,13 +107,10 @@ def plan_step_offline(
     loss: Callable[[Any], Any] | None = None,
     longer_model: LongerModel | None = None,
 ) -> OfflineStep:
-    """The plan that ``plan`` returns, with the problem and the costs behind it.
+    """Returns the plan that ``plan`` does, with the problem and the costs behind it.
 
-    With ``longer_model`` the step is that of a model with more layers like ``model``'s.
-
-    Raises:
-        MemoError: as ``plan``.
-        NotUniform: ``longer_model`` is given, and the layers differ in how they are wired.
+    With ``longer_model`` the step is that of a model with more layers like ``model``'s. Raises as
+    ``plan``, and NotUniform: those layers differ in how they are wired.
     """
     config = offline_config(config, hardware)
     with tracing(
@@ -153,10 +149,9 @@ def tracing(
         except Exception as error:
             raise_bare(error)
         gm, examples = with_plain_bodies(traced[0]), traced[1]
-        here = GraphFacts(examples).device.type
-        gpu = target_of(hardware.name) if hardware is not None and here == "cpu" else None
-        if gpu is not None:
-            assert hardware is not None, "a target is given"
+        is_on_cpu = GraphFacts(examples).device.type == "cpu"
+        gpu = target_of(hardware.name) if hardware is not None and is_on_cpu else None
+        if hardware is not None and gpu is not None:
             cuda_operators.for_gpu(gm, gpu)
             stack.enter_context(lowering_for(gpu, hardware.memory_bytes))
         yield TracedModel(
@@ -184,16 +179,19 @@ class TracedModel:
     )
 
     def facts(self) -> GraphFacts:
-        """Parameters, inputs and device of the graph."""
+        """Returns parameters, inputs and device of the graph."""
         untraced = self.longer_model.untraced if self.longer_model else ()
         return GraphFacts(self.examples, untraced, self.gpu)
 
-    def sizes(self, config: MemoConfig) -> Sizes:
-        """The sizes that decide in which order numbers of tiles are tried."""
-        return sizes_of(products_bytes(self.gm), self.facts(), config)
+    def products_bytes(self) -> tuple[int, int]:
+        """Returns bytes of the two widest different results of matrix products."""
+        return products_bytes(self.gm)
 
     def attempt(self, graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
-        """The plan in the tiles that ``options`` name, made once. Raises TooSlow, Infeasible."""
+        """Returns the plan in the tiles that ``options`` name. Raises TooSlow, Infeasible.
+
+        Each tiling is planned once: else attempts differ only in how slow a plan they accept.
+        """
         tiling = tiling_of(options)
         if tiling not in self._planned:
             step, plans = fastest(
@@ -204,44 +202,39 @@ class TracedModel:
             )
             self._planned[tiling] = step, *plans
         step, planned, offline_step = self._planned[tiling]
-        require_fast(planned.plan, options, step)  # by the bounds of this attempt
+        require_fast(planned.plan, options, step)
         return offline_step
 
     def lowered(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> StepKnowledge:
-        """The step in the tiles that ``options`` name, lowered."""
+        """Returns the step in the tiles that ``options`` name, lowered."""
         captured = self.captured(options, graph)
+        # Cutting changes the halves, which other tilings are cut from.
         forward, backward = fx_graphs.copied(captured.forward), fx_graphs.copied(captured.backward)
         captured = replace(captured, forward=forward, backward=backward)
         step = cut_step(captured, options, lambda _: True)  # nothing may be computed to judge tiles
         if self.longer_model is not None:
             step = with_layers(step, self.longer_model.num_layers)
-        device = step.facts.device.type
-        hardware = self.hardware
+        device, hardware = step.facts.device.type, self.hardware
         for_cuda = device == "cuda" or (hardware is not None and hardware.name != device)
         lowered = lower_step(step, options, for_cuda=for_cuda, hardware=hardware)
         return StepKnowledge(
-            lowered=lowered,
-            config=options,
-            hardware=hardware,
-            may_run=False,
-            figures=self.figures,
+            lowered=lowered, config=options, hardware=hardware, may_run=False, figures=self.figures
         )
 
     def recorded(self, options: MemoConfig) -> tuple[StepRecord, RegionMaker]:
-        """A record of the step in the tiles of ``options``, and the maker of its regions."""
+        """Returns the step in the tiles of ``options`` as a record, and its maker of regions."""
         try:
             step, captured = self.lowered(options), self.captured(options)
         except Exception as error:
             raise_bare(error)
         movable = step.movable(step.requested(first_request(step)), options.host_store)
-        drops = options.drops_above()
+        drops_bytes = options.drops_above()
         halves = step.lowered.cut.forward, step.lowered.cut.backward
         transients = tuple(_transients(*halves)) if (options.token_tiles or 1) > 1 else ()
+        droppable = () if drops_bytes is None else captured.droppable
         tiles = TilesRecord(
             tile_above=Threshold(bound_bytes=options.attempt.tile_above_bytes, sizes=transients),
-            drop_above=Threshold(
-                bound_bytes=drops or 0, sizes=() if drops is None else captured.droppable
-            ),
+            drop_above=Threshold(bound_bytes=drops_bytes or 0, sizes=droppable),
         )
         record = StepRecord(
             tiles=tiles,
@@ -262,34 +255,37 @@ class TracedModel:
         return record, step.library(options.host_store).maker
 
     def captured(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> CapturedStep:
-        """Forward and backward as graphs, before they are cut into regions.
+        """Returns forward and backward as graphs, before they are cut into regions.
 
         ``options`` bound the bytes of a tensor that may be saved. The model is captured once; for
         another bound the joint graph is divided into halves again.
         """
-        drops = self._equivalent_bound(options.drops_above())
-        if drops not in self._captured:
+        bound_bytes = self._equivalent_bound(options.drops_above())
+        if bound_bytes not in self._captured:
             if self._capture is None:
                 traced = self.gm if graph is None else graph
                 step, self._capture = _captured(traced, self.facts(), self.examples, options)
             else:
                 first = next(iter(self._captured.values()))
                 step = self._capture.captured_again(first, options)
-            self._captured[drops] = step
-        return self._captured[drops]
+            self._captured[bound_bytes] = step
+        return self._captured[bound_bytes]
 
-    def _equivalent_bound(self, drops: int | None) -> int | None:
-        """A captured step's bound that lets the same tensors be saved as ``drops``; else that."""
-        for captured_drops, step in self._captured.items():
-            if drops is not None and captured_drops is not None:
+    def _equivalent_bound(self, bound_bytes: int | None) -> int | None:
+        """Returns a captured step's bound under which the same tensors may be saved, if any.
+
+        Else returns ``bound_bytes`` itself.
+        """
+        for captured_bytes, step in self._captured.items():
+            if bound_bytes is not None and captured_bytes is not None:
                 sizes = step.droppable
-                if all((size > drops) == (size > captured_drops) for size in sizes):
-                    return captured_drops
-        return drops
+                if all((size > bound_bytes) == (size > captured_bytes) for size in sizes):
+                    return captured_bytes
+        return bound_bytes
 
 
 def _transients(*halves: Cut) -> Iterator[int]:
-    """Transient bytes of each region before tiles, to which ``tile_above_bytes`` is compared."""
+    """Yields transient bytes of each region before tiles; ``tile_above_bytes`` bounds them."""
     for half in halves:
         regions: dict[str, RegionGraph] = {
             call.region: half.whole_regions.get(call.region) or half.regions[call.region]
@@ -299,12 +295,13 @@ def _transients(*halves: Cut) -> Iterator[int]:
 
 
 def _without_kernels(hardware: HardwareProfile | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a block in which kernels are not compiled; plain loops do for another device."""
     is_other_device = hardware is not None and hardware.name != "cpu"
     return kernels.without_kernels(without_vectors=is_other_device)
 
 
 def offline_facts(step: StepKnowledge) -> OfflineFacts:
-    """Costs and counts of a lowered step that answers need beside its plan."""
+    """Returns costs and counts of a lowered step that answers need beside its plan."""
     cut = step.lowered.cut
     factor = FORWARD_AND_BACKWARD if cut.facts.trains_most() else OF_FROZEN
     return OfflineFacts(
@@ -317,7 +314,7 @@ def offline_facts(step: StepKnowledge) -> OfflineFacts:
 
 
 def _forward_costs(step: CutStep) -> Iterator[NodeCost]:
-    """The cost of each operator in each call of the forward, without gradients computed there."""
+    """Yields the cost of each operator in each call of the forward, but of gradients made there."""
     region_costs: dict[str, list[NodeCost]] = {}
     for call in step.forward.calls:
         if call.region not in region_costs:
@@ -345,6 +342,7 @@ def _captured(
 
 
 def _with_loss(model: Callable[..., Any], loss: Callable[[Any], Any] | None) -> Callable[..., Any]:
+    """Returns a function that applies ``loss`` to the result of ``model``."""
     if loss is None:
         return model
 

@@ -101,7 +101,7 @@ class ModelRecord:
     """True where a few layers were traced and stand for all of the model's."""
 
     def sizes(self, config: MemoConfig) -> Sizes:
-        """The sizes that decide in which order numbers of tiles are tried."""
+        """Returns the sizes that decide in which order numbers of tiles are tried."""
         state_bytes = config.optimizer_state_bytes_per_parameter
         assert state_bytes is not None, "a forecast says which optimizer trains"
         held_bytes = self.held_bytes - (self.weight_bytes if config.weights != "device" else 0)
@@ -143,7 +143,7 @@ class RecordedModel:
 
     @functools.cached_property
     def loaded(self) -> "Loaded":
-        """The model and its inputs as fake tensors. Raises InputError."""
+        """Returns the model and its inputs as fake tensors. Raises InputError."""
         from memo_compile.offline.shapes.load import load
 
         return load(
@@ -157,7 +157,7 @@ class RecordedModel:
 
     @property
     def torch_dtype(self) -> "torch.dtype":
-        """The dtype as torch's object; loads torch."""
+        """Returns the dtype as torch's object; loads torch."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -165,7 +165,7 @@ class RecordedModel:
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
-        """The model's name and sizes. Raises InputError: the model cannot be used."""
+        """Returns the model's name and sizes. Raises InputError: the model cannot be used."""
         if self._record is not None:
             return self._record.facts
         return ModelFacts(
@@ -176,7 +176,7 @@ class RecordedModel:
         )
 
     def constant_bytes(self, state_bytes_per_parameter: float, *, weights: bool = True) -> int:
-        """Bytes of parameters, gradients and optimizer state; 0 where the model is a function.
+        """Returns bytes of parameters, gradients, optimizer state; 0: the model is a function.
 
         Without ``weights`` parameters do not count, because they lie on the host.
         """
@@ -193,11 +193,9 @@ class RecordedModel:
         return held_bytes if weights else held_bytes - facts.parameter_bytes
 
     def plan(self, config: MemoConfig) -> OfflineStep:
-        """The plan under ``config``, in the tiles that suit its budget.
+        """Plans under ``config``, in the tiles that suit its budget.
 
-        Raises:
-            Infeasible: no plan fits.
-            UnsupportedGraph: the model does not trace into one graph.
+        Raises Infeasible: no plan fits; UnsupportedGraph: the model does not trace into one graph.
         """
         if self.hardware.name == "cpu" or config.dump is not None or config.passes:
             # Kernels are chosen for this very processor, or the user wants to see the passes run.
@@ -211,7 +209,7 @@ class RecordedModel:
             return self.plan(config)
 
     def _place_state(self, bytes_per_parameter: float) -> None:
-        """Says where the optimizer state of the model's parameters is, before it is traced."""
+        """Marks the model's parameters with where their optimizer state is, before it is traced."""
         if not self.state_on_host:
             return
         import torch
@@ -230,16 +228,17 @@ class RecordedModel:
                 )
 
     def _planned(self, config: MemoConfig) -> OfflineStep:
-        """The first plan that fits and is fast, trying numbers of tiles in their usual order."""
-        planned: dict[Tiling, tuple[RecordedStep, PlannedStep, OfflineStep]] = {}
+        """Tries numbers of tiles in their usual order; returns the first plan that is good."""
+        plans: dict[Tiling, tuple[RecordedStep, PlannedStep, OfflineStep]] = {}
 
         def attempt(options: MemoConfig) -> OfflineStep:
+            # Each tiling is planned once: else attempts differ in how slow a plan they accept.
             tiling = tiling_of(options)
-            if tiling not in planned:
-                planned[tiling] = self._planned_in_tiles(options)
-            step, planned_step, answer = planned[tiling]
+            if tiling not in plans:
+                plans[tiling] = self._planned_in_tiles(options)
+            step, planned_step, offline_step = plans[tiling]
             require_fast(planned_step.plan, options, step)
-            return answer
+            return offline_step
 
         if config.exact or config.token_tiles is not None:
             return attempt(replace(config, token_tiles=1) if config.exact else config)
@@ -249,7 +248,7 @@ class RecordedModel:
 
     def _ends_planning(self, error: Exception) -> bool:
         """True where ``error`` says that no other number of tiles need be tried."""
-        if self._traced is None or isinstance(error, NotUniform):
+        if self._traced is None or isinstance(error, NotUniform):  # all came from records
             return isinstance(error, ConfigError | NotUniform)
         from memo_compile.driver.tries import ends_planning  # loads Inductor, as tracing did
 
@@ -269,7 +268,7 @@ class RecordedModel:
                 self._write_step(step.grown_record(), options)
 
     def _step(self, options: MemoConfig) -> RecordedStep:
-        """The step in the tiles of ``options``, from a record if one suits them."""
+        """Returns the step in the tiles of ``options``, from a record if one suits them."""
         steps = self._steps.setdefault(digest_of(self._step_key(options)), [])
         for step in steps:
             if step.record.tiles.suits(options):
@@ -285,7 +284,7 @@ class RecordedModel:
         return steps[-1]
 
     def _lowered_in_tiles(self, options: MemoConfig) -> tuple[StepRecord, RegionMaker]:
-        """A new record of the step, and the maker of its recompute regions."""
+        """Returns a new record of the step, and the maker of its recompute regions."""
         tiling = tiling_of(options)
         if tiling not in self._lowered:
             traced = self._trace()
@@ -294,20 +293,20 @@ class RecordedModel:
         return self._lowered[tiling]
 
     def _trace(self) -> "TracedModel":
-        """The model's Dynamo graph, which can be lowered until this context is left."""
+        """Returns the model's Dynamo graph, which can be lowered until this context is left."""
         if self._traced is None:
             from memo_compile.offline.plan_offline import tracing
 
             self.say("tracing the model")
             # A shorter model, whose equal layers stand for all, is traced in seconds.
-            traced_model = (self.loaded.shorter if self._is_shortened else None) or self.loaded
+            loaded = (self.loaded.shorter if self._is_shortened else None) or self.loaded
             self._traced = self._stack.enter_context(
                 tracing(
-                    traced_model.model,
-                    traced_model.args,
-                    traced_model.kwargs,
+                    loaded.model,
+                    loaded.args,
+                    loaded.kwargs,
                     hardware=self.hardware,
-                    longer_model=traced_model.longer_model,
+                    longer_model=loaded.longer_model,
                 )
             )
         return self._traced
@@ -325,14 +324,14 @@ class RecordedModel:
         return self._record is None or self._record.is_shortened
 
     def _sizes(self, config: MemoConfig) -> Sizes:
-        """The sizes that decide in which order numbers of tiles are tried."""
+        """Returns ``ModelRecord.sizes``, for which a model without a record is traced."""
         if self._record is None:
             traced = self._trace()
             facts = traced.facts()
             self._write_model(
                 ModelRecord(
                     facts=self.facts,
-                    products_bytes=traced.sizes(config).products_bytes,
+                    products_bytes=traced.products_bytes(),
                     held_bytes=facts.constant_bytes(0.0),
                     weight_bytes=facts.parameter_bytes,
                     num_trained=facts.num_with_state,
@@ -344,7 +343,7 @@ class RecordedModel:
 
     @functools.cached_property
     def _record(self) -> ModelRecord | None:
-        """The model's record on disk; None where there is none yet."""
+        """Returns the model's record on disk; None where there is none yet."""
         for body in self._read({"kind": "model", "content": self._content}):
             with _skipping_bad_records():
                 record: ModelRecord = restore(body, ModelRecord, "model")
@@ -356,6 +355,7 @@ class RecordedModel:
         self._write({"kind": "model", "content": self._content}, plain(record))
 
     def _read_step(self, options: MemoConfig) -> StepRecord | None:
+        """Returns a record on disk whose tiles suit ``options``; None: there is none."""
         for body in self._read(self._step_key(options)):
             with _skipping_bad_records():
                 tiles: TilesRecord = restore(body["tiles"], TilesRecord, "tiles")
@@ -376,7 +376,7 @@ class RecordedModel:
             self.store.write(key, body, variant)
 
     def _step_key(self, options: MemoConfig) -> dict[str, Any]:
-        """All that a step's record depends on, but for the two bounds that it holds itself."""
+        """Returns all that a step's record depends on, but for the bounds that are in it."""
         options_of_step = {
             option.name: plain(getattr(options, option.name))
             for option in dataclasses.fields(options)
@@ -392,9 +392,9 @@ class RecordedModel:
 
     @functools.cached_property
     def _content(self) -> Mapping[str, Any] | None:
-        """The model, its inputs and the device as plain data: equal content, equal step.
+        """Returns model, inputs and device as plain data: equal content, equal step.
 
-        None for a function, whose code may change without being seen here.
+        None for a function, whose code may change without being seen here, and for a bad file.
         """
         if is_shape(self.model):
             model: Mapping[str, Any] = plain(find_model(self.model))
@@ -421,18 +421,18 @@ class RecordedModel:
 
 
 def _in_tiles(options: MemoConfig) -> str:
-    """``whole``, or ``in 4 tiles``."""
+    """Says ``whole``, or ``in 4 tiles``."""
     num_tiles = options.token_tiles or 1
     return "whole" if num_tiles == 1 else f"in {num_tiles} tiles"
 
 
 def code_version() -> str:
-    """A digest of the code that makes records: memo, torch and Python."""
+    """Returns a digest of the code that makes records: memo, torch and Python."""
     return digest_of([code_digest(), torch_settings()])
 
 
 def _file_content(path: Path) -> dict[str, Any]:
-    """A config.json's content as plain data. Raises OSError, PackageNotFoundError."""
+    """Returns what stands for a config.json. Raises OSError, PackageNotFoundError."""
     return {
         "name": path.name,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
@@ -450,7 +450,7 @@ def _skipping_bad_records() -> Iterator[None]:
 
 
 def _parameter_bytes(loaded: "Loaded", dtype: "torch.dtype") -> float:
-    """Mean bytes of one trainable number; those of ``dtype`` where the model is no module."""
+    """Returns mean bytes of one trainable number; those of ``dtype`` where nothing says it."""
     import torch
 
     if not isinstance(loaded.model, torch.nn.Module):

@@ -40,10 +40,14 @@ class Recorder:
         self.steps: list[dict[str, Any]] = []
         self.peak_bytes = 0
         self._parameters: dict[int, torch.Tensor] = {}
-        self._pending = False
-        self._watching: contextlib.ExitStack | None = None
+        """By id."""
+        self._is_in_step = False
+        """A forward has begun, and no backward has ended."""
+        self._watch_stack: contextlib.ExitStack | None = None
+        """Ends the watch; None: the peak of this step is not measured."""
         self._watch: MemoryWatch | None = None
-        self._held_bytes = 0
+        self._input_bytes = 0
+        """Bytes of the step's inputs and gradients as it begins."""
 
     def wrap(self, run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
         """Returns ``run`` so that its first call with gradients begins a step."""
@@ -52,33 +56,34 @@ class Recorder:
                 self._parameters.setdefault(id(example), example)
 
         def call(*args: Any) -> Any:
-            if torch.is_grad_enabled() and not self._pending:
+            if torch.is_grad_enabled() and not self._is_in_step:
                 self._begin(args)
             return run(*args)
 
         return call
 
     def _begin(self, args: Sequence[Any]) -> None:
-        self._pending = True
+        """Begins a step, which is called with ``args``, and after WARM_STEPS to follow its peak."""
+        self._is_in_step = True
         if not self.measures or len(self.steps) < WARM_STEPS:
             return
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         tensors += [p.grad for p in self._parameters.values() if p.grad is not None]
         unique = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-        self._held_bytes = sum(tensor.nbytes for tensor in unique.values())
-        self._watching = contextlib.ExitStack()
+        self._input_bytes = sum(tensor.nbytes for tensor in unique.values())
+        self._watch_stack = contextlib.ExitStack()
         device = next(iter(self._parameters.values())).device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            arena_of(device).release_pages()
-            self._watch = self._watching.enter_context(watch_memory())
+            arena_of(device).release_pages()  # so that the arena counts as growth
+            self._watch = self._watch_stack.enter_context(watch_memory())
 
     def step_ended(self, roots: Sequence[torch.Tensor]) -> None:
         """Records the step whose backward began at ``roots``. Raises EnoughError after the last."""
-        if not self._pending:
+        if not self._is_in_step:
             return
-        self._pending = False
+        self._is_in_step = False
         self._end_watch()
         parameters = self._parameters.values()
         self.steps.append(
@@ -92,37 +97,41 @@ class Recorder:
             raise EnoughError
 
     def _end_watch(self) -> None:
-        """Notes the step's peak; on a CPU its inputs, growth, and optimizer state as planned."""
-        if self._watching is None:
+        """Notes the step's peak.
+
+        On a CPU it is the sum of inputs, the process's growth, and the optimizer's state as
+        planned, which is there before the step and is none of its inputs.
+        """
+        if self._watch_stack is None:
             return
-        self._watching.close()
-        self._watching = None
+        self._watch_stack.close()
+        self._watch_stack = None
         device = next(iter(self._parameters.values())).device
         if device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(device)
         else:
             assert self._watch is not None, "on CPU memory is followed by a watch"
-            planned = report().plans
-            state_bytes = planned[-1].fixed.optimizer_state if planned else 0
-            peak_bytes = self._held_bytes + self._watch.growth_bytes + state_bytes
+            plans = report().plans
+            state_bytes = plans[-1].fixed.optimizer_state if plans else 0
+            peak_bytes = self._input_bytes + self._watch.growth_bytes + state_bytes
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as plain data, with what memo reports."""
-        memo = report()
+        """Returns the record as plain data, with what memo reports."""
+        reported = report()
         return {
             "steps": self.steps,
-            "active": memo.active,
-            "unplanned_steps": memo.unplanned_steps,
-            "notes": list(memo.notes),
+            "active": reported.active,
+            "unplanned_steps": reported.unplanned_steps,
+            "notes": list(reported.notes),
             "measured_peak_bytes": self.peak_bytes or None,
-            "planned_peak_bytes": max((plan.peak_bytes for plan in memo.plans), default=None),
-            "check": [str(plan.check) for plan in memo.plans if not plan.check.ok],
+            "planned_peak_bytes": max((plan.peak_bytes for plan in reported.plans), default=None),
+            "check": [str(plan.check) for plan in reported.plans if not plan.check.ok],
         }
 
 
 def _digest(gradient: torch.Tensor) -> tuple[float, float]:
-    """Norm, and sum with alternating signs, in float64: enough to tell two gradients apart."""
+    """Returns the norm, and the sum with alternating signs: they tell two gradients apart."""
     flat = gradient.detach().flatten()
     norm = math.sqrt(float(flat.square().sum(dtype=torch.float64)))
     signed = flat[::2].sum(dtype=torch.float64) - flat[1::2].sum(dtype=torch.float64)
@@ -155,8 +164,8 @@ def install(recorder: Recorder, arm: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the script of ``argv`` and write what was recorded; the exit code is the script's."""
-    arm, out, num_steps, script, *rest = argv
+    """Runs the script of ``argv`` and writes what was recorded; returns the script's exit code."""
+    arm, out, num_steps, script, *arguments = argv
     recorder = Recorder(int(num_steps), measures=arm == "memo")
     install(recorder, arm)
     random.seed(SEED)
@@ -165,7 +174,7 @@ def main(argv: list[str]) -> int:
         sys.modules["numpy"].random.seed(SEED)
     # Eager's random numbers, where Inductor would draw its own: dropout is then the same.
     with inductor_api.inductor_patch({"fallback_random": True}):
-        code = run_script(Path(script), rest, passes=(EnoughError,))
+        code = run_script(Path(script), arguments, passes=(EnoughError,))
     Path(out).write_text(json.dumps(recorder.as_dict()))
     sys.stdout.flush()
     return code

@@ -36,8 +36,8 @@ class Room:
 
     @classmethod
     def on(cls, hardware: HardwareProfile, budget_bytes: int, num_frames: int = 1) -> "Room":
-        """The room on ``hardware``; with what may be missed where a plan for it is an estimate."""
-        if is_exact(hardware):
+        """Returns the room for plans on ``hardware``, where they are estimates less their error."""
+        if is_exact(hardware):  # a plan is the one that runs there: it misses nothing
             return cls(budget_bytes=budget_bytes, num_frames=num_frames)
         gpu = GPUS.get(hardware.name, LARGEST)
         return cls(
@@ -49,32 +49,33 @@ class Room:
 
     @property
     def available_bytes(self) -> int:
-        """The bytes of the budget that a plan with its frames may take."""
+        """Returns the bytes of the budget that a plan with its frames may take."""
         return max(0, self.budget_bytes - self.missed_bytes)
 
     @property
     def arena_percent(self) -> int:
-        """How much the arena of a plan counts, in percent: 200 for two exact frames."""
+        """Returns how much a plan's arena counts, in percent: 200 for two exact frames."""
         return self.num_frames * (100 + self.missed_percent)
 
     def configured(self, config: MemoConfig) -> MemoConfig:
-        """``config`` with this budget."""
+        """Returns ``config`` with this budget, and with how much of it an arena takes."""
         config = replace(config, memory_budget=self.available_bytes)
         return config.trying(arena_percent=self.arena_percent)
 
     def plan_bytes(self, beside_bytes: int) -> int:
-        """The peak that a plan may have if ``beside_bytes`` of it lie beside its arena."""
+        """Returns the peak that a plan may have if ``beside_bytes`` lie beside its arena."""
         return self.configured(MemoConfig()).plan_bytes(self.available_bytes, beside_bytes)
 
     def counted_bytes(self, peak_bytes: int, beside_bytes: int) -> int:
-        """Bytes that a plan takes of ``available_bytes``.
+        """Returns the bytes that a plan with this peak takes of ``available_bytes``.
 
-        ``beside_bytes`` of its peak lie beside the arena and count once.
+        ``beside_bytes`` of its peak lie beside the arena and count once. Peak 10, 2 beside, arenas
+        of 200 %: 18.
         """
         arena_bytes = max(0, peak_bytes - beside_bytes)
         further_arenas_bytes = -(-arena_bytes * (self.arena_percent - 100) // 100)  # rounded up
         return peak_bytes + further_arenas_bytes
 
     def taken_bytes(self, plan: Plan) -> int:
-        """Bytes that ``plan`` takes of ``available_bytes``."""
+        """Returns the bytes that ``plan`` takes of ``available_bytes``."""
         return self.counted_bytes(plan.peak_bytes, plan.peak_bytes - plan.arena_bytes)

@@ -39,7 +39,7 @@ class Arguments:
     """Of ``args``."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Path -> input tensor, for all that are no parameters and have dimensions."""
+        """Returns path -> input tensor, for all that are no parameters and have dimensions."""
         tensors: dict[str, torch.Tensor] = {}
 
         def add(path: str, value: Any) -> Any:
@@ -53,11 +53,9 @@ class Arguments:
     def varied(self, what: Vary) -> Varied | None:
         """Finds the dimensions of kind ``what``; None where no tensor has one."""
         tensors = self.tensors()
-        batch = next((value.shape[0] for value in tensors.values() if value.dim() > 1), None)
-        if batch is None:
-            batch = next((value.shape[0] for value in tensors.values()), None)
-        tokens = _tokens(tensors.values())
-        size = batch if what is Vary.BATCH else tokens
+        batched = [value for value in tensors.values() if value.dim() > 1] or [*tensors.values()]
+        batch = batched[0].shape[0] if batched else None
+        size = batch if what is Vary.BATCH else _tokens(tensors.values())
         if size is None or batch is None:
             return None
         dims = tuple(
@@ -72,7 +70,7 @@ class Arguments:
         return Varied(what=what, size=size, dims=dims)
 
     def named(self, what: Vary, text: str) -> Varied:
-        """The dimensions that ``text`` names: ``input_ids:1,labels:1``. Raises InputError."""
+        """Returns the dimensions in ``text``, like ``input_ids:1,labels:1``. Raises InputError."""
         tensors, dims, sizes = self.tensors(), [], set()
         for part in text.split(","):
             path, _, number = part.strip().rpartition(":")
@@ -89,7 +87,7 @@ class Arguments:
         return Varied(what=what, size=sizes.pop(), dims=tuple(dims))
 
     def with_size(self, varied: Varied, size: int) -> "Arguments":
-        """The same arguments with ``size`` in the varied dimensions, whose tensors become zeros."""
+        """Returns the arguments with ``size`` in the varied dimensions, their tensors as zeros."""
         dims_of: dict[str, list[int]] = {}
         for path, dim in varied.dims:
             dims_of.setdefault(path, []).append(dim)
@@ -103,7 +101,7 @@ class Arguments:
         return self._mapped(resized)
 
     def bytes_with(self, varied: Varied, size: int) -> int:
-        """Bytes of the input tensors of ``with_size``, without making them."""
+        """Returns bytes of the input tensors of ``with_size``, without making them."""
         tensors = self.tensors()
         shapes = {path: [*value.shape] for path, value in tensors.items()}
         for path, dim in varied.dims:
@@ -113,7 +111,7 @@ class Arguments:
         )
 
     def numbers_like(self, size: int) -> list[str]:
-        """Paths of integer arguments that equal ``size``: they do not change with the tensors."""
+        """Returns paths of integer arguments that equal ``size``: they do not vary with tensors."""
         paths: list[str] = []
 
         def add(path: str, value: Any) -> Any:
@@ -125,6 +123,7 @@ class Arguments:
         return paths
 
     def _mapped(self, change: Callable[[str, Any], Any]) -> "Arguments":
+        """Returns the arguments with ``change(path, leaf)`` for every leaf, such as a tensor."""
         args = tuple(
             _mapped(name, value, change) for name, value in zip(self.names, self.args, strict=True)
         )
@@ -133,11 +132,11 @@ class Arguments:
 
 
 def _mapped(path: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
-    """``value`` with ``change(path, leaf)`` for every leaf of its dicts, lists and tuples."""
+    """Returns ``value`` with ``change(path, leaf)`` for each leaf of its dicts, lists, tuples."""
     if type(value) is dict:
         return {key: _mapped(f"{path}.{key}", part, change) for key, part in value.items()}
     if type(value) in (list, tuple):
-        parts = (_mapped(f"{path}.{at}", part, change) for at, part in enumerate(value))
+        parts = (_mapped(f"{path}.{i}", part, change) for i, part in enumerate(value))
         return type(value)(parts)
     return change(path, value)
 
@@ -149,7 +148,7 @@ def _is_input(value: object) -> bool:
 
 
 def _tokens(tensors: Collection[torch.Tensor]) -> int | None:
-    """The length of the sequences: of token ids (B, T), else of features (B, T, C); else None."""
+    """Returns the length of the sequences: of token ids (B, T), else of features (B, T, C)."""
     for num_dims, has_ids in ((2, True), (3, False)):
         for value in tensors:
             is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex)
@@ -164,7 +163,7 @@ def _batch_dims(value: torch.Tensor, batch: int) -> Iterator[int]:
 
 
 def _sequence_dims(value: torch.Tensor, length: int, batch: int) -> Iterator[int]:
-    """Dimensions that are T: of ``(B, T, ...)``, masks ``(B, 1, T, T)``, positions ``(T,)``."""
+    """Yields dimensions that are T: of (B, T, ...), masks (B, 1, T, T), positions (T,)."""
     if value.dim() == 1:
         if value.shape[0] == length != batch:
             yield 0

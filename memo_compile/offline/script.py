@@ -13,12 +13,10 @@ class EnoughError(BaseException):
 def run_script(
     script: Path, arguments: list[str], *, passes: tuple[type[BaseException], ...] = ()
 ) -> int:
-    """Run ``script`` as ``__main__`` and return the exit code that Python would leave with.
+    """Runs ``script`` as ``__main__`` and returns the exit code that Python would leave with.
 
     ``sys.argv`` and ``sys.path`` stay as the script saw them, for its exit handlers. An exception
-    of a type in ``passes`` ends it with code 0 and is not shown.
-
-    Raises KeyboardInterrupt: the user ended it.
+    of a type in ``passes`` ends it with code 0 and is not shown. Raises KeyboardInterrupt.
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -39,7 +37,7 @@ def run_script(
 
 
 def _exit_code(error: SystemExit) -> int:
-    """What the interpreter makes of ``sys.exit(code)``: a text goes to stderr and means 1."""
+    """Returns what Python makes of ``sys.exit(code)``: a text goes to stderr and means 1."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
@@ -49,14 +47,14 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _print_traceback(script: Path) -> None:
-    """Show the running exception from the script's first frame on, without the frames of memo."""
+    """Shows the running exception from the script's first frame on, without the frames of memo."""
     kind, error, trace = sys.exc_info()
     assert error is not None
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename != str(script):
         first = first.tb_next
     sys.stdout.flush()
-    if isinstance(error, SyntaxError) and first is None:
+    if isinstance(error, SyntaxError) and first is None:  # the script itself did not parse
         traceback.print_exception(kind, error, None)
     else:
         traceback.print_exception(kind, error, first or trace)

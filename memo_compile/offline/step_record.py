@@ -42,7 +42,7 @@ bytes above which a tensor may not be saved, and whether weights may lie on the 
 
 
 def tiling_of(options: MemoConfig) -> Tiling:
-    """The options that decide how a graph is cut, and what may lie where."""
+    """Returns the options that decide how a graph is cut, and what may lie where."""
     weights = int(options.weights != "device")
     above_bytes = options.attempt.tile_above_bytes
     return options.token_tiles, above_bytes, options.drops_above(), weights
@@ -63,7 +63,7 @@ class Threshold:
         return self.above(bound_bytes) == self.above(self.bound_bytes)
 
     def above(self, bound_bytes: int) -> list[bool]:
-        """For each size whether it is above that bound; a bound of 0 is below every size."""
+        """Returns for each size whether it is above that bound; a bound of 0 is below all."""
         return [size > bound_bytes or not bound_bytes for size in self.sizes]
 
 
@@ -138,7 +138,7 @@ class RecordedRegions:
     """True once a region was added to the records."""
 
     def estimated(self, key: RecomputeKey) -> Estimated:
-        """The region's estimate. Raises UnsupportedGraph: the region cannot be made."""
+        """Returns the region's estimate. Raises UnsupportedGraph: the region cannot be made."""
         if key not in self.records:
             self.records[key] = self._estimate(key)
         record = self.records[key]
@@ -148,6 +148,7 @@ class RecordedRegions:
         return Estimated(record.estimate, record.inputs)
 
     def _estimate(self, key: RecomputeKey) -> RegionRecord:
+        """Makes a new record by tracing the step."""
         maker, self.has_grown = self.traced_maker(), True
         try:
             region = maker.estimated(key)
@@ -156,17 +157,15 @@ class RecordedRegions:
         return RegionRecord(key=key, estimate=region.profile, inputs=region.inputs)
 
     def lowered(self, keys: Sequence[RecomputeKey]) -> Mapping[RecomputeKey, Lowered | str]:
-        """Each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
-        missing = [
-            key
-            for key in keys
-            if self.records[key].profile is None and self.records[key].refused is None
-        ]
+        """Returns each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
+        records = [self.records[key] for key in keys]
+        missing = [each.key for each in records if each.profile is None and each.refused is None]
         if missing:
             self._lower(missing)
         return {key: _lowered(self.records[key]) for key in keys}
 
     def _lower(self, keys: Sequence[RecomputeKey]) -> None:
+        """Adds the profiles of ``keys`` to their records, by lowering the step."""
         maker, self.has_grown = self.traced_maker(), True
         for key in keys:
             maker.estimated(key)  # makes the graph: the estimate may have come from a record
@@ -179,6 +178,7 @@ class RecordedRegions:
 
 
 def _lowered(record: RegionRecord) -> Lowered | str:
+    """Returns the lowered region of ``record``, or why it cannot be used."""
     if record.refused is not None:
         return record.refused
     assert record.profile is not None, f"{record.key.region} is not lowered"
@@ -202,26 +202,26 @@ class RecordedStep:
             self._classes[cls.key] = LayerClass(key=cls.key, slots=cls.slots, ops=cls.ops)
 
     def grown_record(self) -> StepRecord:
-        """The record with all recompute regions that were asked for by now."""
+        """Returns the record with all recompute regions that were asked for by now."""
         return replace(self.record, regions=tuple(self.maker.records.values()))
 
     @property
     def whole(self) -> WholeStep:
-        """The step before tiles and moves, for the checker."""
+        """Returns the step before tiles and moves, for the checker."""
         return self.record.whole
 
     @property
     def device_type(self) -> str:
-        """The kind of device that the tensors lie on."""
+        """Returns the kind of device that the tensors lie on."""
         return self.record.device_type
 
     def requested(self, request: PlanRequest) -> Problem:
-        """The step that keeps everything; a step that never runs has no other request."""
+        """Returns the step that keeps everything; one that never runs has no other request."""
         assert request == PlanRequest(), f"a plan that never runs has no {request}"
         return self.record.problem
 
     def movable(self, problem: Problem, host_store: str) -> MovableStep:
-        """``problem`` as layers with slots."""
+        """Returns ``problem`` as layers with slots."""
         return MovableStep(
             problem=problem,
             classes=self._classes,
@@ -231,30 +231,30 @@ class RecordedStep:
         )
 
     def library(self, host_store: str) -> RecomputeLibrary:
-        """The step's recompute regions."""
+        """Returns the step's recompute regions."""
         if self._library is None:
             step = self.movable(self.record.problem, host_store)
             self._library = RecomputeLibrary(step=step, maker=self.maker)
         return self._library
 
     def compute_s(self) -> float:
-        """Seconds of the step that keeps everything."""
+        """Returns the seconds of the step that keeps everything."""
         return math.fsum(map(self.record.facts.costs.call_s, self.record.problem.calls))
 
     def whole_compute_s(self) -> float:
-        """Seconds of the step that keeps everything, before any region was cut into tiles."""
+        """Returns the seconds of the step that keeps everything, before it was cut into tiles."""
         return self.record.whole_compute_s
 
     def searches(self, host_budget_bytes: int | None, *, exact: bool) -> SearchMemory:
-        """What this process found for other budgets, for the search of the next one."""
+        """Returns what searches for other budgets found, which the next one starts from."""
         return self._searches.setdefault((host_budget_bytes, exact), SearchMemory())
 
     def place(self, problem: PlacementProblem, *, solver: str, time_limit_s: float) -> Placement:
-        """Offsets for the buffers of ``problem``."""
+        """Returns offsets for the buffers of ``problem``."""
         return place(problem, solver=solver, time_limit_s=time_limit_s)
 
     def regions(self) -> "Mapping[str, LoweredRegion]":
-        """Empty: no code is recorded."""
+        """Returns nothing: no code is recorded."""
         return {}
 
     def labels(self) -> Mapping[str, str | None]:
@@ -266,9 +266,9 @@ class RecordedStep:
         return self.record.leased_bytes
 
     def device_bytes(self) -> int | None:
-        """All memory of the device that is planned for."""
+        """Returns all memory of the device that is planned for."""
         return self.hardware.memory_bytes
 
     def bytes_left(self) -> int | None:
-        """None: nothing runs on the device, so that its free memory does not count."""
+        """Returns None: nothing runs on the device, so that its free memory does not count."""
         return None

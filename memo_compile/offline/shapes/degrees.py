@@ -16,7 +16,7 @@ DTYPES = {
 
 
 def parse_dtype(name: str) -> str:
-    """The name that torch has for the dtype called ``name``; an InputError where there is none."""
+    """Returns torch's name of the dtype called ``name``. Raises InputError: there is none."""
     if name not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
@@ -36,7 +36,7 @@ class Degrees:
 
     def require_divides(self, shape: ModelShape, seq: int) -> None:
         """Raises InputError: a degree does not divide what it cuts of ``shape`` or ``seq``."""
-        kv = shape.num_kv_heads
+        kv_heads = shape.num_kv_heads
         checks = (
             ("tp", self.tp, "the attention heads", shape.num_heads),
             ("tp", self.tp, "the ffn width", shape.ffn),
@@ -47,8 +47,8 @@ class Degrees:
         for name, degree, what, number in checks:
             if number % degree:
                 raise InputError(f"{name}: {degree} does not divide {what} ({number})")
-        if kv % self.tp and self.tp % kv:
+        if kv_heads % self.tp and self.tp % kv_heads:
             raise InputError(
-                f"tp: {self.tp} neither divides the key/value heads ({kv}) nor is "
+                f"tp: {self.tp} neither divides the key/value heads ({kv_heads}) nor is "
                 "a multiple of them"
             )

@@ -22,7 +22,7 @@ def is_function(model: str) -> bool:
 
 
 def is_shape(model: str) -> bool:
-    """True for the name of a shape, false for a file or a function of the user's."""
+    """True for what may be the name of a shape; false for a file or a function of the user's."""
     return ":" not in model and not model.endswith(".json") and not Path(model).exists()
 
 

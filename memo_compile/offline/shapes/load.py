@@ -59,10 +59,9 @@ def load(
     degrees: Degrees,
     lora: int = 0,
 ) -> Loaded:
-    """``model`` built on fake tensors: nothing is allocated. ``lora``: the rank of its adapters.
+    """Builds ``model`` on fake tensors: nothing is allocated. ``lora``: the rank of its adapters.
 
-    Raises:
-        InputError: it is unknown, lacks a field, or cannot be cut as ``degrees`` say.
+    Raises InputError: it is unknown, lacks a field, or cannot be cut as ``degrees`` say.
     """
     if is_function(model):
         return _of_function(model, seq=seq, batch=batch, dtype=dtype)
@@ -91,14 +90,14 @@ def load(
 def _shorter(
     model: torch.nn.Module, shape: ModelShape, degrees: Degrees, **sizes: Any
 ) -> Loaded | None:
-    """The same stage with TRACED_LAYERS layers; None where ``model`` has no more than those."""
+    """Returns the stage with TRACED_LAYERS layers; None where ``model`` has no more than those."""
     num_layers = shape.num_layers // degrees.pp
     if num_layers <= TRACED_LAYERS:
         return None
     short_shape = replace(shape, num_layers=TRACED_LAYERS * degrees.pp)
     short_model, inputs = first_stage(short_shape, degrees, **sizes)
-    traced = {name for name, _ in _tensors(short_model)}
-    untraced = tuple(tensor for name, tensor in _tensors(model) if name not in traced)
+    traced_names = {name for name, _ in _tensors(short_model)}
+    untraced = tuple(tensor for name, tensor in _tensors(model) if name not in traced_names)
     longer_model = LongerModel(num_layers=num_layers, untraced=untraced)
     return Loaded(name=short_shape.name, model=short_model, args=inputs, longer_model=longer_model)
 
@@ -109,6 +108,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loaded:
+    """Builds the causal language model of a config.json with transformers. Raises InputError."""
     try:
         import transformers
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -132,8 +132,7 @@ def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loade
     try:
         with fake_mode(), default_dtype(dtype):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-            ids = torch.ones(batch, seq, dtype=torch.long)
-            labels = torch.ones(batch, seq, dtype=torch.long)
+            ids, labels = (torch.ones(batch, seq, dtype=torch.long) for _ in range(2))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{path}: transformers refuses it: {_first_line(error)}") from error
     return Loaded(
@@ -146,6 +145,10 @@ def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loade
 
 
 def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) -> Loaded:
+    """Calls the function that ``text`` names (``package.module:function``) for model and inputs.
+
+    It gets those of seq, batch and dtype that it has parameters for. Raises InputError.
+    """
     module_name, _, function_name = text.partition(":")
     if (path := Path(module_name)).suffix == ".py":
         raise InputError(
@@ -164,7 +167,7 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
     values = {"seq": seq, "batch": batch, "dtype": dtype}
     arguments = {name: value for name, value in values.items() if name in parameters}
     notes: tuple[str, ...] = ()
-    if seq is None and "seq" in parameters:
+    if seq is None and "seq" in parameters:  # the function's default then
         default = parameters["seq"].default
         if default is inspect.Parameter.empty:
             raise InputError(f"{text}: takes seq; give --seq N")
@@ -178,11 +181,10 @@ def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) 
     num_tokens = seq * batch if seq is not None and "seq" in parameters else None
     if seq is not None and "seq" not in parameters:
         notes = ("the function takes no seq: --seq is unused",)
+    loaded = Loaded(name=text, model=model, num_tokens=num_tokens, notes=notes)
     if isinstance(inputs, Mapping):
-        return Loaded(name=text, model=model, kwargs=inputs, num_tokens=num_tokens, notes=notes)
-    if isinstance(inputs, torch.Tensor):
-        inputs = (inputs,)
-    return Loaded(name=text, model=model, args=tuple(inputs), num_tokens=num_tokens, notes=notes)
+        return replace(loaded, kwargs=inputs)
+    return replace(loaded, args=(inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs))
 
 
 def _called(function: Callable[..., Any], arguments: Mapping[str, Any], text: str) -> Any:
@@ -191,6 +193,7 @@ def _called(function: Callable[..., Any], arguments: Mapping[str, Any], text: st
         with model_of_fakes():
             return function(**arguments)
     except RuntimeError as error:  # of torch's fakes too
+        # The message names the line of the function's own file in which it failed.
         file = getattr(getattr(function, "__code__", None), "co_filename", None)
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == file]
@@ -202,5 +205,6 @@ def _called(function: Callable[..., Any], arguments: Mapping[str, Any], text: st
 
 
 def _first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, at most MAX_LINE characters of it."""
     line = next(iter(str(error).splitlines()), "") or type(error).__name__
     return textwrap.shorten(line, MAX_LINE, placeholder=" ...")

@@ -28,31 +28,32 @@ GROUP = "memo_shapes"
 
 
 def all_gather(shard: Tensor, dim: int, world: int, after: Tensor | None = None) -> Tensor:
-    """The shards of all ``world`` devices, one after the other along ``dim``.
+    """Returns the shards of all ``world`` devices, one after the other along ``dim``.
 
     ``after`` is not read: a gather after an incoming gradient belongs to the backward, and cannot
     be moved into the forward and saved.
     """
     rows = (shard if after is None else behind(shard, after)).flatten(0, dim)
     whole = torch.ops._c10d_functional.all_gather_into_tensor(rows, world, GROUP)
-    return _arrived(whole).view(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
+    return _waited(whole).view(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
 
 
 def reduce_scatter(whole: Tensor, dim: int, world: int) -> Tensor:
-    """This device's part, along ``dim``, of the sum of all devices' ``whole``."""
+    """Returns this device's part, along ``dim``, of the sum of all devices' ``whole``."""
     rows = whole.contiguous().flatten(0, dim)
     part = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", world, GROUP)
-    return _arrived(part).view(*whole.shape[:dim], -1, *whole.shape[dim + 1 :])
+    return _waited(part).view(*whole.shape[:dim], -1, *whole.shape[dim + 1 :])
 
 
-def _arrived(rows: Tensor) -> Tensor:
-    waited: Tensor = torch.ops._c10d_functional.wait_tensor(rows)
-    return waited
+def _waited(rows: Tensor) -> Tensor:
+    """Returns a collective's result once it is there."""
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(rows)
+    return result
 
 
 @torch.library.custom_op("memo_shapes::behind", mutates_args=())
 def behind(shard: Tensor, after: Tensor) -> Tensor:
-    """``shard``, but not before ``after`` is there, which is not read."""
+    """Returns ``shard``, but not before ``after`` is there, which is not read."""
     _refuse("behind")
 
 
@@ -65,7 +66,7 @@ def _(shard: Tensor, after: Tensor) -> Tensor:
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, world: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the local queries to the keys of all ``world`` devices, and its log-sum-exp."""
+    """Returns attention of the local queries to all devices' keys, and its log-sum-exp."""
     _refuse("ring_attention")
 
 
@@ -85,7 +86,7 @@ def ring_attention_backward(
     world: int,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the local queries, keys and values."""
+    """Returns gradients of the local queries, keys and values."""
     _refuse("ring_attention_backward")
 
 

@@ -31,19 +31,19 @@ NORM_EPSILON = 1e-5
 
 
 def one_device(shape: ModelShape, degrees: Degrees) -> ModelShape:
-    """``shape`` with the heads, widths and layers that one device of the first stage has.
+    """Returns ``shape`` with the heads, widths and layers of one device of the first stage.
 
     Key and value heads are replicated where tp is larger than their number.
     """
     tp = degrees.tp
-    padded = -(-shape.vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE
+    padded_share = -(-shape.vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE
     return replace(
         shape,
         num_layers=shape.num_layers // degrees.pp,
         ffn=shape.ffn // tp,
         num_heads=shape.num_heads // tp,
         num_kv_heads=max(1, shape.num_kv_heads // tp),
-        vocab=shape.vocab if tp == 1 else padded,
+        vocab=shape.vocab if tp == 1 else padded_share,
     )
 
 
@@ -88,13 +88,13 @@ class Project(nn.Module):
         biases = [None] * len(self.weights) if self.biases is None else list(self.biases)
         if self.tp == 1:
             pairs = zip(self.weights, biases, strict=True)
-            made = [functional.linear(x, weight, bias) for weight, bias in pairs]
+            outs = [functional.linear(x, weight, bias) for weight, bias in pairs]
             if self.adapters is None:
-                return made
-            return [out + adapter(x) for out, adapter in zip(made, self.adapters, strict=True)]
-        weights = [self.weights[at] for at in range(len(self.weights))]  # 2.11 traces no *list
-        made = ColumnParallel.apply(x, self.tp, *weights)
-        return [out if b is None else out + b for out, b in zip(made, biases, strict=True)]
+                return outs
+            return [out + adapter(x) for out, adapter in zip(outs, self.adapters, strict=True)]
+        weights = [self.weights[i] for i in range(len(self.weights))]  # 2.11 traces no *list
+        outs = ColumnParallel.apply(x, self.tp, *weights)
+        return [out if b is None else out + b for out, b in zip(outs, biases, strict=True)]
 
 
 class Close(nn.Module):
@@ -116,8 +116,8 @@ class Close(nn.Module):
         if self.tp == 1:
             out = functional.linear(x, self.weight, self.bias)
             return out if self.adapter is None else out + self.adapter(x)
-        made: Tensor = ReduceScatter.apply(functional.linear(x, self.weight), self.tp)
-        return made if self.bias is None else made + self.bias
+        summed: Tensor = ReduceScatter.apply(functional.linear(x, self.weight), self.tp)
+        return summed if self.bias is None else summed + self.bias
 
 
 class Attention(nn.Module):
@@ -165,10 +165,10 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The result has the same shape as ``x``."""
-        made = self.opening(x)
-        if len(made) == 1:
-            return self.closing(functional.gelu(made[0]))
-        return self.closing(functional.silu(made[0]) * made[1])
+        outs = self.opening(x)
+        if len(outs) == 1:
+            return self.closing(functional.gelu(outs[0]))
+        return self.closing(functional.silu(outs[0]) * outs[1])
 
 
 class TransformerLayer(nn.Module):
@@ -231,7 +231,7 @@ class Transformer(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     def _rope(self, x: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the tokens that attention sees: tp devices share theirs."""
+        """Returns cosines and sines of the tokens that attention sees: tp devices share theirs."""
         positions = torch.arange(x.shape[1] * self.tp, device=x.device)
         angles = positions[:, None] * frequencies[None, :]
         angles = torch.cat((angles, angles), dim=-1)
@@ -244,24 +244,22 @@ def _whole(weight: Tensor, tp: int) -> Tensor:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Tensors made inside have ``dtype`` where none is given."""
-    before = torch.get_default_dtype()
+    """Inside, tensors are made in ``dtype`` where none is given."""
+    previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous)
 
 
 def first_stage(
     shape: ModelShape, degrees: Degrees, *, seq: int, batch: int, dtype: torch.dtype
 ) -> tuple[Transformer, tuple[Tensor, Tensor]]:
-    """One device's share of ``shape`` in ``dtype``, and token ids with labels for one step.
+    """Returns one device's share of ``shape`` in ``dtype``, and token ids with labels for a step.
 
-    Call it under a FakeTensorMode: the weights are not initialised.
-
-    Raises:
-        InputError: a degree does not divide what it cuts.
+    Call it under a FakeTensorMode: the weights are not initialised. Raises InputError: a degree
+    does not divide what it cuts.
     """
     degrees.require_divides(shape, seq)
     with default_dtype(dtype):
