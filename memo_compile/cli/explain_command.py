@@ -21,8 +21,7 @@ def explain(
         bool, typer.Option("--verbose", help="Every tensor with its reason, before SCRIPT.py.")
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="The report as JSON; the script's output goes to stderr."),
+        bool, typer.Option("--json", help="The report as JSON; the script's output goes to stderr.")
     ] = False,
 ) -> None:
     """Run a training script and print what memo planned in it, and why.

@@ -47,8 +47,7 @@ OPTIMIZER_HELP = "adamw, adamw-fp32 (float32 master weights), sgd, sgd-momentum,
 
 def plan_command(
     model: Annotated[
-        str,
-        typer.Argument(help="A named shape, a config.json, or package.module:function."),
+        str, typer.Argument(help="A named shape, a config.json, or package.module:function.")
     ],
     seq: Annotated[
         int | None, typer.Option(parser=parse_count, metavar="N", help="Tokens of one sequence.")

@@ -111,7 +111,10 @@ class _Watch:
                 return model(*args, **kwargs)
             if in_place:
                 function._compiled_call_impl = None  # which would lead back here
-            self._take(function, args, kwargs, settings)
+            options, mode = settings.get("options"), settings.get("mode")
+            self._take(
+                FirstCall(function=function, args=args, kwargs=kwargs, options=options, mode=mode)
+            )
             raise EnoughError
 
         if not isinstance(model, torch.nn.Module):
@@ -120,26 +123,12 @@ class _Watch:
         stand_in.forward = call
         return stand_in
 
-    def _take(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        settings: Mapping[str, Any],
-    ) -> None:
-        """Hands the call over to ``take``, and keeps what that raises."""
+    def _take(self, call: FirstCall) -> None:
+        """Hands ``call`` over to ``take``, and keeps what that raises."""
         self.is_taken = True
         try:
             self._require_one()
-            self.take(
-                FirstCall(
-                    function=function,
-                    args=args,
-                    kwargs=kwargs,
-                    options=settings.get("options"),
-                    mode=settings.get("mode"),
-                )
-            )
+            self.take(call)
         except Exception as error:  # raised again where the script cannot catch it
             self.error = error
 

@@ -25,12 +25,7 @@ from memo_compile.offline.fit_question import FitQuestion, Vary
 from memo_compile.offline.forecast import CONTEXT_BYTES
 from memo_compile.offline.length_search import LengthSearch, Need, need_of
 from memo_compile.offline.offline_step import OfflineStep, offline_config, planned_offline
-from memo_compile.offline.plan_offline import (
-    TracedModel,
-    offline_facts,
-    plan_step_offline,
-    tracing,
-)
+from memo_compile.offline.plan_offline import TracedModel, offline_facts, plan_step_offline, tracing
 from memo_compile.offline.room import Room
 from memo_compile.offline.scaled_inputs import Arguments, Varied
 from memo_compile.units import format_bytes, parse_budget

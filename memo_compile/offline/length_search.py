@@ -24,17 +24,15 @@ class Need(NamedTuple):
     fits: bool
 
 
-def need_of(
-    available_bytes: int, least: Callable[[], float], searched: Callable[[], float]
-) -> Need:
+def need_of(available_bytes: int, least: Callable[[], float], full: Callable[[], float]) -> Need:
     """Returns the need of one size, with as little planning as decides whether it fits.
 
-    ``least`` returns the bytes of greedy's smallest plan, in little time. ``searched`` returns
+    ``least`` returns the bytes of greedy's smallest plan, in little time. ``full`` returns
     those of the full search, and is called only where the smallest plan is just too large.
     """
     num_bytes = least()
     if available_bytes < num_bytes <= NEAR * available_bytes:
-        num_bytes = min(num_bytes, searched())
+        num_bytes = min(num_bytes, full())
     return Need(num_bytes, num_bytes <= available_bytes)
 
 

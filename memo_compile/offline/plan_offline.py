@@ -140,8 +140,10 @@ def tracing(
     Kernels are compiled only with ``runs``, so that lowered regions can be timed.
     """
     step = _with_loss(model, loss)
-    kernels = contextlib.nullcontext() if runs else _without_kernels(hardware)
-    with torch.enable_grad(), kernels, lowered_once(), ExitStack() as stack:
+    with torch.enable_grad(), lowered_once(), ExitStack() as stack:
+        if not runs:  # plain loops do for a device that is not here
+            is_other_device = hardware is not None and hardware.name != "cpu"
+            stack.enter_context(kernels.without_kernels(without_vectors=is_other_device))
         try:
             traced = stack.enter_context(dynamo.traced_whole(step, args, kwargs))
             if traced is None:
@@ -292,12 +294,6 @@ def _transients(*halves: Cut) -> Iterator[int]:
             for call in half.whole_calls
         }
         yield from (transient_bytes(region.gm) for region in regions.values())
-
-
-def _without_kernels(hardware: HardwareProfile | None) -> contextlib.AbstractContextManager[None]:
-    """Returns a block in which kernels are not compiled; plain loops do for another device."""
-    is_other_device = hardware is not None and hardware.name != "cpu"
-    return kernels.without_kernels(without_vectors=is_other_device)
 
 
 def offline_facts(step: StepKnowledge) -> OfflineFacts:

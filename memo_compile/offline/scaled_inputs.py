@@ -61,11 +61,7 @@ class Arguments:
         dims = tuple(
             (path, dim)
             for path, value in tensors.items()
-            for dim in (
-                _batch_dims(value, batch)
-                if what is Vary.BATCH
-                else _sequence_dims(value, size, batch)
-            )
+            for dim in _dims(what, value, size, batch)
         )
         return Varied(what=what, size=size, dims=dims)
 
@@ -157,22 +153,17 @@ def _tokens(tensors: Collection[torch.Tensor]) -> int | None:
     return None
 
 
-def _batch_dims(value: torch.Tensor, batch: int) -> Iterator[int]:
-    if value.shape[0] == batch:
-        yield 0
-
-
-def _sequence_dims(value: torch.Tensor, length: int, batch: int) -> Iterator[int]:
-    """Yields dimensions that are T: of (B, T, ...), masks (B, 1, T, T), positions (T,)."""
-    if value.dim() == 1:
-        if value.shape[0] == length != batch:
+def _dims(what: Vary, value: torch.Tensor, size: int, batch: int) -> Iterator[int]:
+    """Yields the dims that are B: the first; or T: of (B, T, ...), masks (B, 1, T, T), (T,)."""
+    if what is Vary.BATCH:
+        if value.shape[0] == batch:
             yield 0
-        return
-    if _is_mask(value):
-        yield from (
-            dim for dim in range(value.dim() - 2, value.dim()) if value.shape[dim] == length
-        )
-    elif value.shape[1] == length and value.shape[0] in (1, batch):
+    elif value.dim() == 1:
+        if value.shape[0] == size != batch:
+            yield 0
+    elif _is_mask(value):
+        yield from (dim for dim in range(value.dim() - 2, value.dim()) if value.shape[dim] == size)
+    elif value.shape[1] == size and value.shape[0] in (1, batch):
         yield 1
 
 

@@ -402,8 +402,7 @@ def instances(problem: Problem, view: StepView) -> dict[str, Any] | None:
     runs = {member: list(_halves(problem, view, member)) for member in members}
     alive = {
         member: svg.merge_small(
-            (shape for row in rows for shape in _stack(member, view, top, *row)),
-            noun="small spans",
+            (shape for row in rows for shape in _stack(member, view, top, *row)), noun="small spans"
         )
         for member, rows in spans.items()
     }

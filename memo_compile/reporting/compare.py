@@ -15,6 +15,8 @@ from typing import Any
 from memo_compile.errors import InputError
 from memo_compile.text_files import named
 
+Events = Sequence[Mapping[str, Any]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveBlock:
@@ -70,7 +72,7 @@ def measured_peak(
     ``where`` names the file in messages. Raises InputError: nothing was recorded, the device is
     unknown, or an event is malformed.
     """
-    traces: Sequence[Sequence[Mapping[str, Any]]] = snapshot["device_traces"]
+    traces: Sequence[Events] = snapshot["device_traces"]
     try:
         recorded = [index for index, events in enumerate(traces) if events]
         if device is not None and device not in recorded:
@@ -87,9 +89,7 @@ def measured_peak(
     return max(peaks, key=lambda measured: measured.peak_bytes)
 
 
-def _replay(
-    snapshot: Mapping[str, Any], events: Sequence[Mapping[str, Any]], device: int
-) -> Measured:
+def _replay(snapshot: Mapping[str, Any], events: Events, device: int) -> Measured:
     """Returns the peak of ``device`` and the blocks that are alive there, by replaying events."""
     alive = _alive_at_start(snapshot, events, device)
     total_bytes = peak_bytes = sum(size for size, _ in alive.values())
@@ -122,9 +122,7 @@ Alive = dict[int, tuple[int, Sequence[Mapping[str, Any]]]]
 """Address -> size and frames of the block there."""
 
 
-def _alive_at_start(
-    snapshot: Mapping[str, Any], events: Sequence[Mapping[str, Any]], device: int
-) -> Alive:
+def _alive_at_start(snapshot: Mapping[str, Any], events: Events, device: int) -> Alive:
     """Returns the blocks from before the first event: no event allocates, but one may free them."""
     alive: Alive = {}
     allocated: set[int] = set()

@@ -22,24 +22,22 @@ class _Speaker:
         self._line_end = line_end
         self._began_s = time.monotonic()
         self._ended = threading.Event()
+        self._has_spoken = False
         self._thread = threading.Thread(target=self._run, name="memo-compiling", daemon=True)
-        self.has_spoken = False
-
-    def begin(self) -> None:
         self._thread.start()
 
     def end(self) -> None:
         """Stops the thread; says how long it took where anything was said."""
         self._ended.set()
         self._thread.join()
-        if self.has_spoken:
+        if self._has_spoken:
             self._print("ready")
 
     def _run(self) -> None:
         wait_s = FIRST_S
         while not self._ended.wait(wait_s):
             self._print(f"{self.stage}{self._line_end}")
-            self.has_spoken = True
+            self._has_spoken = True
             wait_s = time.monotonic() - self._began_s
 
     def _print(self, text: str) -> None:
@@ -70,7 +68,6 @@ def compiling(line_end: str, *, shows: bool) -> Iterator[None]:
         return
     speaker = _Speaker(line_end)
     _speakers.append(speaker)
-    speaker.begin()
     try:
         yield
     finally:

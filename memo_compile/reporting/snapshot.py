@@ -45,11 +45,7 @@ def memory_snapshot(problem: Problem, plan: Plan) -> dict[str, Any]:
     address = FIRST_ADDRESS
     segments = [_constant_segment(plan, address)]
     lives: list[_Life] = []
-    makers = (
-        partial(_arena_segment, plan),
-        partial(_kernels_segment, problem),
-        partial(_outputs_segment, problem),
-    )
+    makers = (partial(_arena, plan), partial(_kernels, problem), partial(_outputs, problem))
     for make in makers:
         address += int(segments[-1]["total_size"]) + GAP_BYTES
         segment, segment_lives = make(view, address)
@@ -125,7 +121,7 @@ def _constant_segment(plan: Plan, address: int) -> dict[str, Any]:
     return _segment(address, end - address, blocks, "constant memory")
 
 
-def _arena_segment(plan: Plan, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
+def _arena(plan: Plan, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
     """Returns the arena, which is free when the step ends, and the lives of its buffers."""
     lives = [
         _Life(
@@ -142,9 +138,7 @@ def _arena_segment(plan: Plan, view: StepView, address: int) -> tuple[dict[str, 
     return _segment(address, align(plan.arena_bytes), [], "arena"), lives
 
 
-def _kernels_segment(
-    problem: Problem, view: StepView, address: int
-) -> tuple[dict[str, Any], list[_Life]]:
+def _kernels(problem: Problem, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
     """Returns the memory that kernels allocate themselves, at made-up places, and its lives."""
     births: dict[tuple[str, int], list[int]] = {}
     spans: list[tuple[int, int, int, str]] = []
@@ -177,9 +171,7 @@ def _kernels_segment(
     return _segment(address, align(placed.height_bytes), [], "allocated by kernels"), lives
 
 
-def _outputs_segment(
-    problem: Problem, view: StepView, address: int
-) -> tuple[dict[str, Any], list[_Life]]:
+def _outputs(problem: Problem, view: StepView, address: int) -> tuple[dict[str, Any], list[_Life]]:
     """Returns the gradients and other outputs in ordinary memory, which outlive the step."""
     lives, end = [], address
     for index, call in enumerate(problem.calls):

@@ -21,7 +21,6 @@ from memo_compile.step.problem import (
     Phase,
     Problem,
     StepCall,
-    TensorInfo,
     aliases,
     arena_buffers,
     arena_values,
@@ -265,7 +264,7 @@ def _boxes(
         boxes.append(
             Box(
                 id=buffer.id,
-                name=_name(info, value) or buffer.id.split("/", 1)[1],
+                name=(info.role if info else "") or value or buffer.id.split("/", 1)[1],
                 call=buffer.call,
                 start=buffer.start,
                 end=buffer.end,
@@ -279,11 +278,6 @@ def _boxes(
             )
         )
     return tuple(boxes)
-
-
-def _name(info: TensorInfo | None, value: str) -> str:
-    """Returns the name of a tensor for people: by its module (``mlp.up``), else the value's."""
-    return value if info is None or not info.role else info.role
 
 
 def _role(call: StepCall, buffer: ArenaBuffer, offloaded: bool, backward_start: int) -> Role:
@@ -313,7 +307,7 @@ def _moments(
             f"plan: {len(resident)} resident sizes for {len(problem.calls)} calls; "
             "the problem is another step's"
         )
-    user_code = _user_code_bytes(problem, plan, starts)
+    user_code = _user_code(problem, plan, starts)
     constant_bytes, moments = step_constant_bytes(problem), []
     alive_bytes = kernel_bytes = output_bytes = 0
     for line in sorted({*live, *outside, *ordinary, *user_code, *starts[:-1]}):
@@ -337,9 +331,7 @@ def _moments(
     return tuple(moments)
 
 
-def _user_code_bytes(
-    problem: Problem, plan: Plan, starts: tuple[int, ...]
-) -> dict[int, tuple[int, int]]:
+def _user_code(problem: Problem, plan: Plan, starts: tuple[int, ...]) -> dict[int, tuple[int, int]]:
     """Line on which the user's code runs -> (bytes that it takes, bytes that the arena gives back).
 
     While the user's code runs, the arena holds no more than during the next call.

@@ -51,13 +51,7 @@ class Loaded:
 
 
 def load(
-    model: str,
-    *,
-    seq: int | None,
-    batch: int,
-    dtype: torch.dtype,
-    degrees: Degrees,
-    lora: int = 0,
+    model: str, *, seq: int | None, batch: int, dtype: torch.dtype, degrees: Degrees, lora: int = 0
 ) -> Loaded:
     """Builds ``model`` on fake tensors: nothing is allocated. ``lora``: the rank of its adapters.
 
