@@ -535,10 +535,7 @@ _TRUTHS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def _parsed(name: str, kinds: Sequence[Any], text: str) -> Any:
-    """Returns the variable's ``text`` as a truth or a mapping where option ``name`` takes one.
-
-    Else returns ``text`` itself, of which ``_config_of`` makes numbers and lists.
-    """
+    """Returns a variable's ``text`` as a truth or a mapping; ``_config_of`` makes other types."""
     if bool in kinds:
         if text.lower() not in _TRUTHS:
             raise ConfigError(f"MEMO_{name.upper()}: expected 1, 0, true or false, got {text!r}")

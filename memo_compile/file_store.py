@@ -148,10 +148,7 @@ class FileStore:
 
 
 def _checked(data: bytes, name: str) -> Any:
-    """Returns the body of a file's ``data``; ``name`` is the digest of the key it is kept under.
-
-    Raises ValueError: it is damaged, or holds something else.
-    """
+    """Returns a file's body. Raises ValueError: damaged, or ``name`` is not its key's digest."""
     head, _, body = data.partition(b"\n")
     fields = json.loads(head)
     if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):

@@ -54,8 +54,12 @@ def _store() -> FileStore:
     return store
 
 
+def _num_bytes(stored: list[RememberedFile]) -> int:
+    return sum(entry.num_bytes for entry in stored)
+
+
 def _size(stored: list[RememberedFile]) -> str:
-    return format_bytes(sum(entry.num_bytes for entry in stored))
+    return format_bytes(_num_bytes(stored))
 
 
 def _as_dict(
@@ -65,13 +69,10 @@ def _as_dict(
     return {
         "folder": str(store.folder),
         "num_files": len(stored),
-        "num_bytes": sum(entry.num_bytes for entry in stored),
+        "num_bytes": _num_bytes(stored),
         "max_bytes": store.max_bytes,
         "kinds": {
-            kind: {
-                "num_files": len(entries),
-                "num_bytes": sum(entry.num_bytes for entry in entries),
-            }
+            kind: {"num_files": len(entries), "num_bytes": _num_bytes(entries)}
             for kind, entries in kinds.items()
         },
         "not_used": faults,

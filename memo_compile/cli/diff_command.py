@@ -68,10 +68,7 @@ def _grouped(data: Plan | Problem) -> dict[str, dict[str, Any]]:
 
 
 def _changes(what: str, first: Any, second: Any) -> Iterator[Difference]:
-    """Yields the innermost entries that differ, such as ``fixed.parameters``.
-
-    Of a sequence with more than MAX_ENTRIES changes: the first, and how many follow.
-    """
+    """Yields the innermost entries that differ; of a long sequence the first, and how many more."""
     if isinstance(first, dict) and isinstance(second, dict):
         for key in dict.fromkeys([*first, *second]):
             yield from _changes(f"{what}.{key}", first.get(key), second.get(key))

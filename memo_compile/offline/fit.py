@@ -97,7 +97,7 @@ class Fitting:
         self._call, self._question = call, question
         names = parameter_names(call.function, len(call.args))
         self._arguments = Arguments(args=call.args, kwargs=call.kwargs, names=names)
-        self._device = self._main_device()
+        self._device = GraphFacts([*self._parameters(), *self._arguments.tensors().values()]).device
         self._config = self._configured(resolve(call.options, call.mode))
         self._budget_bytes = self._budget(self._config)
 
@@ -125,9 +125,6 @@ class Fitting:
             largest=largest,
         )
 
-    def _main_device(self) -> torch.device:
-        return GraphFacts([*self._parameters(), *self._arguments.tensors().values()]).device
-
     def _parameters(self) -> Sequence[torch.Tensor]:
         module = self._call.module
         return [] if module is None else [*module.parameters()]
@@ -149,7 +146,10 @@ class Fitting:
     def _budget(self, config: MemoConfig) -> int:
         """Returns the question's bound in bytes, else the script's, else what the device has."""
         hardware, memory = self._question.hardware, self._question.memory
-        device_bytes = self._device_bytes()
+        if hardware is None:
+            device_bytes = GraphFacts([torch.empty(0, device=self._device)]).device_bytes()
+        else:
+            device_bytes = hardware.memory_bytes
         if memory is not None:
             budget = parse_budget(memory, total_bytes=device_bytes, what="memory")
         elif hardware is None and config.memory_budget is not None:
@@ -160,12 +160,6 @@ class Fitting:
         if budget <= 0:  # of what the device has
             raise InputError("memory: expected more than 0 bytes")
         return budget
-
-    def _device_bytes(self) -> int | None:
-        hardware = self._question.hardware
-        if hardware is not None:
-            return hardware.memory_bytes
-        return GraphFacts([torch.empty(0, device=self._device)]).device_bytes()
 
     def _free_bytes(self) -> int:
         """Returns what the step may take of an idle device; what it already holds there counts."""
@@ -309,10 +303,7 @@ class Fitting:
             return self._bytes_of(lambda: _smallest(traced, config))
 
     def _bytes_of(self, plan: Callable[[], OfflineStep]) -> float:
-        """Returns what ``plan()`` takes of ``room.available_bytes``, or the floor that refuses it.
-
-        Infinite: the refusal names no floor.
-        """
+        """Returns what ``plan()``, or the floor that refuses it, takes; infinite: it has no floor."""
         try:
             return self.room.taken_bytes(plan().plan)
         except Infeasible as error:

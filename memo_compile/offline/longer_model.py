@@ -227,10 +227,7 @@ class _Chains:
     def __init__(
         self, calls: dict[int, list[CutCall]], units: Sequence[int], arguments: set[str]
     ) -> None:
-        """Pairs the values of equal calls in neighbouring ``units``; ``arguments``: of the halves.
-
-        Raises NotUniform: the layers are not wired alike.
-        """
+        """Pairs values of neighbouring ``units``. Raises NotUniform: they are not wired alike."""
         self._next: dict[str, str] = {}
         """Value -> the value of the same chain in the next unit."""
         self.original_of: dict[str, str] = {}

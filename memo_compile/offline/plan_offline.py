@@ -274,10 +274,7 @@ class TracedModel:
         return self._captured[bound_bytes]
 
     def _equivalent_bound(self, bound_bytes: int | None) -> int | None:
-        """Returns a captured step's bound under which the same tensors may be saved, if any.
-
-        Else returns ``bound_bytes`` itself.
-        """
+        """Returns a captured step's bound that lets the same tensors be saved; else this one."""
         for captured_bytes, step in self._captured.items():
             if bound_bytes is not None and captured_bytes is not None:
                 sizes = step.droppable

@@ -22,6 +22,18 @@ _MOST_NAMES = 3
 """Tensors that a line names, the largest ones; the others are counted."""
 
 
+Span = tuple[int, int] | None
+"""The first layer of a class, and the one behind the last; None: all layers of the class."""
+
+
+def layers_of(decision: Decision) -> tuple[str, Span]:
+    """Returns the class of layers that ``decision`` is about, and which of its layers."""
+    match = _LAYERS.match(decision.layer_class)
+    if match is None:
+        return decision.layer_class, None
+    return match[1], (int(match[2]), int(match[3]))
+
+
 def wrapped(text: str, indent: str = "    ") -> list[str]:
     """Returns ``text`` as lines of at most WIDTH characters, those behind the first indented."""
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
@@ -55,10 +67,6 @@ def decision_lines(
                     yield f"{where}: {names}{words}"
 
 
-Span = tuple[int, int] | None
-"""The first layer of a class, and the one behind the last; None: all layers of the class."""
-
-
 def _equal_layers(
     decisions: Sequence[Decision],
 ) -> Mapping[str, Iterable[list[tuple[Span, list[Decision]]]]]:
@@ -68,9 +76,7 @@ def _equal_layers(
     """
     rows_of: dict[str, dict[Span, list[Decision]]] = {}
     for row in decisions:
-        layers = _LAYERS.match(row.layer_class)
-        label = layers.group(1) if layers else row.layer_class
-        span = (int(layers.group(2)), int(layers.group(3))) if layers else None
+        label, span = layers_of(row)
         rows_of.setdefault(label, {}).setdefault(span, []).append(row)
     groups: dict[str, dict[object, list[tuple[Span, list[Decision]]]]] = {}
     for label, spans in rows_of.items():

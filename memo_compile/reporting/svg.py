@@ -134,10 +134,7 @@ def _named(shape: Shape, noun: str) -> Shape:
 
 
 def nice_ticks(most: float, *, base: int = 10, low: float = 0.0) -> list[float]:
-    """Returns about MAX_TICKS round numbers from ``low`` to ``most``, evenly spaced.
-
-    Base 2 is for bytes: 0, 200 MiB, 400 MiB ...
-    """
+    """Returns about MAX_TICKS round numbers from ``low`` to ``most``; base 2: round as MiB, GiB."""
     if most <= low:
         return [low]
     unit = 1024.0 ** int(math.log(max(most, 1.0), 1024)) if base == 2 else 1.0

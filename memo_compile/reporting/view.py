@@ -8,11 +8,11 @@ import bisect
 import enum
 import itertools
 import operator
-import re
 from dataclasses import dataclass
 
 from memo_compile.errors import InputError
 from memo_compile.planners.moves import original_name
+from memo_compile.reporting.decision_lines import layers_of
 from memo_compile.step.ordinary import ordinary_events, outside_events, passing_bytes
 from memo_compile.step.plans import Decision, Plan
 from memo_compile.step.problem import (
@@ -231,14 +231,10 @@ class _Names:
         return origin if origin in self.decisions_of or origin in self.problem.tensors else value
 
 
-_LAYER_RANGE = re.compile(r"\[(\d+):(\d+)\]$")
-"""Follows a class's name in a Decision that holds for some of its layers only."""
-
-
 def _is_of(decision: Decision, instance: int) -> bool:
     """Returns whether ``decision`` is about layer ``instance`` of its class."""
-    layers = _LAYER_RANGE.search(decision.layer_class)
-    return layers is None or int(layers.group(1)) <= instance < int(layers.group(2))
+    _, span = layers_of(decision)
+    return span is None or span[0] <= instance < span[1]
 
 
 def _boxes(

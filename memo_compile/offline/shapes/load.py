@@ -139,10 +139,7 @@ def _of_config(path: Path, *, seq: int, batch: int, dtype: torch.dtype) -> Loade
 
 
 def _of_function(text: str, *, seq: int | None, batch: int, dtype: torch.dtype) -> Loaded:
-    """Calls the function that ``text`` names (``package.module:function``) for model and inputs.
-
-    It gets those of seq, batch and dtype that it has parameters for. Raises InputError.
-    """
+    """Calls ``package.module:function`` with those of seq, batch and dtype that it takes."""
     module_name, _, function_name = text.partition(":")
     if (path := Path(module_name)).suffix == ".py":
         raise InputError(

@@ -197,10 +197,7 @@ def _memory(
 def _minimise(
     phases: _Phases, instance: HeuInstance, break_ties: bool, deadline_s: float
 ) -> HeuSolution:
-    """Minimises the critical path, then each tie-break with the earlier goals held fixed.
-
-    A solution that breaks the budget by rounding is returned: ``within_budget`` tries again.
-    """
+    """Minimises the critical path, then each tie-break with the earlier goals held fixed."""
     best: HeuSolution | None = None
     status = SolveStatus.TIME_LIMIT
     program = phases.program
@@ -214,6 +211,7 @@ def _minimise(
         if best and exceeds(solution.critical_time, best.critical_time, SPLIT_TOLERANCE):
             break
         best = solution if best is None else dataclasses.replace(solution, status=best.status)
+        # Of a peak above the budget, by rounding, ``within_budget`` tries a tighter one.
         if status is not SolveStatus.OPTIMAL or solution.peak > instance.budget:
             break
         program.require(goal <= program.value(goal) + TIE_SLACK)
