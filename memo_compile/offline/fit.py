@@ -303,7 +303,7 @@ class Fitting:
             return self._bytes_of(lambda: _smallest(traced, config))
 
     def _bytes_of(self, plan: Callable[[], OfflineStep]) -> float:
-        """Returns what ``plan()``, or the floor that refuses it, takes; infinite: it has no floor."""
+        """Returns what ``plan()``, or the floor that refuses it, takes; infinite: no floor."""
         try:
             return self.room.taken_bytes(plan().plan)
         except Infeasible as error:
