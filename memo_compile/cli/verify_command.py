@@ -260,7 +260,7 @@ def _loss_difference(eager_step: Mapping[str, Any], step: Mapping[str, Any]) -> 
 def _gradient_difference(eager_step: Mapping[str, Any], step: Mapping[str, Any]) -> float:
     """Returns the largest difference of a gradient, relative to its norm.
 
-    A gradient is recorded as (norm, signed sum), or None. Infinite: another one is None.
+    It is recorded as (norm, signed sum), or None. Infinite: a run has one that the other lacks.
     """
     eager_digests, digests = eager_step["gradients"], step["gradients"]
     if [digest is None for digest in eager_digests] != [digest is None for digest in digests]:

@@ -77,7 +77,6 @@ class _LayerNorm(torch.autograd.Function):
         return (*gradients, None, None)
 
 
-# These three have the parameters of torch's own, by whose names they are called.
 def _layer_norm(
     input: torch.Tensor,
     normalized_shape: Sequence[int],
@@ -85,6 +84,7 @@ def _layer_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
+    """Stands for ``functional.layer_norm``, and has its parameters."""
     if input.dtype not in HALVES:
         return functional.layer_norm(input, normalized_shape, weight, bias, eps)
     return _LayerNorm.apply(input, weight, bias, normalized_shape, eps)
@@ -96,12 +96,14 @@ def _rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
+    """Stands for ``functional.rms_norm``, and has its parameters."""
     return _RmsNorm.apply(input, weight, normalized_shape, eps)
 
 
 def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
+    """Stands for ``functional.dropout``, and has its parameters."""
     if not training or not 0 < p < 1 or inplace:
         return functional.dropout(input, p, training, inplace)
     out, _ = torch.native_dropout(input, p, training)

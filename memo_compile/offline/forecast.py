@@ -125,9 +125,10 @@ class Question:
         return is_shape(self.model)
 
     def tp_of(self, least: float) -> int | None:
-        """Returns the smallest tp of at least ``least`` that divides the model, which needs a name.
+        """Returns the smallest tp of at least ``least`` that divides the model.
 
-        Only the question's tp times 2, 4, 8... are tried. None: none of these divides it.
+        Only the question's tp times 2, 4, 8... are tried. None: none of these does, or the model is
+        no named shape.
         """
         if not self.can_be_cut or self.seq is None:
             return None

@@ -72,8 +72,8 @@ class _LongerStep:
     def __init__(self, step: CutStep, *, middle: int, num_copies: int) -> None:
         self._old = step
         self._middle, self._num_copies = middle, num_copies
-        self._units = step.units.structure.classes[0].units
-        self._num_units = step.units.num_units
+        self._units = step.units.structure.classes[0].units  # of the layers, first to last
+        self._num_units = step.units.num_units  # all, those before and behind the layers too
         arguments = {*step.forward.arguments, *step.backward.arguments}
         self._chains = _Chains(self._calls_of_units(), self._units, arguments)
 

@@ -259,8 +259,8 @@ class TracedModel:
     def captured(self, options: MemoConfig, graph: fx.GraphModule | None = None) -> CapturedStep:
         """Returns forward and backward as graphs, before they are cut into regions.
 
-        ``options`` bound the bytes of a tensor that may be saved. The model is captured once; for
-        another bound the joint graph is divided into halves again.
+        ``options`` bound the bytes of a tensor that may be saved. The model is captured once, from
+        ``graph`` or ``self.gm``; for another bound its joint graph is divided into halves again.
         """
         bound_bytes = self._equivalent_bound(options.drops_above())
         if bound_bytes not in self._captured:
@@ -307,7 +307,7 @@ def offline_facts(step: StepKnowledge) -> OfflineFacts:
 
 
 def _forward_costs(step: CutStep) -> Iterator[NodeCost]:
-    """Yields the cost of each operator in each call of the forward, but of gradients made there."""
+    """Yields the cost of each operator in each call of the forward, but for those of gradients."""
     region_costs: dict[str, list[NodeCost]] = {}
     for call in step.forward.calls:
         if call.region not in region_costs:

@@ -248,7 +248,8 @@ class RecordedModel:
 
     def _ends_planning(self, error: Exception) -> bool:
         """True where ``error`` says that no other number of tiles need be tried."""
-        if self._traced is None or isinstance(error, NotUniform):  # all came from records
+        # Without a trace all came from records, and the errors of torch need not be known.
+        if self._traced is None or isinstance(error, NotUniform):
             return isinstance(error, ConfigError | NotUniform)
         from memo_compile.driver.tries import ends_planning  # loads Inductor, as tracing did
 

@@ -26,13 +26,13 @@ def render_html(problem: Problem, plan: Plan, about: Mapping[str, str] | None = 
     view = view_step(problem, plan)
     arena, memory = charts.arena_map(view, plan), charts.memory_chart(view, plan)
     lanes, frontier = charts.lanes(problem, plan, view), charts.frontier(plan)
-    members = instances(problem, view)
+    group = instances(problem, view)
     hover = {
         name: chart.pop("data")
         for name, chart in (
             ("arena", arena),
             ("memory", memory),
-            ("instances", members),
+            ("instances", group),
             ("lanes", lanes),
         )
         if chart is not None
@@ -50,7 +50,7 @@ def render_html(problem: Problem, plan: Plan, about: Mapping[str, str] | None = 
         program=charts.program_axis(problem, plan, view),
         arena=arena,
         memory=memory,
-        instances=members,
+        instances=group,
         lanes=lanes,
         frontier=frontier,
         decisions=[_decision_row(decision) for decision in plan.decisions],

@@ -72,6 +72,7 @@ def _frames(box: Box, label: str, call: str) -> tuple[dict[str, Any], ...]:
 
 
 def _block(address: int, size: int, state: str, frames: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns a block of a segment, in torch's ``state``: ``active_allocated``, or ``inactive``."""
     return {
         "address": address,
         "size": size,

@@ -94,7 +94,7 @@ def merge_small(shapes: Iterable[Shape], *, noun: str) -> list[Shape]:
 
 
 def _united(shapes: Iterable[Shape], noun: str) -> list[Shape]:
-    """Joins the shapes of one column, or of one row, that touch each other along y."""
+    """Joins shapes, of one column or one row, with less than a pixel between them along y."""
     united: list[Shape] = []
     for shape in sorted(shapes, key=lambda shape: (shape.y, shape.x)):
         if united and shape.y <= united[-1].bottom + PIXEL:

@@ -37,7 +37,7 @@ class LayerPoint:
 def layer_frontier(
     shape: ModelShape, seq: int, hardware: HardwareProfile, efficiency: Efficiency
 ) -> tuple[LayerPoint, ...]:
-    """Returns the sets that no other beats, ascending in bytes, descending in seconds."""
+    """Returns the sets of recomputed tensors that no other beats, ascending in bytes kept."""
     layer_input, *choosable = layer_tensors(shape, seq)
     subsets = np.arange(1 << len(choosable), dtype=np.int64)  # bit i: tensor i is kept
     kept_bytes = np.full(len(subsets), layer_input.bytes_per_token, dtype=np.int64)

@@ -76,7 +76,7 @@ def solve_opt(
     """
     if conflict := _working_set_conflict(instance):
         return OptSolution(status=SolveStatus.INFEASIBLE, conflict=conflict)
-    if instance.ops.count == 1:
+    if instance.ops.count == 1:  # nothing to decide
         return _judged(instance, SolveStatus.OPTIMAL, [[0]], [[1.0]], [[0.0]])
     deadline_s = time.monotonic() + time_limit_s
     whole = _solve_one(instance, False, deadline_s)
@@ -249,11 +249,11 @@ def _freed_variables(
 
 def _read(schedule: _Schedule, instance: OptInstance, status: SolveStatus) -> OptSolution:
     """Returns the schedule that the solved variables hold, pruned, with its replay's cost."""
-    in_solution = functools.partial(fraction_value, schedule.program)
-    value, slices = np.vectorize(in_solution, otypes=[float]), instance.ops.num_slices
-    resident = value(schedule.resident[:-1]).round().astype(int)
-    whole, overlapped = value(schedule.critical), value(schedule.overlapped, slices)
-    critical: Matrix = np.where(whole, whole, value(schedule.started, slices))
+    value_of = functools.partial(fraction_value, schedule.program)
+    values, slices = np.vectorize(value_of, otypes=[float]), instance.ops.num_slices
+    resident = values(schedule.resident[:-1]).round().astype(int)
+    whole, overlapped = values(schedule.critical), values(schedule.overlapped, slices)
+    critical: Matrix = np.where(whole, whole, values(schedule.started, slices))
     _prune(instance, resident, critical, overlapped)
     matrices = [matrix.tolist() for matrix in (resident, critical, overlapped)]
     return _judged(replace(instance, budget=math.inf), status, *matrices)

@@ -57,7 +57,7 @@ def _best_s(question: SearchQuestion) -> float | None:
 def _marks(points: Sequence[tuple[int, float | None]]) -> list[dict[str, Any]]:
     """Places (size, seconds) on logarithmic axes; sizes that do not fit stand at the bottom."""
     seconds = [y for _, y in points if y is not None]
-    if not seconds:
+    if not seconds:  # no size fits: nothing to draw
         return []
     first, last, low, high = points[0][0], points[-1][0], min(seconds), max(seconds)
     return [
