@@ -500,7 +500,7 @@ def _hint(name: str, value: object) -> str:
     if name in inductor.inductor_settings():
         return f"; it is a setting of Inductor: inductor_options={{{name!r}: {value!r}}}"
     longer = [option for option in _FIELDS if name and name.lower() in option]
-    if longer:  # "budget": memory_budget, the first of those that end so
+    if longer:  # of "budget": memory_budget
         return f"; did you mean {longer[0]!r}?"
     return nearest(name, _FIELDS, otherwise=f"; known options: {', '.join(sorted(_FIELDS))}")
 

@@ -57,7 +57,7 @@ class JointProblem:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "JointProblem":
-        """Reads ``data``: docs/many-gpus.md. Raises InputError: a field is bad; it is named."""
+        """Reads what docs/many-gpus.md describes. Raises InputError, which names a bad field."""
         layer = data.get("layer")
         if not isinstance(layer, Mapping):
             raise InputError("layer: expected an object with C, M, deps, comm, need, ctime")
