@@ -25,11 +25,8 @@ MIN_TICK_PERCENT, LAYER_PERCENT = 12, 13
 NUM_HUES = 8
 """Steps of the scale that colours layers."""
 
-DENSE = 1200
-"""With more shapes the gaps between them are drawn thinner, or they would hide the shapes."""
-
-DENSE_LANE = 150
-"""``DENSE`` of the spans of one lane."""
+DENSE, DENSE_LANE = 1200, 150
+"""With more shapes, of a picture or of a lane, the gaps between them are drawn thinner."""
 
 CURVE_COLUMNS = 500
 """Most points of the memory curve: two pixels each on a wide screen."""

@@ -27,16 +27,8 @@ def render_html(problem: Problem, plan: Plan, about: Mapping[str, str] | None = 
     arena, memory = charts.arena_map(view, plan), charts.memory_chart(view, plan)
     lanes, frontier = charts.lanes(problem, plan, view), charts.frontier(plan)
     group = instances(problem, view)
-    hover = {
-        name: chart.pop("data")
-        for name, chart in (
-            ("arena", arena),
-            ("memory", memory),
-            ("instances", group),
-            ("lanes", lanes),
-        )
-        if chart is not None
-    }
+    pictures = {"arena": arena, "memory": memory, "instances": group, "lanes": lanes}
+    hover = {name: chart.pop("data") for name, chart in pictures.items() if chart is not None}
     return render(
         "report.html.j2",
         plan=plan,

@@ -194,19 +194,10 @@ def _arrows(timeline: Timeline, issues_and_waits: list[_Slice]) -> Iterator[dict
             flow = {"cat": "copy", "name": issue.call, "id": next(numbers), "pid": PROCESS}
             yield {**flow, "ph": "s", "tid": THREADS["issue"], "ts": _us(issue.start_s)}
             if (copy := copies.get(issue.call)) is not None:
-                yield {
-                    **flow,
-                    "ph": "t",
-                    "tid": THREADS[copy.lane],
-                    "ts": _us(max(copy.start_s, issue.start_s)),
-                }
-            yield {
-                **flow,
-                "ph": "f",
-                "bp": "e",
-                "tid": THREADS["issue"],
-                "ts": _us(wait.end_s - MOMENT_S / 2),
-            }
+                start_s = max(copy.start_s, issue.start_s)
+                yield {**flow, "ph": "t", "tid": THREADS[copy.lane], "ts": _us(start_s)}
+            end_s = wait.end_s - MOMENT_S / 2
+            yield {**flow, "ph": "f", "bp": "e", "tid": THREADS["issue"], "ts": _us(end_s)}
 
 
 def _us(seconds: float) -> float:
