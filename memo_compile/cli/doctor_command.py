@@ -45,6 +45,7 @@ _STYLES = {Health.OK: "green", Health.LIMITED: "yellow", Health.BROKEN: "bold re
 
 
 def _print_table(findings: Sequence[Finding]) -> None:
+    """Prints a row for each finding, then what to do, then whether memo can run."""
     console = Console(highlight=False)
     table = Table(title="memo doctor", title_justify="left")
     for column in ("", "what", "found", ""):

@@ -109,6 +109,7 @@ def _fit_script(script: Path, arguments: list[str], question: FitQuestion) -> "F
     answers: list[FitAnswer] = []
 
     def answer_for(call: "FirstCall") -> None:
+        """Searches the sizes of the script's step, and says which are tried."""
         with working("planning") as progress:
 
             def say_tried(what: Vary, size: int, fits: bool) -> None:

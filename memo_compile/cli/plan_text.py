@@ -39,9 +39,7 @@ def _answer_lines(answer: "Forecast", max_seq: int | None) -> Iterator[str]:
     for name, text in numbers(answer, max_seq):
         yield from wrapped(f"  {name:<18}{text}", " " * 20)
     plan = answer.step.plan
-    lines = list(
-        decision_lines(plan.decisions, plan.layer_classes, copies=_copies(answer), width=WIDTH)
-    )
+    lines = list(decision_lines(plan.decisions, plan.layer_classes, copies=_copies(answer)))
     for line in lines[:MOST_DECISIONS]:
         yield textwrap.shorten(line, WIDTH, placeholder=" ...")
     if len(lines) > MOST_DECISIONS:

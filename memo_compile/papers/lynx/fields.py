@@ -111,6 +111,7 @@ def dependencies(data: Mapping[str, Any], num_ops: int) -> tuple[tuple[int, ...]
 
 
 def _checked_list(data: Mapping[str, Any], name: str, length: int | None) -> list[Any]:
+    """Returns the list under ``name``, of ``length`` entries if that is given."""
     if name not in data:
         raise InputError(f"{name}: missing")
     values = data[name]
@@ -122,6 +123,7 @@ def _checked_list(data: Mapping[str, Any], name: str, length: int | None) -> lis
 
 
 def _checked_number(value: Any, name: str) -> Number:
+    """Returns ``value`` of field ``name``, a finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name}: expected a number, got {value!r}")
     if not 0 <= value < math.inf:
@@ -132,6 +134,7 @@ def _checked_number(value: Any, name: str) -> Number:
 
 
 def _checked_indices(values: list[Any], name: str, num_ops: int) -> tuple[int, ...]:
+    """Returns the sorted set of ``values`` of field ``name``, operators in ``[0, num_ops)``."""
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_ops:
             raise InputError(f"{name}: expected an operator in 0..{num_ops - 1}, got {value!r}")

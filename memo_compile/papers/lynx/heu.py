@@ -147,6 +147,7 @@ def _recompute_variables(
     ops, limits = instance.ops, (*instance.window_limits, math.inf)
 
     def variable(phase: int, i: int) -> Linear | int:
+        """Returns R of operator ``i`` in ``phase`` (from 0): a choice, a share, or 0."""
         is_barred = phase < NUM_WINDOWS and (i in ops.comm or limits[phase] == 0 < ops.times[i])
         if is_barred or (phase < 2 and not instance.forward_windows):
             return 0
