@@ -89,7 +89,7 @@ def _solve_one(instance: OptInstance, token_split: bool, deadline_s: float) -> O
     """Returns the optimum of one of the two programs, with whole operators or with cut ones."""
 
     def attempt(budget: Number) -> OptSolution:
-        """Solves under ``budget``, which ``within_budget`` makes tighter where rounding breaks it."""
+        """Solves under ``budget``; ``within_budget`` tightens it where rounding breaks it."""
         schedule = _build(instance, token_split, budget)
         costs = [t / schedule.time_unit for t in instance.ops.times]
         rows = [*schedule.critical, *schedule.started]
