@@ -28,7 +28,8 @@ from memo_compile.driver.pipeline import cut_step, fastest, first_request, lower
 from memo_compile.driver.recompute_library import RegionMaker
 from memo_compile.driver.stages import CapturedStep, CutStep, PlannedStep
 from memo_compile.driver.step_planner import require_fast
-from memo_compile.driver.tries import first_that_fits, products_bytes
+from memo_compile.driver.tile_order import Sizes
+from memo_compile.driver.tries import first_that_fits, products_bytes, sizes_of
 from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.gpus import GpuFacts, target_of
 from memo_compile.lowering.lower import lowered_once
@@ -185,9 +186,9 @@ class TracedModel:
         untraced = self.longer_model.untraced if self.longer_model else ()
         return GraphFacts(self.examples, untraced, self.gpu)
 
-    def products_bytes(self) -> tuple[int, int]:
-        """Returns bytes of the two widest different results of matrix products."""
-        return products_bytes(self.gm)
+    def sizes(self, config: MemoConfig) -> Sizes:
+        """Returns the sizes that decide in which order numbers of tiles are tried."""
+        return sizes_of(products_bytes(self.gm), self.facts(), config)
 
     def attempt(self, graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
         """Returns the plan in the tiles that ``options`` name. Raises TooSlow, Infeasible.

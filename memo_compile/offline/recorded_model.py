@@ -332,7 +332,7 @@ class RecordedModel:
             self._write_model(
                 ModelRecord(
                     facts=self.facts,
-                    products_bytes=traced.products_bytes(),
+                    products_bytes=traced.sizes(config).products_bytes,
                     held_bytes=facts.constant_bytes(0.0),
                     weight_bytes=facts.parameter_bytes,
                     num_trained=facts.num_with_state,
