@@ -171,7 +171,7 @@ def attention_of(gpu: GpuFacts) -> Callable[..., torch.Tensor]:
             )
         if kernel is Kernel.FLASH:
             return _flash(query, key, value, scale, **settings)
-        # The first True asks for the log-sum-exp, which the backward reads.
+        # True below asks for the log-sum-exp, which the backward reads; False is a debug mask.
         mask = None if attn_mask is None else _as_bias(attn_mask, query)
         if kernel is Kernel.CUDNN:
             cudnn = _aten._scaled_dot_product_cudnn_attention.default

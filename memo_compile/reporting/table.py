@@ -18,7 +18,7 @@ _TABLE_WIDTH = 110
 
 
 def render(report: Report, *, verbose: bool) -> str:
-    """``report`` as text of at most 100 columns; verbose: tables of 110, each tensor's reason."""
+    """Returns ``report`` as text; verbose: with tables, which have each tensor's reason."""
     state = "active" if report.active else "NOT active"
     groups = f"{len(report.groups)} group(s), " if report.groups else ""
     head = (
@@ -134,7 +134,7 @@ def _measured(plan: ReportedPlan) -> str:
 
 
 def decision_table(decisions: Iterable[Decision]) -> Table:
-    """A row for each tensor, with the reason."""
+    """Returns a table with a row for each tensor, with the reason."""
     table = Table(title="saved activations, per layer", title_justify="left")
     for column in ("layers", "tensor", "bytes", "decision", "tokens", "why", "source"):
         table.add_column(column, overflow="fold")

@@ -126,11 +126,12 @@ class Attention(nn.Module):
     def __init__(self, share: ModelShape, degrees: Degrees) -> None:
         super().__init__()
         tp, self.cp = degrees.tp, degrees.cp
-        self.head_dim = share.hidden // (share.num_heads * tp)
+        self.head_dim = share.hidden // (share.num_heads * tp)  # hidden is not divided, heads are
         self.is_grouped = share.num_kv_heads != share.num_heads
-        kv, inner = share.num_kv_heads * self.head_dim, share.num_heads * self.head_dim
-        self.qkv = Project(share.hidden, (inner, kv, kv), tp, bias=not share.gated)
-        self.out = Close(inner, share.hidden, tp, bias=not share.gated)
+        q_width, kv_width = share.num_heads * self.head_dim, share.num_kv_heads * self.head_dim
+        widths = q_width, kv_width, kv_width
+        self.qkv = Project(share.hidden, widths, tp, bias=not share.gated)
+        self.out = Close(q_width, share.hidden, tp, bias=not share.gated)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Attention of ``x`` to itself."""

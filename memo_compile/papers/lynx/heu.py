@@ -147,9 +147,9 @@ def _recompute_variables(
     ops, limits = instance.ops, (*instance.window_limits, math.inf)
 
     def variable(phase: int, i: int) -> Linear | int:
-        """Returns R of operator ``i`` in ``phase`` (from 0): a choice, a share, or 0."""
+        """Returns R of operator ``i`` in ``phase``, counted from 0: a choice, a share, or 0."""
         is_barred = phase < NUM_WINDOWS and (i in ops.comm or limits[phase] == 0 < ops.times[i])
-        if is_barred or (phase < 2 and not instance.forward_windows):
+        if is_barred or (phase < 2 and not instance.forward_windows):  # 0 and 1 are forwards'
             return 0
         if token_split and i not in ops.whole:
             return add_share(program, ops.num_slices)

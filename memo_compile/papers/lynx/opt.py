@@ -144,6 +144,7 @@ def _build(instance: OptInstance, token_split: bool, budget: Number | None) -> _
             variables[cell] = make()
         return variables
 
+    # Where i may be kept or computed again, hidden behind t, and cut in two of which t hides one.
     earlier = {(t, i) for t in range(num_ops) for i in range(t)}
     can_hide = {(t, i) for t, i in earlier if t in ops.comm and i not in ops.comm}
     splittable = {(t, i) for t, i in can_hide if i not in ops.whole} if token_split else set()
