@@ -48,7 +48,9 @@ _LLAMA = "--model llama-7b --gpus 8 --seq 65536"
 
 _COMMANDS = {
     "doctor": _Command(_USE, "doctor_command:doctor"),
-    "plan": _Command(_USE, "plan_command:plan_command", "llama3-8b --seq 65536 --hardware h100"),
+    "plan": _Command(
+        _USE, "plan_command:plan_command", "llama3-8b --seq 1048576 --cp 8 --hardware h100"
+    ),
     "fit": _Command(_USE, "fit_command:fit", "--memory 60GiB train.py --its --options"),
     "explain": _Command(_USE, "explain_command:explain", "train.py --its --options"),
     "verify": _Command(_USE, "verify_command:verify", "--steps 3 train.py --its --options"),

@@ -68,6 +68,10 @@ def plan_command(
     ] = None,
     tp: Annotated[int, typer.Option(help="Tensor and sequence parallel devices.")] = 1,
     cp: Annotated[int, typer.Option(help="Context parallel devices.")] = 1,
+    cp_kind: Annotated[
+        str | None,
+        typer.Option(help="ring, or ulysses (all-to-all). Default: the faster one that fits."),
+    ] = None,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     dp: Annotated[int, typer.Option(help="Data parallel replicas; ZeRO-1 over dp x cp.")] = 1,
     optimizer: Annotated[str, typer.Option(help=OPTIMIZER_HELP)] = "adamw",
@@ -121,7 +125,7 @@ def plan_command(
         seq=seq,
         batch=batch,
         dtype=parse_dtype(dtype),
-        degrees=Degrees(tp=tp, cp=cp, pp=pp, dp=dp),
+        degrees=Degrees(tp=tp, cp=cp, pp=pp, dp=dp, cp_kind=cp_kind),
         budget=budget,
         host_budget=_host_budget(host_budget, device),
         optimizer=optimizer,
@@ -167,14 +171,16 @@ def _write(answer: "Forecast", report: Path | None, out: Path | None) -> None:
 def _about(answer: "Forecast") -> dict[str, str]:
     """Says in a report's head what was planned: model, shape, device and options."""
     question = answer.question
-    hardware, degrees = question.hardware, dataclasses.asdict(question.degrees)
+    hardware, degrees = question.hardware, question.degrees
     options = {
         "policy": question.policy,
         "optimizer": question.optimizer,
         "offload": question.offload,
         "budget": format_bytes(question.budget_bytes),
-        **{name: str(degree) for name, degree in degrees.items() if degree > 1},
+        **{name: str(degree) for name, degree in degrees.sizes.items() if degree > 1},
     }
+    if degrees.cp_kind is not None:
+        options["cp kind"] = degrees.cp_kind
     if question.host_budget_bytes is not None:
         options["host budget"] = format_bytes(question.host_budget_bytes)
     about = {"model": answer.name, "dtype": question.dtype}
@@ -313,6 +319,7 @@ def _settings_text(tool: str, answer: "Forecast") -> str:
             batch=question.batch,
             tp=question.degrees.tp,
             cp=question.degrees.cp,
+            cp_kind=question.degrees.cp_kind,
             pp=question.degrees.pp,
             decisions=plan.decisions,
         ),
@@ -332,6 +339,8 @@ def _as_dict(answer: "Forecast") -> dict[str, Any]:
         "hardware": question.hardware.name,
         "seq": question.seq,
         "batch": question.batch,
+        "cp_kind": question.degrees.cp_kind,
+        "other_cp_kind_step_s": None if answer.other_kind is None else answer.other_kind.step_s,
         "fits": answer.fits,
         "peak_bytes": answer.peak_bytes,
         "budget_bytes": answer.budget_bytes,

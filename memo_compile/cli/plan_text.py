@@ -96,6 +96,8 @@ def numbers(answer: "Forecast", max_seq: int | None) -> Iterator[tuple[str, str]
         yield "update", _update(answer)
     if plan.timeline is not None:
         yield "stalls", format_seconds(stall_s) if (stall_s := plan.timeline.stall_s) else "none"
+    if answer.question.degrees.cp_kind is not None:
+        yield "attention", _cp_kind(answer)
     if plan.num_collectives:
         yield "collectives", _collectives(answer)
     if plan.step_lower_bound_s:
@@ -136,6 +138,17 @@ def _update(answer: "Forecast") -> str:
     if not answer.update.gradients_s:
         return f"{step_s} more, on the device: state comes and goes"
     return f"{step_s} more, on the host, and {gradients_s} for gradients on their way there"
+
+
+def _cp_kind(answer: "Forecast") -> str:
+    """How the devices of ``--cp`` share attention, and what the other kind would take."""
+    degrees, other = answer.question.degrees, answer.other_kind
+    text = f"{degrees.cp_kind} over {degrees.cp} devices"
+    if other is None:
+        return text
+    fits = "" if other.fits else ", which does not fit"
+    kind = other.question.degrees.cp_kind
+    return f"{text}; a step with {kind} takes {format_seconds(other.step_s)}{fits}"
 
 
 def _collectives(answer: "Forecast") -> str:

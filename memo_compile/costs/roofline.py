@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from memo_compile.analysis.structure import argument, op_name
+from memo_compile.analysis.structure import argument, namespace, op_name
 from memo_compile.analysis.views import is_view, storage_of
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.costs.work import NOTHING, NodeCost, roofline_s, work_seconds
@@ -42,7 +42,11 @@ def node_cost(node: fx.Node) -> NodeCost:
     """
     if node.op != "call_function" or is_view(node) or op_name(node) == "":
         return NOTHING
-    return NodeCost(flops=_flops(node), bytes=_read_bytes(node) + _written_bytes(node))
+    return NodeCost(
+        flops=_flops(node),
+        bytes=_read_bytes(node) + _written_bytes(node),
+        link_bytes=_ring_bytes(node),
+    )
 
 
 def graph_cost(gm: fx.GraphModule) -> NodeCost:
@@ -75,6 +79,15 @@ def _flops(node: fx.Node) -> int:
     is_operator = isinstance(node.target, torch._ops.OpOverload)
     # Causal attention leaves out the upper half of the scores.
     return flops // 2 if is_operator and argument(node, "is_causal") else flops
+
+
+def _ring_bytes(node: fx.Node) -> int:
+    """Returns the bytes of keys and values, backwards of their gradients too, around a ring."""
+    if namespace(node) != "memo_shapes" or "attention" not in op_name(node):
+        return 0
+    sizes = sum(_bytes(argument(node, name).meta.get("val")) for name in ("key", "value"))
+    passes = 2 if "backward" in op_name(node) else 1
+    return passes * (argument(node, "world") - 1) * sizes
 
 
 def _formula(node: fx.Node) -> Any:

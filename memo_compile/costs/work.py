@@ -1,7 +1,8 @@
 """Work of operators, and the seconds that a device takes for it. No torch here.
 
 Legend: an operator takes ``max(flops / F, bytes / B)`` seconds, where ``F`` and ``B`` are what a
-device reaches in practice: its nominal rates times MATMUL_EFFICIENCY and MEMORY_EFFICIENCY.
+device reaches in practice: its nominal rates times MATMUL_EFFICIENCY and MEMORY_EFFICIENCY. Ring
+attention takes no less than its keys and values need around the ring.
 """
 
 import math
@@ -26,6 +27,8 @@ class NodeCost:
     """FLOPs of products, convolutions and attention; a multiplication and an addition are two."""
     bytes: int
     """Bytes that are read from and written to the device's memory."""
+    link_bytes: int = 0
+    """Bytes that come from another device meanwhile."""
 
 
 NOTHING = NodeCost(flops=0, bytes=0)
@@ -34,7 +37,8 @@ NOTHING = NodeCost(flops=0, bytes=0)
 def roofline_s(cost: NodeCost, profile: HardwareProfile) -> float:
     """Seconds of ``cost`` on a device: limited by arithmetic or by memory, whichever is slower."""
     compute_s = cost.flops / (profile.peak_flops_per_s * MATMUL_EFFICIENCY)
-    return max(compute_s, cost.bytes / (profile.hbm_bytes_per_s * MEMORY_EFFICIENCY))
+    memory_s = cost.bytes / (profile.hbm_bytes_per_s * MEMORY_EFFICIENCY)
+    return max(compute_s, memory_s, cost.link_bytes / profile.link_bytes_per_s)
 
 
 def work_seconds(work: Iterable[NodeCost], profile: HardwareProfile) -> float:

@@ -16,8 +16,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep
 from memo_compile.passes.cut import CutCall
 from memo_compile.reporting import state
-from memo_compile.step.communication import has_collectives
-from memo_compile.step.problem import Layout, Problem, StepCall, Storage
+from memo_compile.step.problem import CallKind, Layout, Problem, StepCall, Storage
 from memo_compile.torch_private import fx_graphs, storages
 from memo_compile.units import format_bytes
 
@@ -32,10 +31,8 @@ LEAST_BYTES = 1024
 def weights_of_layers(step: CutStep, problem: Problem) -> dict[str, int]:
     """Returns the bytes of the weights that only repeating layers read, by the value's name.
 
-    Empty for a step with collectives: its weights may be shards.
+    What a collective reads is a shard, and stays on the device.
     """
-    if has_collectives(problem):
-        return {}
     layouts = {**problem.halves[0].given(), **problem.halves[1].given()}
     sizes: dict[str, int] = {}
     for value in _parameters(step):
@@ -139,7 +136,7 @@ def _is_dense(layout: Layout) -> bool:
 
 def _read_elsewhere(call: StepCall, problem: Problem) -> Iterable[str]:
     """Yields what ``call`` reads or writes otherwise than a layer reads a weight."""
-    if call.layer_class is None:
+    if call.layer_class is None or call.kind is CallKind.ISSUE:
         yield from call.inputs
     yield from (target.value for target in call.into)
     yield from call.outputs

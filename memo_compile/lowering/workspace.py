@@ -362,13 +362,14 @@ def attention_bytes(node: fx.Node) -> int:
         return _flash_package_bytes(node, has_lengths=bool(match[1]))
     if node.op != "call_function" or "attention" not in op_name(node):
         return 0
-    is_backward, is_ring = "backward" in op_name(node), "ring" in op_name(node)
+    is_backward = "backward" in op_name(node)
     first = 1 if is_backward else 0  # behind the result's gradient
     query, key = (_fake(node.args[at]) for at in (first, first + 1))
     if query is None or key is None or query.dim() != 4:
         return 0
     if "efficient" in op_name(node):
         return _efficient_bytes(query, key, is_backward=is_backward)
+    is_ring = namespace(node) == "memo_shapes" and argument(node, "world") > 1
     arriving_bytes = RING_BUFFERS * key.nbytes if is_ring else 0  # from other ranks
     if not is_backward:
         return arriving_bytes

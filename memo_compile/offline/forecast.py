@@ -4,7 +4,7 @@ import bisect
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,13 @@ from memo_compile.offline.length_search import LengthSearch, Need, need_of
 from memo_compile.offline.offline_step import OfflineStep
 from memo_compile.offline.recorded_model import RecordedModel, Say, say_nothing
 from memo_compile.offline.room import Room, is_exact
-from memo_compile.offline.shapes.degrees import Degrees
-from memo_compile.offline.shapes.kinds import is_function, is_shape, require_plannable
+from memo_compile.offline.shapes.degrees import CP_KINDS, RING, ULYSSES, Degrees
+from memo_compile.offline.shapes.kinds import (
+    is_function,
+    is_shape,
+    require_plannable,
+    shape_of,
+)
 from memo_compile.step.plans import Plan
 from memo_compile.step.problem import CallKind, arena_buffers, arena_values, call_starts
 from memo_compile.step.simulate import memory_level
@@ -194,6 +199,8 @@ class Forecast:
     """Tokens per second of the whole job."""
     peak_at: PeakAt | None
     notes: tuple[str, ...]
+    other_kind: "Forecast | None" = None
+    """The plan with the other kind of context parallelism, where none was asked for."""
 
     @property
     def fits(self) -> bool:
@@ -246,6 +253,9 @@ def forecast(question: Question, say: Say = say_nothing) -> Forecast:
     """
     if question.offload == "auto":
         return _with_least_on_host(question, say)
+    if len(kinds := _cp_kinds(question)) > 1:
+        return _in_faster_kind(kinds, say)
+    (question,) = kinds
     with _recorded_model(question, say) as model:
         return _forecast(question, model)
 
@@ -263,6 +273,32 @@ def _with_least_on_host(question: Question, say: Say) -> Forecast:
             if answer.fits or offload == OFFLOADS[-1]:
                 return answer
     raise AssertionError("the last one has returned, or raised")
+
+
+def _cp_kinds(question: Question) -> list[Question]:
+    """``question`` with each kind of context parallelism that it leaves open and the model has."""
+    degrees, shape = question.degrees, shape_of(question.model)
+    if degrees.cp == 1 or degrees.cp_kind is not None or shape is None:
+        return [question]
+    kinds = [replace(degrees, cp_kind=RING)]
+    with contextlib.suppress(InputError):
+        degrees.require_heads_divide(shape)
+        kinds.append(replace(degrees, cp_kind=ULYSSES))
+    return [replace(question, degrees=kind) for kind in kinds]
+
+
+def _in_faster_kind(kinds: Sequence[Question], say: Say) -> Forecast:
+    """The answer that fits and is fastest, or needs least where none fits, with the other one."""
+    answers: list[Forecast] = []
+    for question in kinds:
+        say(f"planning with --cp-kind {question.degrees.cp_kind}")
+        try:
+            answers.append(forecast(question, say))
+        except Infeasible:
+            if question is kinds[-1] and not answers:
+                raise
+    answers.sort(key=lambda each: (not each.fits, each.step_s if each.fits else each.peak_bytes))
+    return replace(answers[0], other_kind=answers[1] if len(answers) > 1 else None)
 
 
 def _forecast(question: Question, model: RecordedModel) -> Forecast:
@@ -286,6 +322,9 @@ def sweep(question: Question, num_budgets: int) -> Iterator[Forecast]:
     """
     if question.offload == "auto":
         raise InputError(f"sweep: give --offload one of {', '.join(OFFLOADS)} with it")
+    if len(kinds := _cp_kinds(question)) > 1:
+        raise InputError(f"sweep: give --cp-kind one of {', '.join(CP_KINDS)} with it")
+    (question,) = kinds
     if num_budgets < 2:
         raise InputError(f"budgets: expected at least 2, got {num_budgets}")
     with _recorded_model(question) as model:
@@ -344,7 +383,11 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
 
     Mostly four to six lengths are traced, none above MAX_SEQ; ``tried`` is called with each and
     whether it fits. Raises as ``forecast``, and InputError: the length does not change the step.
+    Where the kind of context parallelism is left open, it is the longest of any kind.
     """
+    if len(kinds := _cp_kinds(question)) > 1:
+        return max(longest(kind, tried) for kind in kinds)
+    (question,) = kinds
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
     most = max(1, MAX_SEQ // granule)
     with _recorded_model(replace(question, seq=granule)) as model:

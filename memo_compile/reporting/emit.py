@@ -23,6 +23,7 @@ class Settings:
     batch: int
     tp: int
     cp: int
+    cp_kind: str | None
     pp: int
     decisions: Sequence[Decision]
 

@@ -95,7 +95,8 @@ def plan(capsys, *arguments):
 
 
 def question(model="tiny-gpt", seq=1024, **more):
-    degrees = Degrees(**{key: more.pop(key) for key in ("tp", "cp", "pp", "dp") if key in more})
+    names = ("tp", "cp", "pp", "dp", "cp_kind")
+    degrees = Degrees(**{key: more.pop(key) for key in names if key in more})
     hardware = find_hardware(more.pop("hardware", "a100"))
     return Question(model=model, seq=seq, hardware=hardware, degrees=degrees, **more)
 
@@ -309,14 +310,14 @@ def test_a_function_of_the_user_is_planned_on_fakes(capsys, tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     ("shape", "degrees"),
-    in_ci([(GPT, {}), (LLAMA, {"tp": 2, "cp": 2})], (GPT, {})),
+    in_ci([(GPT, {}), (LLAMA, {"tp": 2, "cp": 2, "cp_kind": "ring"})], (GPT, {})),
     ids=lambda value: value.name if isinstance(value, ModelShape) else str(value),
 )
 def test_flops_of_the_trace_are_those_of_the_closed_form(shape, degrees):
     """However the step is cut, its FLOPs add up to 6 per weight and 6 h s for attention."""
     seq = 1024
     answer = forecast(question(shape.name, seq, **degrees))
-    devices = math.prod(degrees.values())
+    devices = math.prod(Degrees(**degrees).sizes.values())
     expected = shape.flops_per_token(seq) * seq / devices
     assert answer.step.model_flops == pytest.approx(expected, rel=1e-3)
 
@@ -345,7 +346,7 @@ def test_key_value_heads_are_replicated_when_tp_exceeds_them():
 @pytest.mark.full
 def test_optimizer_state_is_sharded_over_dp_and_cp():
     sharded = forecast(question(dp=4)).step.plan.fixed
-    both = forecast(question(dp=4, cp=2, optimizer="adamw-fp32")).step.plan.fixed
+    both = forecast(question(dp=4, cp=2, cp_kind="ring", optimizer="adamw-fp32")).step.plan.fixed
     assert sharded.optimizer_state == 2 * sharded.parameters // 4
     assert sharded.parameters == both.parameters
     assert both.optimizer_state == both.parameters // 2 * 12 // 8
@@ -532,8 +533,8 @@ def _settings(*decisions, **more):
         )
         for kind in decisions
     )
-    sizes = {"num_layers": 32, "seq": 4096, "batch": 1, "tp": 1, "cp": 1, "pp": 1} | more
-    return Settings(model="m", decisions=rows, **sizes)
+    sizes = {"num_layers": 32, "seq": 4096, "batch": 1, "tp": 1, "cp": 1, "pp": 1}
+    return Settings(model="m", decisions=rows, **{"cp_kind": None, **sizes, **more})
 
 
 @pytest.mark.parametrize(
@@ -556,8 +557,9 @@ def test_settings_of_other_tools(tool, decisions, expected):
 
 
 def test_settings_name_the_degrees():
-    text = emit("megatron", _settings("SAVE", tp=8, cp=2, pp=4))
+    text = emit("megatron", _settings("SAVE", tp=8, cp=2, cp_kind="ulysses", pp=4))
     assert "--tensor-model-parallel-size 8" in text
+    assert "--cp-comm-type a2a" in text
     assert "--sequence-parallel" in text
     with pytest.raises(InputError, match="emit: expected one of hf, torchtitan, megatron"):
         emit("jax", _settings())

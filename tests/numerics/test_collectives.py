@@ -82,6 +82,14 @@ class Exchanged(Reduced):
         return x * y.sigmoid()
 
 
+class Sharded(Reduced):
+    """The first weight of its block is gathered for each use."""
+
+    def forward(self, x):
+        up = gather(self.block.up.weight, 0, dist.group.WORLD)
+        return x + self.block.down(nn.functional.linear(x, up, self.block.up.bias).tanh())
+
+
 def ranked(kind: type[Reduced], hidden: int = 32) -> Stack:
     model = Stack(hidden=hidden, num_layers=LAYERS)
     model.layers = nn.ModuleList(kind(layer) for layer in model.layers)
@@ -143,6 +151,25 @@ def test_policies_keep_their_gradients(kind, policy, schedule):
     assert plan().recomputed_bytes + plan().offloaded_bytes > 0
     if policy == "full-recompute":
         assert plan().window_recompute_s > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "moved", "schedule"),
+    [
+        (Exchanged, ("up", "down"), "copies-early"),
+        (Exchanged, ("up", "down"), "copies-late"),
+        (Sharded, ("down",), "copies-late"),
+    ],
+)
+def test_weights_on_the_host_keep_their_gradients(kind, moved, schedule):
+    """What a collective reads stays on the device."""
+    pair = Pair(ranked(kind), weights="host", debug=f"{LATE},{schedule}", **MOVING)
+    for step in range(2):
+        pair.assert_step(x(step))
+    assert_planned()
+    blocks = [layer.block for layer in pair.ours.layers]
+    expected = sum(getattr(block, name).weight.nbytes for block in blocks for name in moved)
+    assert plan().training_state.parameters.host_bytes == expected
 
 
 @pytest.mark.full

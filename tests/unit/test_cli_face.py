@@ -32,6 +32,16 @@ REFUSED_AT_ONCE = [
     (["plan", "llama3-8b", "--seq", "8", "--batch", "0"], "batch: expected at least 1, got 0"),
     (["plan", "llama3-8b", "--seq", "8", "--policy", "foo"], "policy: expected one of auto, "),
     (["plan", "llama3-8b", "--seq", "8", "--tp", "3"], "tp: 3 does not divide the attention heads"),
+    (["plan", "llama3-8b", "--seq", "8", "--cp-kind", "ring"], "cp-kind: it is of --cp devices; "),
+    (
+        ["plan", "llama3-8b", "--seq", "8", "--cp", "2", "--cp-kind", "rings"],
+        "cp-kind: expected ring or ulysses, got 'rings'",
+    ),
+    (
+        ["plan", "llama3-8b", "--seq", "24", "--cp", "12", "--cp-kind", "ulysses"],
+        "cp-kind: ulysses divides heads over devices, and 12 devices do not divide 32 attention "
+        "heads (8 of keys and values); take ring",
+    ),
     (["plan", "llama3-8b", "--seq", "8", "--budget", "6 apples"], "budget: expected bytes"),
     (["plan", "llama3-8b", "--seq", "8", "--host-budget", "x"], "host-budget: expected bytes"),
     (["plan", "llama3-8b", "--seq", "8", "--out", "no/p.json"], "no/p.json: is a folder, or its"),

@@ -45,6 +45,31 @@ def reduce_scatter(whole: Tensor, dim: int, world: int) -> Tensor:
     return _waited(part).view(*whole.shape[:dim], -1, *whole.shape[dim + 1 :])
 
 
+def _exchange(parts: Tensor, after: Tensor | None) -> Tensor:
+    """Part i of the first dimension goes to device i, and part i of the result comes from there.
+
+    ``after`` as of ``all_gather``.
+    """
+    sent = parts.contiguous() if after is None else behind(parts, after)
+    sizes = [1] * len(parts)
+    return _waited(torch.ops._c10d_functional.all_to_all_single(sent, sizes, sizes, GROUP))
+
+
+def _to_heads(x: Tensor, world: int, after: Tensor | None = None) -> Tensor:
+    """Returns all tokens of a part of the heads, for this device's tokens of all heads.
+
+    ``(batch, heads, tokens, width)`` to ``(batch, heads / world, tokens * world, width)``.
+    """
+    parts = x.transpose(1, 2).unflatten(2, (world, -1)).permute(2, 0, 1, 3, 4)
+    return _exchange(parts, after).transpose(0, 1).flatten(1, 2).transpose(1, 2)
+
+
+def _to_tokens(x: Tensor, world: int) -> Tensor:
+    """Returns this device's tokens of all heads: the opposite of ``_to_heads``."""
+    parts = x.transpose(1, 2).unflatten(1, (world, -1)).transpose(0, 1)
+    return _exchange(parts, None).permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+
+
 def _waited(rows: Tensor) -> Tensor:
     """Returns a collective's result once it is there."""
     result: Tensor = torch.ops._c10d_functional.wait_tensor(rows)
@@ -62,21 +87,24 @@ def _(shard: Tensor, after: Tensor) -> Tensor:
     return shard.new_empty(shard.shape)
 
 
-@torch.library.custom_op("memo_shapes::ring_attention", mutates_args=())
-def ring_attention(
+@torch.library.custom_op("memo_shapes::attention", mutates_args=())
+def attention(
     query: Tensor, key: Tensor, value: Tensor, world: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention of the local queries to all devices' keys, and its log-sum-exp."""
-    _refuse("ring_attention")
+    """Returns attention of the local queries to the keys of ``world`` devices, and log-sum-exp.
+
+    Those of other devices go around in a ring.
+    """
+    _refuse("attention")
 
 
-@ring_attention.register_fake
+@attention.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("memo_shapes::ring_attention_backward", mutates_args=())
-def ring_attention_backward(
+@torch.library.custom_op("memo_shapes::attention_backward", mutates_args=())
+def attention_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -87,10 +115,10 @@ def ring_attention_backward(
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns gradients of the local queries, keys and values."""
-    _refuse("ring_attention_backward")
+    _refuse("attention_backward")
 
 
-@ring_attention_backward.register_fake
+@attention_backward.register_fake
 def _(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -101,26 +129,56 @@ def _save_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _ring_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    grads = ring_attention_backward(grad, *ctx.saved_tensors, ctx.world, ctx.is_causal)
+    grads = attention_backward(grad, *ctx.saved_tensors, ctx.world, ctx.is_causal)
     return (*grads, None, None)
 
 
-ring_attention.register_autograd(_ring_gradients, setup_context=_save_ring)
+attention.register_autograd(_ring_gradients, setup_context=_save_ring)
 
 
-@register_flop_formula(torch.ops.memo_shapes.ring_attention)
-def _ring_flops(
+@register_flop_formula(torch.ops.memo_shapes.attention)
+def _attention_flops(
     query: Any, key: Any, value: Any, world: int, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
     return world * int(sdpa_flop_count(query, key, value))
 
 
-@register_flop_formula(torch.ops.memo_shapes.ring_attention_backward)
-def _ring_backward_flops(
+@register_flop_formula(torch.ops.memo_shapes.attention_backward)
+def _attention_backward_flops(
     grad: Any, query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **__: Any
 ) -> int:
     world = int(rest[2])
     return world * int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+class Ulysses(torch.autograd.Function):
+    """Attention of a part of the heads to all tokens: an all-to-all before it and one behind it.
+
+    Kept are this device's tokens of all heads, and the backward exchanges them again. What came
+    from other devices could only be kept or moved: no plan repeats a collective by itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, world: int, is_causal: bool
+    ) -> Tensor:
+        """``(batch, heads, tokens, width)`` each; ``world`` divides all heads."""
+        out, log_sum_exp = attention(
+            _to_heads(query, world), _to_heads(key, world), _to_heads(value, world), 1, is_causal
+        )
+        mixed = _to_tokens(out, world)
+        ctx.save_for_backward(query, key, value, mixed, log_sum_exp)
+        ctx.world, ctx.is_causal = world, is_causal
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of queries, keys and values."""
+        grad, world = grads[0], ctx.world
+        *kept, log_sum_exp = ctx.saved_tensors
+        heads = [_to_heads(tensor, world, grad) for tensor in kept]
+        made = attention_backward(_to_heads(grad, world), *heads, log_sum_exp, 1, ctx.is_causal)
+        return (*[_to_tokens(tensor, world) for tensor in made], None, None)
 
 
 class ColumnParallel(torch.autograd.Function):
