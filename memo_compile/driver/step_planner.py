@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from memo_runtime.host_store import bytes_held
+
 from memo_compile.check.check_moves import Recomputation, recomputations_of
 from memo_compile.check.check_plan import require_valid, require_within_budget
 from memo_compile.check.prove import require_proved
@@ -569,7 +571,10 @@ class StepPlanner:
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def _host_budget_bytes(self) -> int | None:
-        """Host bytes for each live step. Raises ConfigError: more was declared than is left."""
+        """Host bytes for activations of each live step.
+
+        Raises ConfigError: more was declared than is left.
+        """
         memory = host_memory()
         declared = self.config.declared_host_budget_bytes(memory.total_bytes)
         if self.known.hardware is None:
@@ -589,11 +594,19 @@ class StepPlanner:
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def _host_bytes_left(self, memory: HostMemory) -> int | None:
-        """This rank's share of the memory, or of the disk, that activations are offloaded to."""
+        """This rank's share of the memory, or of the disk, for activations and training state.
+
+        What this step's stores hold already is no longer free, and is the step's all the same.
+        """
         kind = self.config.host_kind(self.known.device_type)
         if kind.startswith("file:"):
-            return default_file_budget_bytes(kind.removeprefix("file:"), local_world_size())
-        return default_host_budget_bytes(memory, local_world_size())
+            folder = kind.removeprefix("file:")
+            free: int | None = default_file_budget_bytes(folder, local_world_size())
+        else:
+            free = default_host_budget_bytes(memory, local_world_size())
+        if free is None:
+            return None
+        return free + bytes_held(kind, self.problem.fixed.on_host)
 
 
 def require_host_budget(config: MemoConfig, host_bytes: int) -> None:

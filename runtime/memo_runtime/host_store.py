@@ -46,6 +46,22 @@ class HostStoreError(MemoryError):
     """
 
 
+_live: "weakref.WeakSet[HostStore]" = weakref.WeakSet()
+
+
+def bytes_held(kind: str, training_state_bytes: int) -> int:
+    """What stores of this process hold that a step has room in, in memory or files as ``kind``.
+
+    That is all frames of steps, and as much of the other stores, which hold weights, gradients and
+    optimizer state, as the step's ``training_state_bytes`` may be.
+    """
+    in_files = kind.startswith("file:")
+    stores = [store for store in list(_live) if store.kind.startswith("file:") == in_files]
+    frames = sum(store.size_bytes for store in stores if store.leased or store.plans)
+    others = sum(store.size_bytes for store in stores) - frames
+    return frames + min(others, training_state_bytes)
+
+
 class HostStore:
     """``size_bytes`` of page-aligned host memory.
 
@@ -64,6 +80,7 @@ class HostStore:
         self.plans: set[int] = set()
         """Keys of the plans that have used it."""
         self._tensor: torch.Tensor | None = _mapped(kind, size_bytes)
+        _live.add(self)
         self._unpin: weakref.finalize | None = None
         if kind == "pinned":
             self._unpin = _pin(self, self._tensor)
@@ -87,6 +104,7 @@ class HostStore:
         if self._unpin is not None:
             self._unpin()
         self._tensor = None
+        _live.discard(self)
 
 
 def _mapped(kind: str, size_bytes: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 import memo_compile
 from memo_compile.costs.measure import watch_memory
-from memo_compile.driver import assemble
+from memo_compile.driver import assemble, step_planner
 from memo_compile.errors import ConfigError, Infeasible
 from tests.numerics.small import Stack
 from tests.numerics.training import memo_compiled
@@ -109,6 +109,22 @@ def test_auto_moves_no_weights_that_a_declared_host_budget_does_not_hold():
     assert not weights_there(model)
     trained(model, host_budget="1GiB", **options)
     assert weights_there(model)
+
+
+def test_weights_at_home_are_taken_off_a_declared_host_budget_once(monkeypatch):
+    """A later length finds less free memory on the host: its own weights lie in the rest."""
+    model = model_of()
+    room = 2 * sum(each.nbytes for each in model.parameters())
+
+    def left(*_: object) -> int:
+        return room - sum(each.nbytes for each in model.parameters() if place_of(each) is not None)
+
+    monkeypatch.setattr(step_planner, "default_host_budget_bytes", left)
+    run = memo_compiled(model, weights="host", host_budget=room)
+    for rows in (TOKENS, TOKENS + 8):
+        run(torch.randn(rows, 33)).backward()
+        assert left() < room
+    assert len(memo_compile.report().plans) == 2
 
 
 def test_a_model_on_the_host_is_planned_so_without_an_option():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from memo_runtime import host_store
-from memo_runtime.host_store import HostPool, HostStore, HostStoreError
+from memo_runtime.host_store import HostPool, HostStore, HostStoreError, bytes_held
 
 MIB = 2**20
 
@@ -237,6 +237,18 @@ def test_a_refused_frame_leaves_the_pool_usable():
     with pytest.raises(HostStoreError):
         pool.acquire("shm", 1 << 47, 1)
     assert pool.acquire("shm", 4096, 1).leased
+
+
+def test_memory_that_a_step_may_use_again():
+    before = [bytes_held(kind, 0) for kind in ("shm", "file:/tmp")]
+    pool = HostPool()
+    frame, weights = pool.acquire("shm", 300, 1), HostStore("shm", 5000)
+    held = [bytes_held("pinned", size) - before[0] for size in (0, 1000)]
+    assert held == [300, 1300]
+    assert bytes_held("file:/tmp", 1000) - before[1] == 0
+    frame.close()
+    assert bytes_held("shm", 0) == before[0]
+    assert weights.size_bytes == 5000  # held to here
 
 
 def test_a_forked_child_shares_no_frame_with_its_parent():
