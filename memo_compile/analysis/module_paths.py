@@ -133,6 +133,14 @@ def module_path(node: fx.Node) -> str:
     return str(next((value[0] for value in reversed(stack.values())), ""))
 
 
+def model_class(graph: fx.Graph) -> str:
+    """Returns the name of the class of the module around most of ``graph``; empty: it has none."""
+    stacks = (node.meta.get("nn_module_stack") or {} for node in graph.nodes)
+    kinds = Counter(next(iter(stack.values()))[1] for stack in stacks if stack)
+    kind = kinds.most_common(1)[0][0] if kinds else ""
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+
+
 def modules_around(node: fx.Node) -> list[str]:
     """Returns the modules around ``node``, outermost first, as ``named_modules`` calls them.
 

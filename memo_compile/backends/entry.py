@@ -18,6 +18,7 @@ from memo_runtime.leases import leases
 from memo_runtime.pages import occupy_free_places
 from torch import fx
 
+from memo_compile.analysis.module_paths import model_class
 from memo_compile.backends.all_lengths import LENGTHS
 from memo_compile.backends.capture import (
     COMPILED_AUTOGRAD,
@@ -62,7 +63,7 @@ from memo_compile.reporting.write import write_pictures
 from memo_compile.step.program_text import program_text
 from memo_compile.step.serialise import to_json
 from memo_compile.torch_private import compile_caches, distributed, dynamo, fx_graphs, inductor_api
-from memo_compile.units import format_bytes
+from memo_compile.units import format_bytes, format_seconds
 
 log = logging.getLogger("memo")
 
@@ -359,12 +360,24 @@ def _compiled_step(
         step.runner.write("step-forward.txt", graph_text(step.forward.half_graph))
         step.runner.write("step-backward.txt", graph_text(step.backward.half_graph))
         step.runner.write("step-program.txt", program_text(assembly.problem))
-        about = _about(step, config)
-        write_pictures(
-            step.runner.dump, assembly.problem, assembly.reported, assembly.costs(), about
-        )
+        assembly.after_steps = functools.partial(_write, step.runner.dump, _about(step, config))
+        assembly.after_steps(assembly)
     trace_plan(step.name, lambda: to_json(assembly.reported))
     return assembly
+
+
+def _write(folder: Path, about: Mapping[str, str], assembly: Assembly) -> None:
+    """Writes the pictures of ``assembly``'s plan; after its first steps with what they took."""
+    reported = assembly.reported
+    if reported.measured_s:
+        texts = [f"step {format_seconds(reported.measured_s)}"]
+        if reported.step_s:
+            texts[0] += f" (simulated {format_seconds(reported.step_s)})"
+        if assembly.step.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(assembly.step.device)
+            texts.append(f"peak {format_bytes(peak)} (planned {format_bytes(reported.peak_bytes)})")
+        about = {**about, "measured": ", ".join(texts)}
+    write_pictures(folder, assembly.problem, reported, assembly.costs(), about)
 
 
 def _about(step: CutStep, config: MemoConfig) -> dict[str, str]:
@@ -382,9 +395,10 @@ def _about(step: CutStep, config: MemoConfig) -> dict[str, str]:
         and (value := getattr(config, option.name)) != getattr(defaults, option.name)
     ]
     device = step.facts.device
+    class_name = model_class(step.forward.half_graph.graph)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {
-        "model": f"{weights / 1e6:.4g} million parameters",
+        "model": f"{class_name} {weights / 1e6:.4g} million parameters".strip(),
         "dtype": ", ".join(dtypes),
         "inputs": ", ".join(shapes) + (" ..." if len(inputs) > MOST_SHAPES else ""),
         "device": f"{device.type}: {name}",

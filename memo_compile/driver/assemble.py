@@ -7,6 +7,7 @@ the next forward begins, memory that the device refuses, collectives that were m
 import contextlib
 import functools
 import gc
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -65,6 +66,11 @@ from memo_compile.step.residency import (
 from memo_compile.torch_private import autograd, dynamo, fx_graphs
 from memo_compile.units import format_bytes, format_enough
 
+log = logging.getLogger("memo")
+
+WARM_UP_STEPS = 3
+"""Steps of a graph after which one of them took what a step takes: the first ones warm up."""
+
 MAX_REFUSALS = 6
 """How often a step is replanned after refused allocations, each time for fewer bytes."""
 
@@ -121,6 +127,9 @@ class Assembly:
     """Regions that run once before a step, so that libraries have their kernels (CPU)."""
     _failed_warmups: Mapping[str, str] = field(default_factory=dict)
     """Those of ``_warmup_regions`` that could not run by themselves, and why."""
+    after_steps: Callable[["Assembly"], None] = lambda assembly: None
+    """Called once, when WARM_UP_STEPS have run."""
+    _num_steps: int = 0
     _leaving: tuple[int, ...] = ()
     """Gradients, by position, that the last forward expected to be gone once autograd has them."""
     _existing_bytes: int = 0
@@ -622,6 +631,12 @@ class Assembly:
         self.observed = replace(self.observed, **asdict(counted))
         self._report()
         state.step_ran(self.reported)
+        self._num_steps += 1
+        if self._num_steps == WARM_UP_STEPS:
+            try:
+                self.after_steps(self)
+            except MemoError as error:  # training goes on where a dump's disk is full
+                log.warning("memo: what was measured is not in the dump: %s", error)
 
     def _say_unplanned(self) -> None:
         """Reports a forward that runs in ordinary memory; a group's first step says so itself."""

@@ -271,6 +271,7 @@ class JointStepPlan:
             before,
             offloaded_bytes=counted.offloaded_bytes,
             recomputed_bytes=counted.recomputed_bytes,
+            measured_s=counted.measured_s,
         )
         state.replace_group(before, self.reported)
 

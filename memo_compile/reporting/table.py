@@ -99,8 +99,9 @@ def _lines(plan: ReportedPlan) -> Iterator[str]:
     if fixed.earlier_outputs:
         yield f"  results of earlier steps are held: {format_bytes(fixed.earlier_outputs)}"
     if plan.step_s:
+        measured = f", {format_seconds(plan.measured_s)} measured" if plan.measured_s else ""
         yield (
-            f"  step {format_seconds(plan.step_s)} simulated; the last one moved "
+            f"  step {format_seconds(plan.step_s)} simulated{measured}; the last one moved "
             f"{format_bytes(plan.offloaded_bytes)} to the host and recomputed "
             f"{format_bytes(plan.recomputed_bytes)}"
         )

@@ -256,6 +256,8 @@ class Observed:
     """Seconds for which computation waited for copies in the last step, measured."""
     comm_wait_s: float = field(default=0.0, metadata=LEFT_OUT)
     """Seconds for which it waited for collectives, measured."""
+    measured_s: float = field(default=0.0, metadata=LEFT_OUT)
+    """Seconds of the forward and the backward of the last step, measured; 0: not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,8 +91,9 @@ class BackwardRun:
                 "Write into a parameter in its own hook only, or set early_gradients=False."
             )
         try:
-            for call in self.calls[self._done : end]:
-                call.execute(self.running)
+            with self.running.timed(self.plan):
+                for call in self.calls[self._done : end]:
+                    call.execute(self.running)
         except BaseException:
             self.running.lease.settle_ranks()  # a group's frame may go on to serve other members
             self._end()

@@ -5,7 +5,9 @@ frame and host frame. Their order in ``RunHalf.calls`` is the schedule; each exe
 :class:`Running` half.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +31,13 @@ class EndedHalf(Protocol):
     is_paused: bool
 
 
+class TimedPlan(Protocol):
+    """The part of a ``run_step.StepPlan`` that says how its step is timed."""
+
+    device: torch.device
+    measure_stall: bool
+
+
 @dataclass(slots=True, kw_only=True)
 class Running:
     """One half of a step while it runs."""
@@ -45,6 +54,17 @@ class Running:
     def count(self, **numbers: Any) -> None:
         """Adds to the step's counters."""
         self.counted += StepCounters(**numbers)
+
+    @contextlib.contextmanager
+    def timed(self, plan: TimedPlan) -> Iterator[None]:
+        """Adds the block's seconds to the step's, where they are those of the device."""
+        start = time.perf_counter()
+        yield
+        if plan.device.type != "cpu":
+            if not plan.measure_stall:
+                return
+            torch.cuda.current_stream(plan.device).synchronize()
+        self.count(measured_s=time.perf_counter() - start)
 
     def keep(self, resident_bytes: int) -> None:
         """Gives back all but the first ``resident_bytes`` of the frame."""

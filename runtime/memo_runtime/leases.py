@@ -34,6 +34,9 @@ class StepCounters:
     """Seconds in which computation waited for copies (number 16 of docs/situations.md)."""
     comm_wait_s: float = 0.0
     """Seconds in which it waited for other ranks."""
+    measured_s: float = 0.0
+    """Seconds of both halves, without what the program does between them. 0: not measured, as on
+    CUDA, where the host runs ahead of the device, unless ``measure_stall`` makes it wait."""
 
     def __add__(self, other: "StepCounters") -> "StepCounters":
         return StepCounters(
@@ -41,6 +44,7 @@ class StepCounters:
             recomputed_bytes=self.recomputed_bytes + other.recomputed_bytes,
             stall_s=self.stall_s + other.stall_s,
             comm_wait_s=self.comm_wait_s + other.comm_wait_s,
+            measured_s=self.measured_s + other.measured_s,
         )
 
 

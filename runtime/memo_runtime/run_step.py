@@ -352,8 +352,9 @@ def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> Ste
     """Runs all instructions of a half; returns what it counted."""
     running = _running(plan, lease, env)
     try:
-        for call in _calls(half, lease):
-            call.execute(running)
+        with running.timed(plan):
+            for call in _calls(half, lease):
+                call.execute(running)
         running.leave(half)
     except BaseException:
         running.lease.settle_ranks()  # a group's frame may go on to serve other members
