@@ -396,9 +396,10 @@ def _about(step: CutStep, config: MemoConfig) -> dict[str, str]:
     ]
     device = step.facts.device
     class_name = model_class(step.forward.half_graph.graph)
+    class_name += ", " if class_name else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {
-        "model": f"{class_name} {weights / 1e6:.4g} million parameters".strip(),
+        "model": f"{class_name}{weights / 1e6:.4g} million parameters",
         "dtype": ", ".join(dtypes),
         "inputs": ", ".join(shapes) + (" ..." if len(inputs) > MOST_SHAPES else ""),
         "device": f"{device.type}: {name}",

@@ -17,13 +17,14 @@ from memo_compile.reporting import state
 pytestmark = pytest.mark.usefixtures("fresh_report")
 
 
-def step(**options: object) -> nn.Module:
+def step(steps: int = 1, **options: object) -> nn.Module:
     torch._dynamo.reset()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
     compiled = torch.compile(
         model, backend="memo", options={"lowering": "aten", "strict": True, **options}
     )
-    compiled(torch.ones(512, 64)).sum().backward()
+    for _ in range(steps):
+        compiled(torch.ones(512, 64)).sum().backward()
     return model
 
 
@@ -78,10 +79,22 @@ def test_a_fresh_dump_is_replayed_to_the_same_plan(tmp_path, capsys, options):
     assert chosen == moves
     page = (folder / "report.html").read_text()
     head = page[page.index('<dl class="about">') : page.index("</dl>")]
-    assert "<dt>model</dt><dd>0.01248 million parameters</dd>" in head
+    assert "<dt>model</dt><dd>Sequential, 0.01248 million parameters</dd>" in head
     assert "<dt>inputs</dt><dd>torch.float32 [512, 64]</dd>" in head
     assert "lowering=&#39;aten&#39;" in head
     assert "<dt>device</dt><dd>cpu: " in head
+
+
+def test_after_three_steps_the_page_says_what_a_step_took(tmp_path):
+    step(steps=3, dump=str(tmp_path / "three"))
+    (page,) = (tmp_path / "three").rglob("report.html")
+    assert "<dt>measured</dt><dd>step " in page.read_text()
+    (plan,) = memo_compile.report().plans
+    assert plan.measured_s > 0
+    assert "measured; the last one moved" in str(memo_compile.report())
+    step(steps=2, dump=str(tmp_path / "two"))
+    (page,) = (tmp_path / "two").rglob("report.html")
+    assert "<dt>measured</dt>" not in page.read_text()
 
 
 def test_plans_of_models_that_are_gone_do_not_pile_up():
