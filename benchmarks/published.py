@@ -57,34 +57,7 @@ def newest(kind: str) -> dict[str, Any]:
     """The newest result of ``benchmarks.KIND`` whose steps hold their outputs."""
     paths = sorted(RESULTS.glob(f"{kind}-*.json"), reverse=True)
     results = ({"file": path.name, **json.loads(path.read_text())} for path in paths)
-    return next(with_host_memory(result) for result in results if peers_of(result))
-
-
-def with_host_memory(result: dict[str, Any]) -> dict[str, Any]:
-    """``result``; one from before all memory was measured, with what is known of it.
-
-    All memory is then the peak and what was copied to the host, and memo had host memory. What memo
-    copied beside a peer is that of its budget with the same plan, else unknown.
-    """
-    peers = peers_of(result)
-    if all("memo" in peer for peer in peers.values() if "peak_bytes" in peer):
-        return result
-    rows = result.get("held", {}).get("memo", [])
-    moved = {row["planned_bytes"]: row["offloaded_bytes"] for row in rows}
-    for peer in (peer for peer in peers.values() if "ratio" in peer):
-        planned = peer["memo_planned_bytes"]
-        row = {"planned_bytes": planned, "peak_bytes": planned, "host_bytes": moved.get(planned)}
-        row |= {key: peer[key] for key in ("ratio", "memo_s", "step_s")}
-        row["budget_bytes"] = peer["memo_budget_bytes"]
-        peer |= {"all_bytes": peer["peak_bytes"], "memo": {"auto": row}}
-    for row in rows:
-        row |= {
-            "all_bytes": row["peak_bytes"] + row["offloaded_bytes"],
-            "host_bytes": row["offloaded_bytes"],
-        }
-    if rows:
-        result["held"]["memo"] = {"auto": rows}
-    return result
+    return next(result for result in results if peers_of(result))
 
 
 def peers_of(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -155,7 +128,7 @@ def beside_peers(result: Mapping[str, Any], host: str) -> list[str]:
                 mib(measured[name]["all_bytes"]),
                 f"{row['step_s']:.2f} s",
                 mib(row["peak_bytes"]),
-                "not recorded" if row["host_bytes"] is None else mib(row["host_bytes"]),
+                mib(row["host_bytes"]),
                 f"{row['ratio']:.2f}{above}",
             )
             lines.append(f"| {' | '.join(cells)} |")
