@@ -17,6 +17,8 @@ from memo_compile.reporting.state import Report, report
 from memo_compile.step.policy_rules import clear_policy_rules, policy_rule
 
 if TYPE_CHECKING:
+    from memo_runtime.arena import release
+
     from memo_compile.backends.declare_group import group
     from memo_compile.backends.declare_pipeline import pipeline
     from memo_compile.backends.entry import memo as backend
@@ -43,6 +45,7 @@ __all__ = [
     "pipeline_split",
     "plan",
     "policy_rule",
+    "release",
     "report",
 ]
 
@@ -59,6 +62,7 @@ _LAZY = {
     "pipeline": ("memo_compile.backends.declare_pipeline", "pipeline"),
     "pipeline_split": ("memo_compile.pipelines.pipeline_split", "pipeline_split"),
     "plan": ("memo_compile.offline.plan_offline", "plan"),
+    "release": ("memo_runtime.arena", "release"),
 }
 
 

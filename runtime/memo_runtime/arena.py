@@ -173,6 +173,22 @@ class DeviceArena:
                 if not slab.leased:
                     slab.drop_tail(0)
 
+    def give_back(self) -> int:
+        """Frees slabs and host frames that no step holds; returns their bytes.
+
+        The next step takes new ones: its plan stays, and its views are made anew.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with self._lock:
+            free = [slab for slab in self._slabs if not slab.leased]
+            self._slabs = [slab for slab in self._slabs if slab.leased]
+            size_bytes = sum(slab.size_bytes for slab in free) + self.host.give_back()
+        del free
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return size_bytes
+
     def make_room(self, size_bytes: int) -> None:
         """Gives pages of free slabs back, so that ``size_bytes`` of other memory may be taken.
 
@@ -207,6 +223,26 @@ class DeviceArena:
 
 
 _arenas: dict[torch.device, DeviceArena] = {}
+
+
+def release() -> int:
+    """Gives memo's memory back between phases of a program; returns how many bytes.
+
+    That is the arena of every device, and the host memory of offloaded activations, where no
+    forward waits for its backward. The next step takes them again, by the same plan. For a model
+    that shares its device with another one, such as an inference engine between two updates:
+
+        memo_compile.release()
+        samples = engine.generate(prompts)
+
+    Weights, gradients and optimizer state stay where they are. On CUDA it waits for the device, and
+    lets torch give its free memory back too. Raises nothing: a later step that is refused the
+    memory raises ArenaError or HostStoreError.
+    """
+    with _arenas_lock:
+        arenas = list(_arenas.values())
+    return sum(arena.give_back() for arena in arenas)
+
 _arenas_lock = threading.Lock()
 
 

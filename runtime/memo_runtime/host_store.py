@@ -278,6 +278,18 @@ class HostPool:
                 store.plans.discard(plan_key)
             self._drop_unneeded()
 
+    def give_back(self) -> int:
+        """Frees every store that no step holds; returns their bytes. A later step takes new ones.
+
+        On CUDA copies must have ended.
+        """
+        with self.lock:
+            free = [store for store in self.stores if not store.leased]
+            self.stores = [store for store in self.stores if store.leased]
+            for store in free:
+                store.close()
+            return sum(store.size_bytes for store in free)
+
     def _drop_unneeded(self) -> None:
         for store in list(self.stores):
             if not store.leased and not store.plans:

@@ -57,6 +57,32 @@ def inner_error(model: nn.Module, **options: object) -> BaseException:
     return raised.value.inner_exception
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_memory_is_given_back_between_steps_and_taken_again(schedule):
+    pair, arena = moved_pair(**OUT, debug=schedule), arena_of(CPU)
+    pair.step(x(1))
+    assert memo_compile.release() >= memo_compile.report().plans[-1].arena_bytes > 0
+    assert arena.size_bytes == 0
+    assert not arena.host.stores
+    assert memo_compile.release() == 0
+    pair.step(x(2))
+    assert_moved(again=False)
+
+
+def test_what_a_live_step_holds_is_not_given_back():
+    model = Stack(num_layers=LAYERS)
+    run = memo_compiled(model, **OUT)
+    loss = run(x(1)).sum()
+    assert memo_compile.release() == 0
+    assert leased_slabs()
+    loss.backward()
+    gradient = model.entry.weight.grad.clone()
+    assert memo_compile.release() > 0
+    model.zero_grad()
+    run(x(1)).sum().backward()
+    assert torch.equal(model.entry.weight.grad, gradient)
+
+
 def test_a_budget_that_is_met_in_the_same_memory_says_so_once():
     for policy in ("full-offload", "save", "full-offload"):
         options = {**MOVING, "policy": policy, "memory_budget": "1GiB"}
