@@ -60,12 +60,12 @@ def inner_error(model: nn.Module, **options: object) -> BaseException:
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
 def test_memory_is_given_back_between_steps_and_taken_again(schedule):
     pair, arena = moved_pair(**OUT, debug=schedule), arena_of(CPU)
-    pair.step(x(1))
+    pair.assert_step(x(1))
     assert memo_compile.release() >= memo_compile.report().plans[-1].arena_bytes > 0
     assert arena.size_bytes == 0
     assert not arena.host.stores
     assert memo_compile.release() == 0
-    pair.step(x(2))
+    pair.assert_step(x(2))
     assert_moved(again=False)
 
 
