@@ -3,7 +3,7 @@
 import operator
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -133,9 +133,13 @@ def module_path(node: fx.Node) -> str:
     return str(next((value[0] for value in reversed(stack.values())), ""))
 
 
-def model_class(graph: fx.Graph) -> str:
-    """Returns the name of the class of the module around most of ``graph``; empty: it has none."""
-    stacks = (node.meta.get("nn_module_stack") or {} for node in graph.nodes)
+def model_class(graphs: Iterable[fx.Graph]) -> str:
+    """Returns the name of the class of the module around most of ``graphs``; empty: there is none.
+
+    ``LlamaModel``, also where the compiled module is the LlamaForCausalLM around it.
+    """
+    nodes = (node for graph in graphs for node in graph.nodes)
+    stacks = (node.meta.get("nn_module_stack") or {} for node in nodes)
     kinds = Counter(next(iter(stack.values()))[1] for stack in stacks if stack)
     kind = kinds.most_common(1)[0][0] if kinds else ""
     return str(getattr(kind, "__name__", kind)).rpartition(".")[2]

@@ -360,7 +360,7 @@ def _compiled_step(
         step.runner.write("step-forward.txt", graph_text(step.forward.half_graph))
         step.runner.write("step-backward.txt", graph_text(step.backward.half_graph))
         step.runner.write("step-program.txt", program_text(assembly.problem))
-        assembly.after_steps = functools.partial(_write, step.runner.dump, _about(step, config))
+        assembly.after_steps = functools.partial(_write, step.runner.dump, _about(assembly, config))
         assembly.after_steps(assembly)
     trace_plan(step.name, lambda: to_json(assembly.reported))
     return assembly
@@ -380,9 +380,10 @@ def _write(folder: Path, about: Mapping[str, str], assembly: Assembly) -> None:
     write_pictures(folder, assembly.problem, reported, assembly.costs(), about)
 
 
-def _about(step: CutStep, config: MemoConfig) -> dict[str, str]:
+def _about(assembly: Assembly, config: MemoConfig) -> dict[str, str]:
     """Says in a report's head what was planned: inputs, device, and options that are no default."""
-    tensors = [value for value in step.facts.inputs() if isinstance(value, torch.Tensor)]
+    facts = assembly.lowered.cut.facts
+    tensors = [value for value in facts.inputs() if isinstance(value, torch.Tensor)]
     inputs = [value for value in tensors if not isinstance(value, torch.nn.Parameter)]
     weights = sum(value.numel() for value in tensors if isinstance(value, torch.nn.Parameter))
     shapes = [f"{value.dtype} {list(value.shape)}" for value in inputs[:MOST_SHAPES]]
@@ -394,8 +395,8 @@ def _about(step: CutStep, config: MemoConfig) -> dict[str, str]:
         if option.name not in ("attempt", "dump")
         and (value := getattr(config, option.name)) != getattr(defaults, option.name)
     ]
-    device = step.facts.device
-    class_name = model_class(step.forward.half_graph.graph)
+    device = facts.device
+    class_name = model_class(region.gm.graph for region in assembly.known.graphs().values())
     class_name += ", " if class_name else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {
