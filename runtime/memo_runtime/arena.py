@@ -243,6 +243,7 @@ def release() -> int:
         arenas = list(_arenas.values())
     return sum(arena.give_back() for arena in arenas)
 
+
 _arenas_lock = threading.Lock()
 
 
