@@ -27,8 +27,8 @@ FIXED_SIGNATURES = (
 """Files of compiled kernels, which take plain arrays, and of operators. Tests take fixtures."""
 
 MAX_SUMS = {
-    ("memo_compile", "runtime"): 65_300,
-    ("tests",): 58_500,
+    ("memo_compile", "runtime"): 66_200,
+    ("tests",): 60_000,
     ("benchmarks",): 8_700,
 }
 """The lines of Python that parts of the project may have in all. Lower these as code goes."""
