@@ -169,6 +169,7 @@ def misshapen_calls(problem: Problem) -> tuple[str, ...]:
             faults.append(f"{call.name} runs {call.region}, which is no region")
             continue
         ports = (len(region.input_ends), len(region.outputs))
+        # (inputs, outputs, has a copy, waits), as below by the call's kind
         counts = (len(call.inputs), len(call.outputs), call.copy is not None, bool(call.waits_for))
         if counts[:2] != ports:
             faults.append(
@@ -219,20 +220,23 @@ class StepContents:
         self._overwritten: dict[str, str] = {}
         """Value that was overwritten by a collective, or by a region -> that call."""
         self._returned = {value for half in problem.halves for value in half.results}
+        """What the halves return to autograd."""
         self._calls: dict[str, CallKind] = {}
         """The calls replayed so far."""
         self._waited: set[str] = set()
         """Copies and collectives that a call has waited for."""
         self._host: ByteMap[Stored] = ByteMap()
+        """What the bytes of the host frame hold."""
         self._inputs = frozenset(problem.inputs)
+        self._on_host = frozenset(problem.host_weights)
         self._halves = [(half.phase, half.member) for half in problem.halves]
         self._half = 0
         """Index of the half of the last call that ran a region."""
         self._in_backward = False
+        """True once a call of a backward was replayed."""
         outputs = {value for call in problem.calls for value in call.outputs}
-        self._on_host = frozenset(problem.host_weights)
         for value in problem.inputs:
-            if value not in outputs:
+            if value not in outputs:  # else autograd brings it from a forward to its backward
                 size_bytes = problem.layer_weights.get(value, UNKNOWN_BYTES)
                 self.storage_of[value] = self._fill(value, size_bytes)
 
@@ -283,22 +287,21 @@ class StepContents:
         if call.name in self._calls:
             self.complain(f"two calls are named {call.name}")
         self._calls[call.name] = call.kind
+        # Forwards and backwards of a group may take turns; the order of its halves holds below.
         if self._in_backward and call.phase is Phase.FORWARD and len(self._halves) <= 2:
             self.complain(f"{call.name} of the forward comes after the backward has begun")
         self._in_backward |= call.phase is Phase.BACKWARD
         if not self._halves:
             return
-        half = call.half
-        number = self._halves.index(half)
-        if call.kind is CallKind.OFFLOAD and number != self._half:
-            last = _half_text(self._halves[self._half])
-            self.complain(f"{call.name} of the {_half_text(half)} is issued in the {last}")
+        half_index = self._halves.index(call.half)
+        half, last = _half_text(call.half), _half_text(self._halves[self._half])
+        if call.kind is CallKind.OFFLOAD and half_index != self._half:
+            self.complain(f"{call.name} of the {half} is issued in the {last}")
         if call.kind in (*COPIES, CallKind.WAIT):
             return
-        if number < self._half:
-            last = _half_text(self._halves[self._half])
-            self.complain(f"{call.name} of the {_half_text(half)} comes after the {last} has begun")
-        self._half = max(self._half, number)
+        if half_index < self._half:
+            self.complain(f"{call.name} of the {half} comes after the {last} has begun")
+        self._half = max(self._half, half_index)
 
     def _wait(self, call: StepCall) -> None:
         """Ends the copy that the call waits for."""
@@ -311,6 +314,7 @@ class StepContents:
             self.complain(f"{call.name} waits for {name}, but it {why}")
             return
         self._waited.add(name)
+        # Of a RELOAD that brings a weight the input, the weight on the host, is busy too.
         for storage in (flight.storage, *map(self.storage_of.get, flight.call.inputs)):
             if storage is not None:
                 storage.busy.pop(name, None)
@@ -328,7 +332,7 @@ class StepContents:
             return
         for flight in tuple(output.busy.values()):
             self.complain(f"{call.name} writes {written} while {flight.call.name} is in flight")
-        if source is output:
+        if source is output:  # in place: what lay there is overwritten
             for value in self._values_in(output):
                 if value != written:
                     self._overwritten[value] = call.name
@@ -370,7 +374,7 @@ class StepContents:
         if storage is None:
             self.complain(f"{call.name} reads {value} before it is made")
             return
-        if call.kind is CallKind.WAIT:
+        if call.kind is CallKind.WAIT:  # which only keeps the bytes
             return
         if (storage.name in self._on_host) is not (call.kind is CallKind.RELOAD):
             self.complain(f"{call.name} reads {value} from the wrong side of the link")
@@ -381,6 +385,7 @@ class StepContents:
             self.complain(f"{call.name} reads {value}, which {self._overwritten[value]} overwrites")
         if storage.is_partial:
             self._require_full(call, value, storage)
+        # A call may write in place over what it reads itself (``_write``).
         if not any(self.storage_of.get(into.value) is storage for into in call.into):
             storage.reader = call.name
 
@@ -426,7 +431,7 @@ class StepContents:
         self._paint(call, into, storage, start, min(end, size))
 
     def _overwrite(self, call: StepCall, value: str) -> None:
-        """The region overwrites ``value``, which it has read: nothing else may need that."""
+        """Checks that a region may overwrite its input ``value``, which nothing else may need."""
         storage = self.storage_of.get(value)
         if storage is None:
             return
@@ -444,6 +449,7 @@ class StepContents:
         storage.held.paint(0, storage.size_bytes, f"{call.name}/over.{value}")
 
     def _values_in(self, storage: _Bytes) -> list[str]:
+        """Returns the values that lie in ``storage``."""
         return [value for value, holder in self.storage_of.items() if holder is storage]
 
     def _check_first_write(
@@ -451,6 +457,7 @@ class StepContents:
     ) -> None:
         """Complains if the call writes bytes that hold a result, without having read them."""
         for other_start, other_end, other in storage.written:
+            # The end of a copy is exact, that of a buffer rounded up: either may be padding then.
             is_exact = self._calls.get(other) is CallKind.RELOAD
             if _clash(start, end, other_start, other_end) and (
                 is_exact or _clash(other_start, other_end, start, end)
@@ -460,10 +467,14 @@ class StepContents:
             self.complain(f"{call.name} writes into {value} after {storage.reader} has read it")
 
     def _paint(self, call: StepCall, into: Into, storage: _Bytes, start: int, end: int) -> None:
-        """Tags the bytes of a write into another value, but for padding that others wrote."""
+        """Tags bytes ``[start, end)`` of ``storage`` as written by a buffer of ``call``.
+
+        Where another write begins in the padding at the buffer's end, the padding keeps its tag.
+        """
         for other_start, _, _ in storage.written:
             if start < other_start < end and end - other_start < ALIGNMENT_BYTES:
                 end = other_start
+        # Rows are recomputed from the first one on: elsewhere the bytes are others.
         pieces = self.recomputed_of(call, into.buffer) if start == 0 else None
         if pieces is None:
             name = self.problem.regions[call.region].buffers[into.buffer].name
@@ -489,7 +500,10 @@ class StepContents:
         self._host.paint(flight.host_start, flight.host_end, Stored(flight=flight, pieces=pieces))
 
     def _begin(self, call: StepCall, value: str, *, is_written: bool = False) -> Flight | None:
-        """Returns the copy, now in flight; None if it is not known what it copies."""
+        """Puts the copy that ``call`` issues in flight; None if it is not known what it copies.
+
+        ``value`` is what it copies on the device, and writes where ``is_written``.
+        """
         copy, storage = call.copy, self.storage_of.get(value)
         if copy is None or storage is None:
             return None
@@ -510,7 +524,7 @@ class StepContents:
                 f"{call.name} copies bytes [{flight.start}, {flight.end}) of {value}, which has "
                 f"{storage.size_bytes} B"
             )
-        weight = call.inputs[0] if is_written and call.inputs else ""
+        weight = call.inputs[0] if is_written and call.inputs else ""  # on the host, or no weight
         host_bytes = self.problem.layer_weights.get(weight, self.problem.host_bytes)
         if flight.host_end > host_bytes:
             self.complain(
@@ -529,13 +543,13 @@ class StepContents:
         storage = flight.storage
         storage.is_partial = True
         if call.inputs:
-            self._bring(call, flight)
+            self._bring_weight(call, flight)
             return
         for start, end in self._host.gaps(flight.host_start, flight.host_end):
             self.complain(
                 f"{call.name} reads host bytes [{start}, {end}), which nothing has written"
             )
-        shift = flight.host_start - flight.start
+        shift = flight.host_start - flight.start  # from a byte of the value to its host byte
         for start, end, stored in self._host.pieces(flight.host_start, flight.host_end):
             stored.reloads.append(call.name)
             self._check_stored(call, flight, stored)
@@ -545,12 +559,12 @@ class StepContents:
                     storage.held.paint(low, high, tag)
         storage.written = [(flight.start, flight.end, call.name)]
 
-    def _bring(self, call: StepCall, flight: Flight) -> None:
+    def _bring_weight(self, call: StepCall, flight: Flight) -> None:
         """Begins to copy a weight on the host, byte i to byte i; nothing writes it meanwhile."""
         (weight,) = call.inputs
         source = self.storage_of.get(weight)
         if source is None or weight not in self._on_host:
-            return  # which reading it has complained of
+            return  # of which ``_read`` has complained
         if flight.host_start != flight.start:
             self.complain(f"{call.name} brings byte {flight.host_start} to byte {flight.start}")
         source.busy[call.name] = replace(flight, value=weight, storage=source, is_written=False)
@@ -588,17 +602,17 @@ class StepContents:
         if output.storage is Storage.ARENA and value in self._inputs:
             # autograd hands outputs of the forward to the backward; they are in ordinary memory
             self.complain(f"{call.name} makes {value} in the arena, but the step is given it")
-        shared: str | None = None
+        holder: str | None = None
         if output.storage is Storage.INPUT:
             assert output.index is not None, f"{call.name}: INPUT output without an input"
-            shared = call.inputs[output.index]
+            holder = call.inputs[output.index]
         elif output.storage is Storage.ARENA:
             assert output.index is not None, f"{call.name}: ARENA output without a buffer"
-            shared = call.value_around(output.index)
-        if shared is None:
+            holder = call.value_around(output.index)
+        if holder is None:
             self.storage_of[value] = self._new_storage(call, region, output, value)
-        elif shared in self.storage_of:
-            self.storage_of[value] = self.storage_of[shared]
+        elif holder in self.storage_of:
+            self.storage_of[value] = self.storage_of[holder]
 
     def _new_storage(
         self, call: StepCall, region: RegionProfile, output: RegionOutput, value: str
@@ -614,7 +628,7 @@ class StepContents:
         return self.storages[name]
 
     def _fill(self, name: str, size_bytes: int, pieces: Pieces | None = None) -> _Bytes:
-        """Adds the storage ``name``, which holds ``pieces``, or with None bytes of its own."""
+        """Adds the storage ``name`` with ``pieces`` in it; None: what its maker wrote there."""
         storage = self.storages[name] = _Bytes(name, size_bytes)
         for start, end, tag in [(0, size_bytes, name)] if pieces is None else pieces:
             if start < min(end, size_bytes):

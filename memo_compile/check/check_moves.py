@@ -76,6 +76,7 @@ def recomputations_of(
 
 
 def _recomputation(layer: Layer, region: RecomputeRegion) -> Recomputation:
+    """Returns what ``region`` reads and makes where it recomputes slots of ``layer``."""
     inputs = []
     for source in region.inputs:
         if source.slot is not None:
@@ -110,9 +111,9 @@ class _Comparison:
         self.problems: list[str] = []
         self._complain = self.problems.append
         self.recomputations = recomputations
-        self.unmoved = original
-        in_place = replace(original, host_weights=())  # it reads weights wherever they are
-        self.original = StepContents(in_place, lambda text: self._complain(f"unmoved: {text}"))
+        self.problem = original
+        on_device = replace(original, host_weights=())  # its calls read weights wherever they are
+        self.original = StepContents(on_device, lambda text: self._complain(f"unmoved: {text}"))
         self.moved = StepContents(moved, self._complain, self._recomputed)
         self.stands_for: dict[str, str] = {}
         """Value of the moved step -> the value of the original that it must equal."""
@@ -124,6 +125,7 @@ class _Comparison:
         self._waits_left = {call.name: call for call in waits}
         """Waits for collectives that the moved step has not come to yet."""
         self._floating = FloatingCalls(original)
+        """Calls around collectives that need not keep their place among the other calls."""
         self._float_reads: dict[str, tuple[StepCall, list[Pieces]]] = {}
         """Floating calls that only one step has come to: the call, and the bytes that it reads."""
         self._replayed: set[str] = set()
@@ -131,22 +133,22 @@ class _Comparison:
 
     def run(self) -> CheckVerdict:
         """Replays the moved step, each ordered call of it beside the original's next one."""
-        self._compare_frames(self.unmoved)
+        self._compare_surroundings()
         for call in self.moved.problem.calls:
             if call.kind is CallKind.COMM_WAIT:
                 self._wait_for_ranks(call)
             elif call.name in self._floating.names:
-                self._float(call, self.moved)
+                self._replay_floating(call, self.moved)
             elif call.kind in _ORDERED:
-                if not self._step(call, self._next()):
+                if not self._replay_both(call, self._next_of_original()):
                     break
             else:
-                self._step_added(call)
+                self._replay_added(call)
             if len(self.problems) >= MAX_PROBLEMS:
                 break
         else:  # to the end: what is left of the original is missing
             self.moved.finish()
-            while (missing := self._next()) is not None:
+            while (missing := self._next_of_original()) is not None:
                 self._complain(f"{missing.name} is missing")
             left = (*self._waits_left, *self._float_reads)
             self.problems += [f"{name} is missing" for name in left]
@@ -156,14 +158,14 @@ class _Comparison:
             self.problems += [] if fault is None else [fault]
         return CheckVerdict(problems=tuple(self.problems[:MAX_PROBLEMS]), num_reads=self.num_reads)
 
-    def _next(self) -> StepCall | None:
+    def _next_of_original(self) -> StepCall | None:
         """Returns the original's next ordered call; replays floating calls and waits before it."""
         while self._calls_left:
             call = self._calls_left.pop()
             if call.name in self._replayed:
                 continue
             if call.name in self._floating.names:
-                self._float(call, self.original)
+                self._replay_floating(call, self.original)
             elif call.kind is CallKind.COMM_WAIT:
                 self.original.replay(call)
             else:
@@ -178,10 +180,10 @@ class _Comparison:
             if call.kind is CallKind.COMM_WAIT:
                 self.original.replay(call)
             elif call.name not in self._replayed:
-                self._float(call, self.original)
+                self._replay_floating(call, self.original)
             self._replayed.add(call.name)
 
-    def _float(self, call: StepCall, step: StepContents) -> None:
+    def _replay_floating(self, call: StepCall, step: StepContents) -> None:
         """Replays a floating call in one step; the second of both steps compares what it reads."""
         pieces = [step.pieces_of(value) for value in call.inputs]
         if call.name not in self._float_reads:
@@ -195,13 +197,14 @@ class _Comparison:
         """Replays a wait of the moved step, which must be a wait of the original elsewhere."""
         expected = self._waits_left.pop(call.name, None)
         inputs = tuple(self.stands_for.get(value, value) for value in call.inputs)
-        got = (_code(call), call.waits_for, inputs)
-        if expected is None or got != (_code(expected), expected.waits_for, expected.inputs):
+        got = (_work_of(call), call.waits_for, inputs)
+        if expected is None or got != (_work_of(expected), expected.waits_for, expected.inputs):
             self._complain(f"{call.name} is no wait of the step without moves")
         self.moved.replay(call)
 
-    def _compare_frames(self, original: Problem) -> None:
-        moved = self.moved.problem
+    def _compare_surroundings(self) -> None:
+        """Checks that the steps have the same inputs, halves, memory and regions, moves aside."""
+        original, moved = self.problem, self.moved.problem
         for name in ("inputs", "halves", "fixed", "layer_weights", "host_weights"):
             if getattr(original, name) != getattr(moved, name):
                 self._complain(f"the moved step has other {name}")
@@ -209,9 +212,9 @@ class _Comparison:
             if moved.regions.get(name, region) != region:
                 self._complain(f"region {name} is not the same in the moved step")
 
-    def _step(self, call: StepCall, expected: StepCall | None) -> bool:
+    def _replay_both(self, call: StepCall, expected: StepCall | None) -> bool:
         """Replays ``call`` in both steps; returns False if they run different regions."""
-        if expected is None or _code(call) != _code(expected):
+        if expected is None or _work_of(call) != _work_of(expected):
             what = "nothing" if expected is None else expected.name
             self._complain(f"{call.name} runs where the step without moves runs {what}")
             return False
@@ -223,7 +226,7 @@ class _Comparison:
         self.moved.replay(call)
         return True
 
-    def _step_added(self, call: StepCall) -> None:
+    def _replay_added(self, call: StepCall) -> None:
         """Replays a copy, a wait or a recomputation of the moved step alone."""
         recomputation = self.recomputations.get(call.name)
         if call.kind is CallKind.RECOMPUTE and recomputation is not None:
@@ -273,11 +276,11 @@ class _Comparison:
             )
 
 
-def _code(call: StepCall) -> tuple[object, ...]:
-    """Returns what must be equal in both steps: all but the names of the inputs."""
+def _work_of(call: StepCall) -> tuple[object, ...]:
+    """Returns what must be equal in both steps: all but the names of values that it touches."""
     into = tuple((target.buffer, target.offset_bytes) for target in call.into)
-    counts = (call.kind, len(call.inputs))
-    return call.name, call.region, call.half, call.outputs, counts, into, call.reads
+    work = (call.name, call.kind, call.region, call.half)
+    return *work, len(call.inputs), call.outputs, into, call.reads
 
 
 def _lacks_only_alignment(got: Pieces, expected: Pieces, maker: str | None) -> bool:

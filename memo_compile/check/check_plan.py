@@ -103,8 +103,8 @@ class _Replay:
         """Value -> owner of its storage; None for a value that the step does not free."""
         self.reads_left = Counter(value for call in problem.calls for value in call.touched)
         """Value -> how often calls to come read it or write into it."""
-        self.num_buffers = 0
-        self.num_reads = 0
+        self.num_buffers = self.num_reads = 0
+        """Of the verdict."""
         self.highest = 0
         """The highest address that the call being replayed uses."""
         self.outside_bytes = problem.rebound_bytes
@@ -114,14 +114,13 @@ class _Replay:
         self.left_bytes = 0
         """Bytes that interludes have left and not freed again."""
         self.leaving = _LeavingGradients(problem)
-        self.keys = half_keys(problem)
+        self.half_keys = half_keys(problem)
         self.half_of_calls = halves_of_calls(problem)
         self.half = 0
         """Index of the half that the call being replayed is of."""
-        self.turn = next(
-            (at for at, key in enumerate(self.keys) if key[0] is Phase.BACKWARD), len(self.keys)
-        )
-        """The first backward."""
+        backwards = (at for at, key in enumerate(self.half_keys) if key[0] is Phase.BACKWARD)
+        self.first_backward_half = next(backwards, len(self.half_keys))
+        """Index of the first half that is a backward; without one, the number of halves."""
         fixed = problem.fixed
         self.constant_bytes = (
             fixed.parameters
@@ -132,10 +131,11 @@ class _Replay:
             + fixed.libraries
             + max(0, fixed.gradients - fixed.new_gradients)
         )
-        waiting = plan.arena_bytes + (fixed.outputs if problem.keeps_outputs else 0)
-        self.constant_bytes += (problem.live_steps - 1) * waiting
+        waiting_step = plan.arena_bytes + (fixed.outputs if problem.keeps_outputs else 0)
+        self.constant_bytes += (problem.live_steps - 1) * waiting_step
 
     def run(self) -> CheckVerdict:
+        """Replays all calls, or as many as bring ``MAX_PROBLEMS`` faults."""
         plan = self.plan
         if plan.lower_bound_bytes > plan.arena_bytes:
             self._complain(f"lower bound {plan.lower_bound_bytes} > arena {plan.arena_bytes}")
@@ -150,7 +150,7 @@ class _Replay:
             if len(self.problems) >= MAX_PROBLEMS:
                 break
         else:
-            while self.half < len(self.keys):
+            while self.half < len(self.half_keys):
                 self.half += 1
                 self._check_interludes(self.half)
             self._check_update()
@@ -192,7 +192,10 @@ class _Replay:
             self._die(f"{owner}{_FOR_USER}")
 
     def _check_interlude(self, interlude: Interlude, dropped: Sequence[tuple[int, int]]) -> None:
-        """Checks that the user's code fits the peak, and that no live bytes are given back."""
+        """Checks that the user's code fits the peak, and that no live bytes are given back.
+
+        ``dropped`` are the ranges ``[start, end)`` of the arena whose pages go back meanwhile.
+        """
         where = f"the interlude before half {interlude.half}"
         next_call = bisect.bisect_left(self.half_of_calls, interlude.half)
         resident = self.plan.resident_bytes[min(next_call, len(self.plan.resident_bytes) - 1)]
@@ -230,29 +233,29 @@ class _Replay:
                 self._check_interlude(interlude, ranges)
 
     def _check_update(self) -> None:
-        """What the optimizer borrows when the backward has ended, beside all gradients."""
+        """Checks that the optimizer's update fits the peak, beside all gradients."""
         borrowed = self.problem.fixed.update
         if not borrowed:
             return
-        arena = borrowed if self.plan.releases_pages else max(borrowed, self.plan.arena_bytes)
-        need = self.constant_bytes + arena + self.outside_bytes
+        if not self.plan.releases_pages:  # it lies in the arena, which stays
+            borrowed = max(borrowed, self.plan.arena_bytes)
+        need = self.constant_bytes + borrowed + self.outside_bytes
         if need > self.plan.peak_bytes:
             self._complain(f"the update needs {need} B, the peak says {self.plan.peak_bytes}")
 
     def _enter_half(self, half: int) -> None:
         """Begins a half: incoming gradients are allocated, results of earlier halves freed."""
         self.half, problem = half, self.problem
-        if half == self.turn:
-            self.outside_bytes -= problem.rebound_bytes
+        if half == self.first_backward_half:
+            self.outside_bytes -= problem.rebound_bytes  # the new results have replaced them
             self._bear_outside(_LOSS, problem.loss_bytes)
         self._check_interludes(half)
         halves = problem.halves
-        arriving = (
-            halves[half].arguments if halves else problem.tangents if half == self.turn else ()
-        )
+        if halves:
+            arriving = [value for value in halves[half].arguments if value in problem.tangents]
+        else:
+            arriving = list(problem.tangents) if half == self.first_backward_half else []
         for value in arriving:
-            if value not in problem.tangents:
-                continue
             owner = f"{value} given"
             self._bear_outside(owner, problem.tangents[value])
             self.storages[owner].values.add(value)
@@ -262,11 +265,14 @@ class _Replay:
                 self._die(owner)
 
     def _until(self, call: StepCall, value: str) -> int | None:
-        """Returns the half at whose end the user frees the result ``value``; None: he does not."""
+        """Returns the half at whose end the user frees the result ``value``; None: he does not.
+
+        A forward's result is freed with the forward, unless the problem says otherwise.
+        """
         half = self.problem.held_until.get(value)
         if half is not None or call.phase is Phase.BACKWARD or self.problem.keeps_outputs:
             return half
-        return self.turn - 1
+        return self.first_backward_half - 1
 
     def _check_memory(self, index: int, call: StepCall) -> None:
         """Checks that all live bytes lie in pages that stay, and that the peak counts them."""
@@ -341,6 +347,7 @@ class _Replay:
         return not any(self.reads_left[value] for value in storage.values)
 
     def _use(self, call: StepCall, value: str) -> None:
+        """Counts a use of ``value``, whose bytes must still be its own."""
         self.num_reads += 1
         self.reads_left[value] -= 1
         owner = self.place_of.get(value)
@@ -371,6 +378,7 @@ class _Replay:
             bisect.insort(self.live, (offset, owner))
 
     def _bear_outside(self, owner: str, size_bytes: int) -> None:
+        """Allocates ordinary memory."""
         self.storages[owner] = _Storage(0, size_bytes, in_arena=False)
         self.outside_bytes += size_bytes
         self.most_outside_bytes = max(self.most_outside_bytes, self.outside_bytes)
@@ -414,7 +422,7 @@ class _Replay:
         elif output.storage is Storage.OUTSIDE:
             owner = _outside_owner(holder)
         elif output.storage is Storage.EXTERNAL and self._until(call, holder) is not None:
-            if self.reads_left[value]:
+            if self.reads_left[value]:  # it keeps the user's memory alive
                 owner = f"{holder}{_FOR_USER}"
         self.place_of[value] = owner
         if owner is not None and owner in self.storages:
@@ -452,6 +460,7 @@ class _LeavingGradients:
 
     def __post_init__(self) -> None:
         halves = {half.phase: half for half in self.problem.halves}
+        # Without ``_inputs_of`` nothing is followed: gradients of a group leave behind its halves.
         if not self.problem.leaving or len(self.problem.halves) != 2:
             return
         inputs = halves[Phase.FORWARD].arguments

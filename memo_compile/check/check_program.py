@@ -75,13 +75,17 @@ class _Tiles:
         self.tiling = tiling
         self.problem = problem
         self.values: dict[Ref, str] = _refs(Source.REGION_INPUT, call.inputs)
+        """The names of the values that parts have made so far, and of the region's inputs."""
         self.layouts: dict[Ref, Layout | None] = _refs(Source.REGION_INPUT, call.reads)
         for source, region in ((Source.BEFORE, tiling.before), (Source.AFTER, tiling.after)):
             if region is not None:
                 self.layouts |= _refs(source, problem.regions[region].output_layouts)
 
     def run(self, calls: Iterator[StepCall]) -> Iterator[str]:
-        """Takes calls as long as they are right; yields the faults of the first wrong one."""
+        """Takes calls as long as they are right; yields the faults of the first wrong one.
+
+        Each of ``parts`` takes its calls from ``calls`` when it is looked at, in turn.
+        """
         if faults := list(self._wrong_slices()):
             yield from faults
             return
@@ -101,7 +105,10 @@ class _Tiles:
             yield f"the tiles of {self.call.name} make {outputs}, expected {self.call.outputs}"
 
     def _wrong_slices(self) -> Iterator[str]:
-        """Yields faults of the tiling: slices that leave rows out, or take rows twice."""
+        """Yields faults of the tiling: slices that leave rows out, or take rows twice.
+
+        Its runs, of equal tiles and of a shorter last one, must fill and read the same values.
+        """
         tiling, name = self.tiling, self.call.region
         filled = [[rows.whole for rows in tiles.rows] for tiles in tiling.runs]
         totals = [[added.total for added in tiles.sums] for tiles in tiling.runs]
@@ -132,7 +139,7 @@ class _Tiles:
         """Yields faults of the slices of one value; ``operands`` has its operand in each run."""
         first = operands[0]
         slices = [operand.slice for operand in operands]
-        if first.slice is None and len(set(slices)) == 1:
+        if first.slice is None and len(set(slices)) == 1:  # all tiles read it whole
             return
         held, whole, value = self.layouts[first.value], first.whole, first.value
         alike = all((operand.value, operand.whole) == (value, whole) for operand in operands)
@@ -238,7 +245,7 @@ class _Tiles:
             index = output.index if output.storage is Storage.ARENA else None
             part = _part(whole, rows.slice, number)
             start = part.offset * part.item_bytes
-            buffer = -1 if index is None else index
+            buffer = -1 if index is None else index  # -1: no call writes it, which is a fault
             targets.append(Into(buffer=buffer, value=self.values[ref], offset_bytes=start))
         return tuple(targets)
 

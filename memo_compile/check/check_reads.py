@@ -24,9 +24,12 @@ def misread_calls(problem: Problem) -> tuple[str, ...]:
 
 
 class _Reads:
+    """Follows the layouts of values through the calls of a step."""
+
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.given = {(half.phase, half.member): half.given() for half in problem.halves}
+        """Half -> the layouts of what autograd gives it, by value."""
         self.held: dict[str, Layout | None] = {}
         """Value -> the layout that its maker gave it; None: no tensor."""
         self.copied: dict[int, str] = {}
@@ -34,8 +37,10 @@ class _Reads:
         self.reloaded_from: dict[str, int] = {}
         """RELOADed value -> the first byte of it that the copy writes."""
         self.half: HalfKey | None = None
+        """That of the last call that ran a region."""
 
     def run(self) -> Iterator[str]:
+        """Yields the wrong reads of all calls, in order."""
         for call in self.problem.calls:
             if call.kind in COPIES:
                 yield from self._copy(call)
@@ -43,7 +48,7 @@ class _Reads:
                 if call.half != self.half:
                     self.half = call.half
                     self.held.update(self.given.get(self.half, {}))
-                yield from self._run(call, self.problem.regions[call.region])
+                yield from self._run_region(call, self.problem.regions[call.region])
 
     def _copy(self, call: StepCall) -> Iterator[str]:
         """Notes the layout of a copied value; yields a fault unless all elements are copied."""
@@ -53,11 +58,10 @@ class _Reads:
             return
         if call.kind is CallKind.OFFLOAD:
             source = self.copied[call.copy.host_offset] = call.inputs[0]
-        elif call.inputs:  # of a weight on the host
+        elif call.inputs:  # of a weight on the host, maybe ahead of its half's first region
             source = call.inputs[0]
-            self.held[call.outputs[0]] = self.given.get(call.half, {}).get(
-                source, self.held.get(source)
-            )
+            given = self.given.get(call.half, {})
+            self.held[call.outputs[0]] = given.get(source, self.held.get(source))
         else:
             source = self.copied.get(call.copy.host_offset, "")
             self.reloaded_from[call.outputs[0]] = call.copy.start_bytes
@@ -82,7 +86,8 @@ class _Reads:
             if end < start:
                 yield f"{call.name} leaves bytes [{end}, {start}) of {into.value} unwritten"
 
-    def _run(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
+    def _run_region(self, call: StepCall, region: RegionProfile) -> Iterator[str]:
+        """Yields the wrong reads of a call; notes the layouts that its region makes."""
         if len(call.reads) != len(region.input_layouts):
             yield (
                 f"{call.name}: expected {len(region.input_layouts)} reads of {call.region}, "

@@ -35,20 +35,20 @@ class FloatingCalls:
         """Result of a floating collective -> its calls: conversion, if any, issue and wait."""
         for call in problem.calls:
             if call.kind is CallKind.ISSUE:
-                floating = self._floating(call)
-                self.names.update(member.name for member in floating)
+                floating_calls = self._floating_with(call)
+                self.names.update(floating_call.name for floating_call in floating_calls)
                 readers = self._readers.get(call.outputs[0], ())
                 wait = next((reader for reader in readers if reader.waits_for == call.name), None)
-                if floating and wait is not None:
-                    self.brings[wait.outputs[0]] = (*floating, wait)
-        self._units: dict[tuple[object, ...], int] = {}
+                if floating_calls and wait is not None:
+                    self.brings[wait.outputs[0]] = (*floating_calls, wait)
+        self._unit_numbers: dict[tuple[object, ...], int] = {}
         """Unit -> its number, in the order of the first calls that do not float."""
         for call in problem.calls:
             if call.kind in (CallKind.RUN, CallKind.ISSUE) and call.name not in self.names:
-                self._units.setdefault(_unit(call), len(self._units))
+                self._unit_numbers.setdefault(_unit(call), len(self._unit_numbers))
         self._place_of = {call.name: at for at, call in enumerate(problem.calls)}
 
-    def _floating(self, issue: StepCall) -> tuple[StepCall, ...]:
+    def _floating_with(self, issue: StepCall) -> tuple[StepCall, ...]:
         """Returns ``issue``, behind the call that converts its input; empty: it does not float."""
         calls = [issue]
         maker = self._maker.get(issue.inputs[0])
@@ -76,9 +76,9 @@ class FloatingCalls:
         """True if the call makes one value in the arena, which only collectives read."""
         outputs = self.problem.regions[maker.region].outputs
         readers = [reader for value in maker.outputs for reader in self._readers.get(value, ())]
-        is_one = len(outputs) == 1 and outputs[0].storage is Storage.ARENA and not maker.into
+        makes_one = len(outputs) == 1 and outputs[0].storage is Storage.ARENA and not maker.into
         is_run = maker.kind is CallKind.RUN
-        return is_one and is_run and all(reader.kind in _TALKING for reader in readers)
+        return makes_one and is_run and all(reader.kind in _TALKING for reader in readers)
 
     def disordered(self, issues: Sequence[StepCall]) -> str | None:
         """Returns the first fault in the order of these issues; None: there is none."""
@@ -93,8 +93,8 @@ class FloatingCalls:
         if first_floats == second_floats:
             return self._place_of[before.name] < self._place_of[after.name]
         if first_floats:
-            return self._reading_unit(before) - 1 <= self._units[_unit(after)]
-        return self._units[_unit(before)] < self._reading_unit(after) - 1
+            return self._reading_unit(before) - 1 <= self._unit_numbers[_unit(after)]
+        return self._unit_numbers[_unit(before)] < self._reading_unit(after) - 1
 
     def _reading_unit(self, issue: StepCall) -> int:
         """Returns the number of the unit that first reads the result of ``issue``."""
@@ -102,7 +102,7 @@ class FloatingCalls:
         reading = (CallKind.RUN, CallKind.ISSUE)
         readers = self._readers.get(wait.outputs[0], [])
         reader = next((call for call in readers if call.kind in reading), issue)
-        return self._units.get(_unit(reader), len(self._units))
+        return self._unit_numbers.get(_unit(reader), len(self._unit_numbers))
 
 
 def _unit(call: StepCall) -> tuple[object, ...]:

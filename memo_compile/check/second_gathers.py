@@ -29,6 +29,8 @@ def without_second_gathers(whole: WholeStep, problem: Problem) -> tuple[Problem,
 
 
 class _WithoutAdded:
+    """Leaves the calls named ``added`` out of ``problem``, and checks that they repeat others."""
+
     def __init__(self, problem: Problem, added: set[str]) -> None:
         self.problem = problem
         self.added = added
@@ -71,7 +73,7 @@ class _WithoutAdded:
         self.stands_for.update(zip(call.outputs, twin.outputs, strict=True))
         if call.kind is CallKind.COMM_WAIT:
             return
-        read = set(call.inputs) - self.converted
+        read = set(call.inputs) - self.converted  # shards: what else a gather reads is converted
         if call.kind is CallKind.RUN:
             self.converting.add(twin.name)
             self.converted.update(twin.outputs)
@@ -81,4 +83,5 @@ class _WithoutAdded:
 
 
 def _work_of(call: StepCall) -> tuple[object, ...]:
+    """Returns what a call has in common with one that computes the same again."""
     return call.kind, call.region, call.inputs, call.reads, call.member

@@ -55,7 +55,7 @@ def copy_bandwidth(device: torch.device, kind: str) -> CopyBandwidth:
     Where memory cannot be pinned, that of pageable memory, which steps use then. The kept speed
     holds for one version of torch, device, driver and host.
     """
-    store, key = user_store(), _key(device, kind)
+    store, key = user_store(), _store_key(device, kind)
     for body in () if store is None else store.read(key):
         try:
             kept: CopyBandwidth = restore(body, CopyBandwidth, "copies")
@@ -128,8 +128,8 @@ def _copy_s(
     return statistics.median(run_times(run, runs=REPEATS))
 
 
-def _key(device: torch.device, kind: str) -> dict[str, Any]:
-    """Returns what a measurement depends on."""
+def _store_key(device: torch.device, kind: str) -> dict[str, Any]:
+    """Returns what a measurement depends on: the key under which the disk keeps it."""
     place = f"{device.type}:{device.index or 0}"
     depends = {**machine(device), "place": place, "copy_bytes": COPY_BYTES, "host_store": kind}
     return {"kind": "copies", **depends}

@@ -55,15 +55,16 @@ def extrapolated_seconds(
         shorter = [shorten(region, part, runner) for part in PARTS]
     lowered = lower_regions(shorter, config, runner)
     seconds = [measure(lowered[graph.name], graph, room_bytes=room_bytes) for graph in shorter]
-    faster = _grows_faster(region.gm, shorter[-1].gm, profile)
+    faster = _which_grow_faster(region.gm, shorter[-1].gm, profile)
     works = [_work(graph.gm, faster, profile) for graph in (*shorter, region)]
     return extrapolate(works[:-1], seconds, works[-1])
 
 
 def extrapolate(works: Sequence[RegionWork], seconds: Sequence[float], whole: RegionWork) -> float:
-    """Returns ``a L + b Q`` of the whole, with ``a`` and ``b`` from two lengths.
+    """Returns ``a L + b Q`` of the whole region, with ``a`` and ``b`` from two shorter lengths.
 
-    With ``a = b`` where one would be negative, or where nothing grows faster than the tokens.
+    ``works`` and measured ``seconds`` are those of the two lengths. Where a factor would be
+    negative, or nothing grows faster than the tokens, ``a = b``: that of the longer one.
     """
     (first, second), (first_s, second_s) = works, seconds
     determinant = first.in_proportion_s * second.faster_s - second.in_proportion_s * first.faster_s
@@ -79,10 +80,13 @@ def _total(work: RegionWork) -> float:
     return work.in_proportion_s + work.faster_s
 
 
-def _grows_faster(
+def _which_grow_faster(
     whole: fx.GraphModule, part: fx.GraphModule, profile: HardwareProfile
 ) -> tuple[bool, ...]:
-    """Says of each node whether its work grows faster than the tokens; both graphs are alike."""
+    """Says of each node whether its work grows faster than the tokens.
+
+    ``part`` has the nodes of ``whole``, on a quarter of the tokens.
+    """
     return tuple(
         node_seconds(large, profile) > _IN_PROPORTION * PARTS[-1] * node_seconds(small, profile)
         for large, small in zip(whole.graph.nodes, part.graph.nodes, strict=True)
@@ -90,8 +94,8 @@ def _grows_faster(
 
 
 def _work(gm: fx.GraphModule, faster: Sequence[bool], profile: HardwareProfile) -> RegionWork:
-    seconds = [node_seconds(node, profile) for node in gm.graph.nodes]
-    return RegionWork(
-        in_proportion_s=math.fsum(s for s, f in zip(seconds, faster, strict=True) if not f),
-        faster_s=math.fsum(s for s, f in zip(seconds, faster, strict=True) if f),
-    )
+    """Returns the roofline seconds of ``gm``; ``faster`` says of each node whether it is of Q."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for node, is_faster in zip(gm.graph.nodes, faster, strict=True):
+        seconds[is_faster].append(node_seconds(node, profile))
+    return RegionWork(in_proportion_s=math.fsum(seconds[False]), faster_s=math.fsum(seconds[True]))

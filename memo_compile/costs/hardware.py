@@ -141,22 +141,22 @@ def _gpu(
 ) -> HardwareProfile:
     """Returns the profile of a GPU; a rate that is a mere number is in ``document`` too.
 
-    ``talking`` is (multiprocessors that a collective's channels hold, all multiprocessors): the
-    others do all computation meanwhile.
+    ``hbm`` is in bytes per second. ``talking`` is (multiprocessors that a collective's channels
+    hold, all multiprocessors): the others do all computation meanwhile.
     """
-    held, of = talking
-    channels = f"assumed: a collective's {held} channels hold {held} of {of} multiprocessors"
+    held, total = talking
+    channels = f"assumed: a collective's {held} channels hold {held} of {total} multiprocessors"
     sources = {
         "comm_slowdown": FigureSource(document=channels, date="2026-11"),
         "host_memory_bytes": FigureSource(document=ram.document, date=ram.date),
     }
     rates = {}
-    for way, rate in {"d2h": host, "h2d": host, "link": link, "network": network}.items():
-        figure = f"{way}_bytes_per_s"
+    for path, rate in {"d2h": host, "h2d": host, "link": link, "network": network}.items():
+        figure = f"{path}_bytes_per_s"
         rates[figure] = rate.value if isinstance(rate, _Stated) else rate
         if isinstance(rate, _Stated):
             sources[figure] = FigureSource(document=rate.document, date=rate.date)
-    if network is _ASSUMED_200G:
+    if network is _ASSUMED_200G:  # a card that makers sell alone
         server = FigureSource(document="assumed: a server with 8 cards", date="2026-11")
         sources["devices_per_node"] = server
     return HardwareProfile(
@@ -166,7 +166,7 @@ def _gpu(
         memory_bytes=memory_bytes,
         devices_per_node=8,
         host_memory_bytes=int(ram.value),
-        comm_slowdown=of / (of - held),
+        comm_slowdown=total / (total - held),
         source=document,
         date=date,
         figure_sources=sources,
@@ -286,6 +286,7 @@ def read_profile(path: Path) -> HardwareProfile:
 
 
 def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
+    """Returns the profile that JSON's ``body`` holds. Raises InputError, as ``read_profile``."""
     figures = body.get("figures")
     if not isinstance(figures, dict):
         raise InputError("figures: expected an object with a value, document and date for each")
@@ -293,7 +294,7 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
     sources: dict[str, FigureSource] = {}
     for name, number in FIGURES.items():
         entry = figures.get(name)
-        if entry is None and name in ADDED:
+        if entry is None and name in ADDED:  # the field's default counts
             document = f"assumed: the file has no {name}"
             sources[name] = FigureSource(document=document, date="undated")
             continue

@@ -74,9 +74,9 @@ class Bench:
         pinned = self.device.type == "cuda"
         host = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=pinned)
         local = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self.device)
-        out_s = self.best_s("device to host", lambda: host.copy_(local, non_blocking=True))
-        in_s = self.best_s("host to device", lambda: local.copy_(host, non_blocking=True))
-        return COPY_BYTES / out_s, COPY_BYTES / in_s
+        d2h_s = self.best_s("device to host", lambda: host.copy_(local, non_blocking=True))
+        h2d_s = self.best_s("host to device", lambda: local.copy_(host, non_blocking=True))
+        return COPY_BYTES / d2h_s, COPY_BYTES / h2d_s
 
     def link_bytes_per_s(self) -> float | None:
         """Bytes per second to another device of the machine; None when this one is alone."""

@@ -30,10 +30,10 @@ def group_fingerprint(
     num_ranks: int,
     link_bytes_per_s: float | None,
 ) -> dict[str, Any]:
-    """Returns what the seconds of a group's collectives depend on.
+    """Returns what the seconds of a process group's collectives depend on.
 
     ``places`` are host and rank of each member, counted from the first; ``num_ranks`` is of the
-    whole job, ``link_bytes_per_s`` of a link that is slowed down.
+    whole job, ``link_bytes_per_s`` the speed that the user declares; None: not declared.
     """
     return {
         **machine(device),

@@ -53,7 +53,7 @@ class MemoryWatch:
 
 def resident_bytes() -> int:
     """Returns this process's ``RssAnon``. Raises RuntimeMisuse: not Linux, or older than 4.5."""
-    return _field_bytes(_STATUS, "RssAnon:")
+    return _fields_bytes(_STATUS, "RssAnon:")[0]
 
 
 def hand_back_freed_memory() -> None:
@@ -96,13 +96,14 @@ def watch_memory() -> Iterator[MemoryWatch]:
     """
     _set_thresholds(_WATCHED_THRESHOLD_BYTES)
     hand_back_freed_memory()
-    baseline = _field_bytes(_ROLLUP, "Anonymous:") if _ROLLUP.exists() else resident_bytes()
+    exact = _fields_bytes(_ROLLUP, "Anonymous:")[0] if _ROLLUP.exists() else None
+    baseline = resident_bytes() if exact is None else exact
     watch = MemoryWatch(
         baseline_bytes=baseline, peak_bytes=baseline, peak_with_shared_bytes=baseline
     )
     stop = threading.Event()
     sampler = threading.Thread(target=_sample, args=(watch, stop), daemon=True)
-    before = sys.getswitchinterval()
+    usual_interval_s = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     sampler.start()
     try:
@@ -110,21 +111,18 @@ def watch_memory() -> Iterator[MemoryWatch]:
     finally:
         stop.set()
         sampler.join()
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(usual_interval_s)
         _set_thresholds(_thresholds[-1])
 
 
 def _sample(watch: MemoryWatch, stop: threading.Event) -> None:
+    """Raises the peaks of ``watch`` until ``stop`` is set, and once more then."""
     is_last = False
     while not is_last:
         is_last = stop.wait(SAMPLE_PERIOD_S)
         anonymous, shared = _fields_bytes(_STATUS, "RssAnon:", "RssShmem:")
         watch.peak_bytes = max(watch.peak_bytes, anonymous)
         watch.peak_with_shared_bytes = max(watch.peak_with_shared_bytes, anonymous + shared)
-
-
-def _field_bytes(path: Path, name: str) -> int:
-    return _fields_bytes(path, name)[0]
 
 
 def _fields_bytes(path: Path, *names: str) -> tuple[int, ...]:

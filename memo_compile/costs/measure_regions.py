@@ -68,24 +68,20 @@ def measure_all(
         _require_runs_alone(graphs[name])
     say(f"measuring {len(computing)} regions")
     for name, lowered_region in computing.items():
-        refused = None
+        graph, refusal = graphs[name], None
         try:
             seconds[name] = measure(
-                lowered_region,
-                graphs[name],
-                repeats=repeats,
-                average=average,
-                room_bytes=room_bytes,
+                lowered_region, graph, repeats=repeats, average=average, room_bytes=room_bytes
             )
         except TooLarge as error:
             if too_large is None:
                 raise
-            refused = str(error)  # the error itself holds the tensors of the run that failed
+            refusal = str(error)  # the error itself holds the tensors of the run that failed
         finally:
-            _free(graphs[name].device)
-        if refused is not None and too_large is not None:
-            seconds[name] = too_large(graphs[name], refused)
-            _free(graphs[name].device)
+            _free(graph.device)
+        if refusal is not None and too_large is not None:
+            seconds[name] = too_large(graph, refusal)
+            _free(graph.device)
     return seconds
 
 
@@ -187,6 +183,7 @@ def _require_fits(lowered: LoweredRegion, region: RegionGraph, room_bytes: int |
     needed = sum(align(storage_bytes(value)) for value in inputs)
     needed += _offsets(lowered.profile)[1]
     needed += sum(buffer.size_bytes for buffer in lowered.profile.outside)
+    # Results in ordinary memory: a budget counts them to the byte, free memory has ROOM for them.
     outputs = sum(output.size_bytes for output in lowered.profile.outputs if output.same_as is None)
     if room_bytes is not None and needed + outputs > room_bytes:
         raise TooLarge(
@@ -238,15 +235,15 @@ def _zeros_of(region: RegionGraph) -> list[torch.Tensor]:
 
 
 def _zeros(value: torch.Tensor) -> torch.Tensor:
+    """Returns zeros in the layout of the fake tensor ``value``."""
     num_elements = layout_elements(value)
     if value.device.type != "cpu" or not num_elements:
-        return torch.zeros(num_elements, dtype=value.dtype, device=value.device).as_strided(
-            value.shape, value.stride()
-        )
-    # Linux maps one page of zeros for all pages that were never written.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, num_elements * value.dtype.itemsize, flags=flags)
-    return torch.frombuffer(memory, dtype=value.dtype).as_strided(value.shape, value.stride())
+        flat = torch.zeros(num_elements, dtype=value.dtype, device=value.device)
+    else:  # Linux maps one page of zeros for all pages that were never written
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, num_elements * value.dtype.itemsize, flags=flags)
+        flat = torch.frombuffer(memory, dtype=value.dtype)
+    return flat.as_strided(value.shape, value.stride())
 
 
 def _expected(region: RegionGraph) -> Iterator[torch.Tensor]:
@@ -275,7 +272,7 @@ def _made_up(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _frame(lowered: LoweredRegion, device: torch.device) -> Iterator[None]:
-    """Inside, the region's buffers lie in a frame of their own."""
+    """Inside, ``lowered.run`` finds its buffers, which lie in memory taken for this run."""
     offsets, size_bytes = _offsets(lowered.profile)
     slab = Slab(device, max(size_bytes, ALIGNMENT_BYTES))
     row = [
@@ -309,6 +306,7 @@ def _cpu_s(run: Callable[[], Any]) -> float:
 
 
 def _cuda_s(run: Callable[[], Any]) -> float:
+    """Returns the seconds of ``run`` on the current GPU, by its own clock."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -319,6 +317,7 @@ def _cuda_s(run: Callable[[], Any]) -> float:
 
 
 def _free(device: torch.device) -> None:
+    """Gives the memory of tensors that are gone back to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:

@@ -134,9 +134,9 @@ _ALIASES = {
 
 def find_model(name: str) -> ModelShape:
     """The shape called ``name``, however written. Raises InputError: unknown; names the nearest."""
-    known = {_key(canonical): canonical for canonical in MODELS}
-    known |= {_key(alias): canonical for alias, canonical in _ALIASES.items()}
-    canonical = known.get(_key(name))
+    names = {canonical: canonical for canonical in MODELS} | _ALIASES
+    canonical_of = {_without_separators(name): canonical for name, canonical in names.items()}
+    canonical = canonical_of.get(_without_separators(name))
     if canonical is not None:
         return MODELS[canonical]
     near = difflib.get_close_matches(name.lower(), MODELS, n=1)
@@ -144,5 +144,5 @@ def find_model(name: str) -> ModelShape:
     raise InputError(f"model: unknown {name!r}; {hint}known: {', '.join(MODELS)}")
 
 
-def _key(name: str) -> str:
+def _without_separators(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name.lower())

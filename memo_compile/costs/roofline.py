@@ -52,9 +52,7 @@ def node_cost(node: fx.Node) -> NodeCost:
 def graph_cost(gm: fx.GraphModule) -> NodeCost:
     """Returns the sum over all nodes."""
     costs = [node_cost(node) for node in gm.graph.nodes]
-    return NodeCost(
-        flops=sum(cost.flops for cost in costs), bytes=sum(cost.bytes for cost in costs)
-    )
+    return NodeCost(flops=sum(c.flops for c in costs), bytes=sum(c.bytes for c in costs))
 
 
 def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:
@@ -68,6 +66,7 @@ def graph_seconds(gm: fx.GraphModule, profile: HardwareProfile) -> float:
 
 
 def _flops(node: fx.Node) -> int:
+    """Returns the FLOPs of ``node`` by torch's formula; 0 where it has none."""
     formula = _formula(node)
     if formula is None:
         return 0
@@ -142,7 +141,10 @@ def _read_bytes(node: fx.Node) -> int:
 
 
 def looked_up_bytes(node: fx.Node) -> tuple[int, int] | None:
-    """Returns the bytes of a look-up's table and of its result; it reads as many as the smaller."""
+    """Returns the bytes of a look-up's table and of its result; it reads as many as the smaller.
+
+    None: ``node`` looks nothing up, or its table is never in memory.
+    """
     if op_name(node) not in _LOOK_UPS or not node.all_input_nodes:
         return None
     table = node.all_input_nodes[0]
@@ -152,6 +154,7 @@ def looked_up_bytes(node: fx.Node) -> tuple[int, int] | None:
 
 
 def _written_bytes(node: fx.Node) -> int:
+    """Returns the bytes of results that reach memory; of a fusible tuple, item by item."""
     value = node.meta.get("val")
     if isinstance(value, tuple | list) and _is_fusible(node):
         return sum(_bytes(item.meta.get("val")) for item in node.users if is_in_memory(item))
@@ -160,8 +163,9 @@ def _written_bytes(node: fx.Node) -> int:
 
 def is_in_memory(node: fx.Node) -> bool:
     """False for a value that Inductor keeps in registers: fusible operators make and read it."""
-    is_item = op_name(node) == "" and node.all_input_nodes
-    if node.op != "call_function" or not _is_fusible(node.all_input_nodes[0] if is_item else node):
+    is_item = op_name(node) == "" and node.all_input_nodes  # Python's getitem of a tuple
+    maker = node.all_input_nodes[0] if is_item else node
+    if node.op != "call_function" or not _is_fusible(maker):
         return True
     return any(user.op == "output" or not _is_fusible(user) for user in _readers(node))
 
@@ -176,6 +180,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_fusible(node: fx.Node) -> bool:
+    """True for an operator that Inductor puts into one kernel with its neighbours."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     return torch.Tag.pointwise in node.target.tags or op_name(node) in _FUSED

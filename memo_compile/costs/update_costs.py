@@ -16,7 +16,7 @@ one socket, whose memory it waits for."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSeconds:
-    """What a step with its update takes more than forward and backward."""
+    """What the update of an optimizer with state on the host adds to forward and backward."""
 
     gradients_s: float = 0.0
     """Copies of gradients to the host, as they are made."""
@@ -30,14 +30,16 @@ class UpdateSeconds:
 
 
 def update_seconds(fixed: FixedBytes, costs: StepCosts) -> UpdateSeconds:
-    """By the speed of the link, and of the host's memory; 0 where all state is on the device."""
+    """Returns what the update adds to a step; 0 where the optimizer's state is on the device.
+
+    With gradients on the device the update runs there, and state is copied to it and back. With
+    gradients on the host it runs there, at the speed of the host's memory. Copies run beside it.
+    """
     state, gradients = fixed.state_on_host, fixed.gradients_on_host
     if not gradients:
         return UpdateSeconds(step_s=max(costs.d2h_s(state), costs.h2d_s(state)) if state else 0.0)
-    weights = gradients  # as many bytes, which come to the host and go back, or are there
-    host_s = (2 * state + gradients + 2 * weights) / HOST_BYTES_PER_S
-    copied = max(0, weights - fixed.parameters_on_host)
-    return UpdateSeconds(
-        gradients_s=costs.d2h_s(gradients),
-        step_s=max(host_s, costs.d2h_s(copied), costs.h2d_s(copied)) if copied else host_s,
-    )
+    weights = gradients  # as many bytes
+    host_s = (2 * state + gradients + 2 * weights) / HOST_BYTES_PER_S  # 2: read and written
+    copied = max(0, weights - fixed.parameters_on_host)  # to the host, and back when updated
+    copies_s = max(costs.d2h_s(copied), costs.h2d_s(copied)) if copied else 0.0
+    return UpdateSeconds(gradients_s=costs.d2h_s(gradients), step_s=max(host_s, copies_s))

@@ -49,7 +49,7 @@ def test_a_real_layer_is_extrapolated_by_what_its_operators_do(monkeypatch):
     wholes = []
 
     def slow(_, part, **_more):
-        faster = module._grows_faster(region.gm, wholes[0].gm, CPU)
+        faster = module._which_grow_faster(region.gm, wholes[0].gm, CPU)
         made = module._work(part.gm, faster, CPU)
         return 3 * made.in_proportion_s + 2 * made.faster_s
 
@@ -60,7 +60,7 @@ def test_a_real_layer_is_extrapolated_by_what_its_operators_do(monkeypatch):
     monkeypatch.setattr(module, "measure", slow)
     found = extrapolated_seconds(region, CONFIG, CPU, PassRunner())
     assert found == pytest.approx(slow(None, region))
-    faster = module._grows_faster(region.gm, wholes[0].gm, CPU)
+    faster = module._which_grow_faster(region.gm, wholes[0].gm, CPU)
     names = [str(node.target) for node, f in zip(region.gm.graph.nodes, faster, strict=True) if f]
     assert any("attention" in name for name in names)
 

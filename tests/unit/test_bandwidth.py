@@ -72,7 +72,7 @@ def broken_contents():
 
 @pytest.mark.parametrize("copies", [*broken_contents()], ids=str)
 def test_numbers_that_cannot_be_are_measured_again(measured, store, copies):
-    store.write(bandwidth._key(CPU, "shm"), copies)
+    store.write(bandwidth._store_key(CPU, "shm"), copies)
     assert copy_bandwidth(CPU, "shm") == copy_bandwidth(CPU, "shm") == KNOWN
     assert len(measured) == 1
 
