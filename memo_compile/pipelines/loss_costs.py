@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ def loss_costs(
     Seconds are measured here; with ``hardware`` they are computed, and the tensors may be fakes.
     """
 
-    def both(output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
         leaf = output.detach().requires_grad_()
         with torch.enable_grad():
             value = loss(leaf, target)
@@ -52,24 +52,27 @@ def loss_costs(
         return value, gradient
 
     with fx_graphs.real_tensors(), fx_graphs.fake_mode():
-        graph = make_fx(both)(*tree_map(_like, (output, target)))
+        graph = make_fx(run)(*tree_map(_like, (output, target)))
     if hardware is None:
-        seconds = _measured_s(lambda: both(output, target), output.device)
+        seconds = _measured_s(lambda: run(output, target), output.device)
     else:
         seconds = graph_seconds(graph, hardware)
-    forward, saved, backward = _levels(graph.graph)
+    forward, saved, backward = _memory(graph.graph)
     return LossCosts(
         seconds=seconds, forward_bytes=forward, saved_bytes=saved, backward_bytes=backward
     )
 
 
 def _like(value: Any) -> Any:
+    """A new tensor of the shape, dtype and device of ``value``; what is no tensor as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
 def _measured_s(run: Callable[[], Any], device: torch.device) -> float:
+    """The median seconds of ``run``, after one run to warm up."""
+
     def once() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -83,14 +86,17 @@ def _measured_s(run: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(once() for _ in range(REPEATS))
 
 
-def _levels(graph: fx.Graph) -> tuple[int, int, int]:
-    """The bytes of LossCosts: forward, saved, backward, this without the gradient it returns."""
+def _memory(graph: fx.Graph) -> tuple[int, int, int]:
+    """The bytes of LossCosts: forward, saved, backward.
+
+    ``graph`` returns the loss and the gradient of its input; the forward ends with the former. The
+    gradient's own bytes count as the stage's, which gets it.
+    """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     value, gradient = results_of(graph)
     border = nodes.index(value) if value in nodes else len(nodes) - 1
-    alive = dict(_alive(nodes, kept=storage_of(gradient)))
-    forward = max((alive[at] for at in range(border + 1)), default=0)
-    backward = max((alive[at] for at in range(border + 1, len(nodes))), default=0)
+    alive = _alive_bytes(nodes, kept=storage_of(gradient))
+    forward, backward = max(alive[: border + 1], default=0), max(alive[border + 1 :], default=0)
     saved = sum(
         bytes_of(root)
         for root, last in _last_reads(nodes).items()
@@ -99,15 +105,16 @@ def _levels(graph: fx.Graph) -> tuple[int, int, int]:
     return forward, saved, max(0, backward - bytes_of(storage_of(gradient)))
 
 
-def _alive(nodes: Sequence[fx.Node], kept: fx.Node) -> Iterator[tuple[int, int]]:
-    """(index of a node, bytes of the nodes' results that are alive while it runs)."""
-    last = _last_reads(nodes)
-    last[kept] = len(nodes) - 1
-    level = 0
+def _alive_bytes(nodes: Sequence[fx.Node], kept: fx.Node) -> list[int]:
+    """For each node the bytes of results that live while it runs; ``kept`` lives to the end."""
+    last_read = _last_reads(nodes)
+    last_read[kept] = len(nodes) - 1
+    alive, level = [], 0
     for at, node in enumerate(nodes):
         level += bytes_of(node) if storage_of(node) is node else 0
-        yield at, level
-        level -= sum(bytes_of(root) for root, end in last.items() if end == at)
+        alive.append(level)
+        level -= sum(bytes_of(root) for root, end in last_read.items() if end == at)
+    return alive
 
 
 def _last_reads(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -81,10 +82,9 @@ class ModelUnits:
 
         Raises UnsupportedGraph: something else than a tensor crosses its borders.
         """
-        inside = [node for unit in self.units[begin:end] for node in unit.nodes]
-        inside_set = set(inside)
-        inputs = {source for node in inside for source in node.all_input_nodes} - inside_set
-        results = [node for node in inside if not inside_set.issuperset(node.users)]
+        inside = {node: None for unit in self.units[begin:end] for node in unit.nodes}
+        inputs = {source for node in inside for source in node.all_input_nodes} - inside.keys()
+        results = [node for node in inside if any(user not in inside for user in node.users)]
         for node in (*inputs, *results):
             _require_tensor(node)
         graph, copy_of, examples = fx.Graph(), {}, []
@@ -92,7 +92,8 @@ class ModelUnits:
             if node in inputs and node.op != "get_attr":
                 copy_of[node] = _placeholder(graph, node)
                 examples.append(self.given[node] if node in self.given else _leaf(node))
-        for node in [*(node for node in inputs if node.op == "get_attr"), *inside]:
+        constants = (node for node in inputs if node.op == "get_attr")  # copied, not given
+        for node in (*constants, *inside):
             args = fx.node.map_arg((node.args, node.kwargs), copy_of.__getitem__)
             copy_of[node] = fx_graphs.like_node(graph, node, *args)
             copy_of[node].meta = dict(node.meta)
@@ -104,7 +105,7 @@ def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """An input of ``graph`` with the value of ``node``."""
     placeholder = graph.placeholder(node.name)
     placeholder.meta = dict(node.meta)
-    if node.op != "placeholder":
+    if node.op != "placeholder":  # made by another stage: no module of this graph runs it
         placeholder.meta.pop("nn_module_stack", None)
     placeholder._dynamo_source = getattr(node, "_dynamo_source", None)
     return placeholder
@@ -123,6 +124,7 @@ def _leaf(node: fx.Node) -> torch.Tensor:
 
 
 def _require_tensor(node: fx.Node) -> None:
+    """Raises UnsupportedGraph for a value that no stage can send."""
     if node.op == "get_attr" or _is_tensor(node):
         return
     raise UnsupportedGraph(
@@ -209,7 +211,7 @@ def _borders(owners: Sequence[str | None], entries: Set[str], first_trained: int
         has_tail_begun |= at >= tail
         if begins and at > max(open_until, first_trained):
             borders.append(at)
-        open_until = max(open_until, last[owner])
+        open_until = max(open_until, last[owner])  # a module that has begun runs until there
     return borders
 
 
@@ -220,22 +222,21 @@ def _units(
     entries: Mapping[str, bool],
 ) -> Iterator[ModelUnit]:
     """The units between borders. Parts of a tuple belong to the unit that makes the tuple."""
+    # What runs before the first border is a unit only where a module does.
     starts = borders if not any(owners[: borders[0]]) else [0, *borders]
     unit_of = {node: max(0, bisect_right(starts, at) - 1) for at, node in enumerate(nodes)}
     for node in nodes:
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node) and source in unit_of and not _is_tensor(source):
             unit_of[node] = unit_of[source]
-    for number, start in enumerate(starts):
-        end = starts[number + 1] if number + 1 < len(starts) else len(nodes)
-        first = 0 if number == 0 else start
+    for number, (start, end) in enumerate(pairwise([*starts, len(nodes)])):
+        first = start if number else 0
         unit_nodes = tuple(node for node in nodes if unit_of[node] == number)
         names = dict.fromkeys(name for name in owners[first:end] if name is not None)
-        is_layer = any(entries.get(name, False) for name in names)
         yield ModelUnit(
             module=(owners[start] or "") if number else "",
             modules=tuple(names),
-            is_layer=is_layer,
+            is_layer=any(entries.get(name, False) for name in names),
             nodes=unit_nodes,
             signature=_signature(unit_nodes),
         )
@@ -260,15 +261,16 @@ def _signature(nodes: Sequence[fx.Node]) -> str:
         number = inputs.setdefault(node, len(inputs))
         return f"${number}:{_spec(node)}"
 
-    text = []
+    lines = []
     for node in nodes:
         arguments = fx.node.map_arg((node.args, node.kwargs), name)
         leaves = not all(user in index_of for user in node.users)
-        text.append(f"{node.op} {node.target} {arguments} -> {_spec(node)} {leaves}")
-    return digest_of(text)
+        lines.append(f"{node.op} {node.target} {arguments} -> {_spec(node)} {leaves}")
+    return digest_of(lines)
 
 
 def _spec(node: fx.Node) -> str:
+    """What the value of ``node`` is, but for its numbers."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor):
         return type(value).__name__

@@ -113,6 +113,7 @@ def _least_seconds(plans: StagePlans, cut: Cut) -> tuple[float, float]:
 
 
 def _worth(plans: StagePlans, cut: Cut) -> Worth:
+    """How good ``cut`` is. A rank without a plan lacks a byte, where its floor is unknown."""
     costs, budget = rank_costs(plans, cut), plans.budget_bytes() or 0
     lacking = sum(max(1, (cost.floor_bytes or 0) - budget) for cost in costs if not cost.fits)
     _, slowest_stage = _least_seconds(plans, cut)
@@ -165,7 +166,7 @@ def pipeline_split(
         ConfigError: more stages than layers, nothing that repeats, an unknown schedule or option.
         UnsupportedGraph: the model does not trace into one graph, or nothing needs a gradient.
     """
-    number = next(_call_numbers)
+    call_number = next(_call_numbers)
     profile = find_hardware(hardware) if isinstance(hardware, str) else hardware
     orders = StageOrders(
         kind=schedule,
@@ -196,7 +197,7 @@ def pipeline_split(
                 gpu=traced.gpu,
                 loss=loss,
             )
-            return _agreed(_split(plans), number)
+            return _agreed(_split(plans), call_number)
         except Exception as error:
             raise_bare(error)
 
@@ -204,6 +205,7 @@ def pipeline_split(
 def _require_usable(
     model: Any, profile: HardwareProfile | None, loss_fn: Any, mb_target: Any
 ) -> None:
+    """Raises ConfigError where an argument lacks what another needs."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"pipeline_split: expected a module, got {type(model).__name__}")
     if profile is None and any(parameter.is_meta for parameter in model.parameters()):
@@ -216,6 +218,7 @@ def _require_usable(
 
 
 def _require_arguments(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError where ``model`` cannot be called with a microbatch's arguments."""
     if isinstance(args, torch.Tensor):
         raise ConfigError("mb_args: expected a tuple of arguments, got one tensor; write (tensor,)")
     try:
@@ -240,16 +243,13 @@ def _split(plans: StagePlans) -> PipelineSplit:
     if orders.num_chunks > 1:
         cut = looped_split(plans)
         _require_fits(plans, cut)
-    else:
-        best_cut = _proved_split(plans)
-        if best_cut is None:
-            raise _no_split(plans)
+    elif (best_cut := _proved_split(plans)) is not None:
         cut = best_cut
-    even_cut = _even_cut(units, orders.num_stages)
-    stages, even = _stages(plans, cut), _stages(plans, even_cut)
+    else:
+        raise _no_split(plans)
     return PipelineSplit(
-        stages=stages,
-        even=even,
+        stages=_stages(plans, cut),
+        even=_stages(plans, _even_cut(units, orders.num_stages)),
         schedule=orders.kind,
         num_microbatches=orders.num_microbatches,
         budget_bytes=plans.budget_bytes(),
@@ -275,7 +275,7 @@ def _proved_split(plans: StagePlans) -> Cut | None:
 
 
 def _require_fits(plans: StagePlans, cut: Cut) -> None:
-    """Raise Infeasible where a rank with several stages has no plan."""
+    """Raises Infeasible where a rank with several stages has no plan."""
     floors = [cost.floor_bytes for cost in rank_costs(plans, cut) if not cost.fits]
     if floors:
         floor = None if None in floors else max(floor for floor in floors if floor is not None)
@@ -284,6 +284,7 @@ def _require_fits(plans: StagePlans, cut: Cut) -> None:
 
 
 def _unfit(plans: StagePlans) -> str:
+    """The sentence that no split fits."""
     budget = plans.budget_bytes()
     bound = "the memory that is left" if budget is None else f"memory_budget {format_bytes(budget)}"
     return f"no split into {plans.orders.num_stages} stages fits {bound} on each rank"
@@ -292,11 +293,11 @@ def _unfit(plans: StagePlans) -> str:
 def _even_cut(units: ModelUnits, num_stages: int) -> Cut:
     """Equal numbers of layers in all stages; a unit that is no layer stays with the one before."""
     each, extra = divmod(units.num_layers, num_stages)
-    stages = [stage for stage in range(num_stages) for _ in range(each + (stage < extra))]
+    stage_of_layer = [stage for stage in range(num_stages) for _ in range(each + (stage < extra))]
     counts, layer = [0] * num_stages, -1
     for unit in units.units:
         layer += unit.is_layer
-        counts[stages[max(layer, 0)]] += 1
+        counts[stage_of_layer[max(layer, 0)]] += 1
     return tuple(counts)
 
 
@@ -319,6 +320,7 @@ def _stages(plans: StagePlans, cut: Cut) -> tuple[SplitStage, ...]:
 def _stage(
     plans: StagePlans, stage: int, units: tuple[int, int], cost: StageCost, share: float
 ) -> SplitStage:
+    """What stage number ``stage`` holds and takes; ``share`` of the recomputation is its own."""
     stage_units, plan = plans.units.units[slice(*units)], cost.plan
     lines = () if plan is None else decision_lines(plan.decisions, plan.layer_classes)
     return SplitStage(
@@ -345,7 +347,7 @@ def _no_split(plans: StagePlans) -> Infeasible:
 
     def exact(stage: int, begin: int, end: int) -> int | None:
         cost = plans.cost(stage, begin, end)
-        return (budget or 0) if cost.fits else cost.floor_bytes
+        return (budget or 0) if cost.fits else cost.floor_bytes  # a stage that fits asks no more
 
     cut = split_ranges(len(plans.units.units), plans.orders.num_stages, least, exact)
     text = _unfit(plans)
@@ -360,6 +362,7 @@ def _no_split(plans: StagePlans) -> Infeasible:
 
 
 def _notes(plans: StagePlans, cut: Cut) -> Sequence[str]:
+    """A sentence for each weight that stages share."""
     stage_of = {
         name: stage
         for stage, (begin, end) in enumerate(ranges_of(cut))
@@ -418,11 +421,11 @@ def _without_meta(
         return copied, *tree_map(faked, (tuple(args), dict(kwargs), target))
 
 
-def _agreed(split: PipelineSplit, number: int) -> PipelineSplit:
-    """``split``, or the split of the rank that finished call ``number`` first."""
+def _agreed(split: PipelineSplit, call_number: int) -> PipelineSplit:
+    """``split``, or the split of the rank that finished call ``call_number`` first."""
     if distributed.num_ranks() < 2:
         return split
-    key = f"memo/pipeline_split/{number}"
+    key = f"memo/pipeline_split/{call_number}"
     text = distributed.job_store().setdefault(key, json.dumps(plain(split)))
     first_split: PipelineSplit = restore(json.loads(text), PipelineSplit, "split")
     return first_split

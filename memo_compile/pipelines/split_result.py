@@ -92,13 +92,10 @@ class PipelineSplit:
         text = io.StringIO()
         console = Console(file=text, width=_WIDTH, highlight=False, no_color=True)
         console.print(self._table())
-        slowest = f"slowest stage {format_seconds(self.slowest_s)}"
+        comparison = f", {self.slowest_s / self.even_slowest_s:.3f} x that of the even split"
         if math.isinf(self.even_slowest_s):
-            slowest += "; the even split does not fit"
-        else:
-            ratio = self.slowest_s / self.even_slowest_s
-            slowest += f", {ratio:.3f} x that of the even split"
-        lines = [slowest]
+            comparison = "; the even split does not fit"
+        lines = [f"slowest stage {format_seconds(self.slowest_s)}{comparison}"]
         for number, stage in enumerate(self.stages):
             lines += [f"stage {number}: {line}" for line in stage.decisions]
         lines += [f"note: {note}" for note in self.notes]
@@ -107,6 +104,7 @@ class PipelineSplit:
         return text.getvalue().rstrip()
 
     def _table(self) -> Table:
+        """A row for each stage, with the even split's figures behind it."""
         budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         title = f"{self.schedule}, {self.num_microbatches} microbatches, {budget} on each rank"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
@@ -120,10 +118,10 @@ class PipelineSplit:
                 stage.begins_at or stage.modules[0],
                 str(stage.num_layers),
                 str(stage.num_in_flight),
-                *_numbers(stage),
+                *_figures(stage),
                 format_bytes(stage.peak_bytes or 0),
                 str(even.num_layers),
-                *_even_numbers(even),
+                *_even_figures(even),
             )
         return table
 
@@ -132,11 +130,12 @@ def _slowest(stages: Sequence[SplitStage]) -> float:
     return max(math.inf if stage.seconds is None else stage.seconds for stage in stages)
 
 
-def _numbers(stage: SplitStage) -> tuple[str, str]:
+def _figures(stage: SplitStage) -> tuple[str, str]:
+    """Seconds, and what of them is recomputation and waits."""
     return format_seconds(stage.seconds or 0.0), format_seconds(stage.more_s)
 
 
-def _even_numbers(stage: SplitStage) -> tuple[str, str]:
+def _even_figures(stage: SplitStage) -> tuple[str, str]:
     """Seconds and peak; of a stage without a plan, what it needs at least."""
     if stage.seconds is not None:
         return format_seconds(stage.seconds), format_bytes(stage.peak_bytes or 0)

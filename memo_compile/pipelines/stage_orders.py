@@ -52,7 +52,10 @@ class StageOrders:
         return stage == self.num_stages - 1
 
     def runs_one_by_one(self, stage: int) -> bool:
-        """True where each microbatch's backward follows its forward, so that each is one step."""
+        """True where each microbatch's backward follows its forward, so that each is one step.
+
+        The last stage of 1F1B does so; a rank with several stages never plans its steps apart.
+        """
         alternates = self.kind == "1f1b" and self.is_last(stage)
         return self.num_chunks == 1 and (alternates or self.num_microbatches == 1)
 
@@ -76,11 +79,11 @@ class StageOrders:
     def stage_order(self, stage: int) -> HalfOrder:
         """(microbatch, is_backward) for all halves of a stage."""
         chunk, rank = divmod(stage, self.num_ranks)
-        first = chunk * self.num_microbatches
+        first_member = chunk * self.num_microbatches
         return tuple(
-            (member - first, is_backward)
+            (member - first_member, is_backward)
             for member, is_backward in self.rank_order(rank)
-            if first <= member < first + self.num_microbatches
+            if first_member <= member < first_member + self.num_microbatches
         )
 
     def num_in_flight(self, stage: int) -> int:

@@ -6,6 +6,7 @@ step shows. Seconds of a microbatch are those of its units, measured one by one,
 plan recomputes and waits for.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -67,25 +68,28 @@ class StagePlans:
     figures: dict[str, float] = field(default_factory=dict)
     """Content of a region -> seconds: equal regions of several stages are measured once."""
     _models: dict[tuple[str, ...], "_StageModel"] = field(default_factory=dict)
+    """Signatures of neighbouring units -> their graph."""
     _costs: dict[tuple[Any, ...], StageCost] = field(default_factory=dict)
+    """What a plan of a stage, or of a rank, depends on -> its cost."""
     _unit_s: dict[str, float] = field(default_factory=dict)
+    """Signature of a unit -> its seconds."""
     _constants: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Range of units -> bytes of its parameters, gradients and optimizer state."""
     _received: dict[int, int] = field(default_factory=dict)
+    """Unit -> bytes of a microbatch's activations that come in before it."""
 
     def budget_bytes(self) -> int | None:
         """The memory budget of each rank; None where none is given."""
-        hardware = self.hardware
-        total = (
-            hardware.memory_bytes if hardware else self._model(0, 1).traced.facts().device_bytes()
-        )
-        return self.config.budget_bytes(total)
+        if self.hardware is not None:
+            return self.config.budget_bytes(self.hardware.memory_bytes)
+        return self.config.budget_bytes(self._model(0, 1).traced.facts().device_bytes())
 
     def unit_s(self, number: int) -> float:
         """Seconds of a unit's forward and backward without recomputation; the last has the loss."""
         unit = self.units.units[number]
         if unit.signature not in self._unit_s:
             config = self._whole(replace(self.config, memory_budget=None))
-            lowered = self._model(number, number + 1).lowered(None, config)
+            lowered = self._model(number, number + 1).lowered(config)
             self._unit_s[unit.signature] = lowered.compute_s()
         is_last = number == len(self.units.units) - 1
         return self._unit_s[unit.signature] + (self.loss.seconds if is_last and self.loss else 0.0)
@@ -114,78 +118,79 @@ class StagePlans:
         """The cost of a rank that has several stages, with the units ``[begin, end)`` of each."""
         signatures = tuple(self.units.signature(begin, end) for begin, end in ranges)
         key = (signatures, self.orders.rank_order(rank), rank == self.orders.num_ranks - 1)
-        if key not in self._costs:
-            self._costs[key] = self._rank_cost(rank, ranges)
-        return self._costs[key]
 
-    def _rank_cost(self, rank: int, ranges: tuple[tuple[int, int], ...]) -> StageCost:
-        config, count = self._whole(self.config), self.orders.num_microbatches
-        chunks = [self._model(begin, end).lowered(None, config) for begin, end in ranges]
-        joint_step = rank_step(chunks, self.orders, rank, self.loss)
-        try:
-            plan = plan_known(joint_step, config, PlanRequest()).plan
-        except Infeasible as error:
-            return StageCost(floor_bytes=error.floor_bytes)
-        least_s = math.fsum(self.least_s(begin, end) for begin, end in ranges)
-        return self._cost_of_plan(plan, least_s, count)
+        def plan_rank() -> Plan:
+            config = self._whole(self.config)
+            chunks = [self._model(begin, end).lowered(config) for begin, end in ranges]
+            joint_step = rank_step(chunks, self.orders, rank, self.loss)
+            return plan_known(joint_step, config, PlanRequest()).plan
+
+        return self._cost_once(key, plan_rank, ranges, self.orders.num_microbatches)
 
     def cost(self, stage: int, begin: int, end: int) -> StageCost:
         """The cost of stage number ``stage`` with units ``[begin, end)``."""
         order = self.orders.stage_order(stage)
         key = (self.units.signature(begin, end), order, self.orders.is_last(stage))
-        if key not in self._costs:
-            self._costs[key] = self._cost(stage, begin, end)
-        return self._costs[key]
-
-    def _cost(self, stage: int, begin: int, end: int) -> StageCost:
-        try:
-            plan = self._plan(stage, begin, end)
-        except Infeasible as error:
-            return StageCost(floor_bytes=error.floor_bytes)
         count = 1 if self.orders.runs_one_by_one(stage) else self.orders.num_microbatches
-        return self._cost_of_plan(plan, self.least_s(begin, end), count)
+        plan_stage = functools.partial(self._plan, stage, begin, end)
+        return self._cost_once(key, plan_stage, ((begin, end),), count)
 
-    @staticmethod
-    def _cost_of_plan(plan: Plan, least_s: float, count: int) -> StageCost:
-        """The cost of one microbatch, of which ``plan`` runs ``count``."""
-        more_s = 0.0
+    def _cost_once(
+        self,
+        key: tuple[Any, ...],
+        make_plan: Callable[[], Plan],
+        ranges: tuple[tuple[int, int], ...],
+        count: int,
+    ) -> StageCost:
+        """Returns the cost of one of ``count`` microbatches; plans it if ``key`` is a new one.
+
+        ``ranges`` are the units ``[begin, end)`` of the stages that run in the plan.
+        """
+        if key in self._costs:
+            return self._costs[key]
+        try:
+            plan, more_s = make_plan(), 0.0
+        except Infeasible as error:
+            return self._costs.setdefault(key, StageCost(floor_bytes=error.floor_bytes))
         if plan.step_s is not None and plan.compute_s is not None:
             more_s = max(0.0, plan.step_s - plan.compute_s) / count
-        return StageCost(seconds=least_s + more_s, more_s=more_s, plan=plan)
+        seconds = math.fsum(self.least_s(begin, end) for begin, end in ranges) + more_s
+        self._costs[key] = StageCost(seconds=seconds, more_s=more_s, plan=plan)
+        return self._costs[key]
 
     def _plan(self, stage: int, begin: int, end: int) -> Plan:
         """Plans a stage whole, or in tiles where it does not fit whole. Raises Infeasible."""
         model = self._model(begin, end)
-        if self.orders.runs_one_by_one(stage):
+
+        def plan_alone(step: StepKnowledge, options: MemoConfig) -> PlannedStep:
+            planned = plan_known(step, options, first_request(step))
+            require_fast(planned.plan, options, step)
+            return planned
+
+        def plan_together(step: StepKnowledge, options: MemoConfig) -> PlannedStep:
+            joint_step = rank_step([step], self.orders, stage, self.loss)
+            return plan_known(joint_step, options, PlanRequest())
+
+        if self.orders.runs_one_by_one(stage):  # each microbatch is a step
             count = self.orders.num_microbatches
             config = replace(self.config, microbatches=count, outputs="held")
             if count > 1:
                 config = replace(config, gradients="accumulated")
-            return model.first_that_fits(config, self._one_by_one)
-
-        def together(step: StepKnowledge, options: MemoConfig) -> PlannedStep:
-            joint_step = rank_step([step], self.orders, stage, self.loss)
-            return plan_known(joint_step, options, PlanRequest())
-
+            return model.first_that_fits(config, plan_alone)
         try:
             whole = self._whole(self.config)
-            return together(model.lowered(None, whole), whole).plan
+            return plan_together(model.lowered(whole), whole).plan
         except Infeasible:
-            if self.config.exact or self.config.token_tiles:
+            if self.config.exact or self.config.token_tiles:  # no other tiles are allowed
                 raise
-        return model.first_that_fits(self.config, together)
-
-    @staticmethod
-    def _one_by_one(step: StepKnowledge, options: MemoConfig) -> PlannedStep:
-        planned = plan_known(step, options, first_request(step))
-        require_fast(planned.plan, options, step)
-        return planned
+        return model.first_that_fits(self.config, plan_together)
 
     def _whole(self, config: MemoConfig) -> MemoConfig:
         """``config`` without tiles, unless the user named a number of them."""
         return config if config.token_tiles is not None else replace(config, token_tiles=1)
 
     def _model(self, begin: int, end: int) -> "_StageModel":
+        """The graph of units ``[begin, end)``, or an equal one."""
         key = self.units.signature(begin, end)
         if key not in self._models:
             gm, examples = self.units.graph(begin, end)
@@ -207,29 +212,24 @@ class _StageModel:
     traced: TracedModel
     _lowered: dict[tuple[Any, ...], StepKnowledge] = field(default_factory=dict)
 
-    def lowered(self, graph: fx.GraphModule | None, options: MemoConfig) -> StepKnowledge:
+    def lowered(self, options: MemoConfig) -> StepKnowledge:
         """The step in the tiles that ``options`` name, and for their number of microbatches."""
         key = (*tiling_of(options), options.microbatches, options.memory_budget is None)
         if key not in self._lowered:
-            self._lowered[key] = self.traced.lowered(options, graph)
+            self._lowered[key] = self.traced.lowered(options)
         return self._lowered[key]
 
     def first_that_fits(
         self, config: MemoConfig, plan: Callable[[StepKnowledge, MemoConfig], PlannedStep]
     ) -> Plan:
         """The plan in the first number of tiles that fits. Raises Infeasible: none fits."""
-        hardware = self.traced.hardware
+        traced, hardware = self.traced, self.traced.hardware
 
-        def attempt(graph: fx.GraphModule, options: MemoConfig) -> Plan:
-            return plan(self.lowered(graph, options), options).plan
+        def attempt(_: fx.GraphModule, options: MemoConfig) -> Plan:
+            return plan(self.lowered(options), options).plan
 
-        return first_that_fits(
-            self.traced.gm,
-            self.traced.facts(),
-            config,
-            attempt,
-            hardware.memory_bytes if hardware else None,
-        )
+        device_bytes = hardware.memory_bytes if hardware else None
+        return first_that_fits(traced.gm, traced.facts(), config, attempt, device_bytes)
 
 
 def rank_step(
@@ -266,11 +266,15 @@ class _RankHalves:
 
     def __init__(self, chunks: Sequence[StepKnowledge], orders: StageOrders, rank: int) -> None:
         self.chunks, self.count = chunks, orders.num_microbatches
+        """The stages' graphs, in the order of the model, and how many microbatches each runs."""
         self.order = orders.rank_order(rank)
         self.half_of = {half: at for at, half in enumerate(self.order)}
+        """(member, is_backward) -> index of that half in ``order``."""
         self.has_last = orders.is_last(rank + (len(chunks) - 1) * orders.num_ranks)
+        """True for the rank of the model's last stage."""
 
     def _chunk(self, member: int) -> int:
+        """The index in ``chunks`` of the stage that ``member`` is a microbatch of."""
         return member // self.count
 
     def _is_last(self, chunk: int) -> bool:
@@ -278,7 +282,10 @@ class _RankHalves:
         return self.has_last and chunk == len(self.chunks) - 1
 
     def fixed(self, chunk: int) -> FixedBytes:
-        """Bytes that the stage holds all the time, with the buffers that it receives into."""
+        """Bytes that the stage holds all the time, with the buffers that it receives into.
+
+        Every microbatch has its own inputs; gradients are one set, which all of them add to.
+        """
         problem = self.chunks[chunk].lowered.problem
         received = 0 if self._is_last(chunk) else sum(problem.tangents.values())
         return replace(
@@ -303,7 +310,7 @@ class _RankHalves:
         that is sent to another rank is there while the next half runs.
         """
         last = len(self.order) - 1
-        have_gradients: set[int] = set()
+        have_gradients: set[int] = set()  # chunks of which a backward has run
         for at, (member, is_backward) in enumerate(self.order):
             chunk = self._chunk(member)
             lowered = self.chunks[chunk].lowered
