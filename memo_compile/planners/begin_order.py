@@ -34,7 +34,7 @@ class Gather:
     """What converts its input, if anything does, and its beginning."""
     wait: StepCall
     unit: _Unit
-    """Where it is first read."""
+    """The unit that first reads its result."""
 
     @property
     def issue(self) -> StepCall:
@@ -45,7 +45,7 @@ class Gather:
 def gathers_of(problem: Problem) -> dict[str, Gather]:
     """The collectives of ``problem`` that may run ahead, by the names of their beginnings.
 
-    Nothing in the same half that comes before may write what one reads.
+    They read what the step is given, as it is or converted, and what no call of their half writes.
     """
     given = frozenset(problem.inputs)
     waits = {call.waits_for: call for call in problem.calls if call.kind is CallKind.COMM_WAIT}
@@ -54,20 +54,22 @@ def gathers_of(problem: Problem) -> dict[str, Gather]:
     # scattered computes for as long as any layer does.
     converted = {call.inputs[0] for call in issues if _is_gather(problem, call)}
     makers = _makers(problem, converted - given)
-    chains = [(*makers.get(call.inputs[0], ()), call) for call in issues]
-    chains = [calls for calls in chains if given.issuperset(calls[0].inputs)]
-    asked = {value for calls in chains for call in calls for value in (*call.inputs, *call.outputs)}
-    asked.update(waits[calls[-1].name].outputs[0] for calls in chains)
-    readers = _readers(problem, asked)
+    chains = [(*makers.get(issue.inputs[0], ()), issue) for issue in issues]
+    chains = [chain for chain in chains if given.issuperset(chain[0].inputs)]
+    values = {
+        value for chain in chains for call in chain for value in (*call.inputs, *call.outputs)
+    }
+    values.update(waits[chain[-1].name].outputs[0] for chain in chains)
+    readers = _readers(problem, values)
     gathers: dict[str, Gather] = {}
-    for calls in chains:
-        call, wait = calls[-1], waits[calls[-1].name]
-        converts = len(calls) == 1 or _converts(problem, calls[0], readers)
-        if converts and not _is_touched(readers, calls[0].inputs, calls):
-            (shown,) = wait.outputs
-            reading = (reader for reader in readers.get(shown, ()) if reader.kind in _ORDERED)
-            reader = next(reading, call)
-            gathers[call.name] = Gather(calls=calls, wait=wait, unit=unit_of(reader))
+    for chain in chains:
+        issue, wait = chain[-1], waits[chain[-1].name]
+        only_converts = len(chain) == 1 or _converts(problem, chain[0], readers)
+        if only_converts and not _is_computed_with(readers, chain[0].inputs, chain):
+            (gathered,) = wait.outputs
+            reading = (reader for reader in readers.get(gathered, ()) if reader.kind in _ORDERED)
+            reader = next(reading, issue)
+            gathers[issue.name] = Gather(calls=chain, wait=wait, unit=unit_of(reader))
     return gathers
 
 
@@ -106,13 +108,13 @@ def _converts(problem: Problem, maker: StepCall, readers: dict[str, list[StepCal
     )
 
 
-def _is_touched(
-    readers: dict[str, list[StepCall]], values: Collection[str], calls: Sequence[StepCall]
+def _is_computed_with(
+    readers: dict[str, list[StepCall]], values: Collection[str], chain: Sequence[StepCall]
 ) -> bool:
-    """True where a call of the same half computes with one of ``values``, and might write it."""
+    """True where a call in the half of ``chain``, none of it, reads ``values``, or might write."""
     computing = (CallKind.RUN, CallKind.RECOMPUTE)
     return any(
-        reader.kind in computing and reader not in calls and reader.half == calls[-1].half
+        reader.kind in computing and reader not in chain and reader.half == chain[-1].half
         for value in values
         for reader in readers[value]
     )
@@ -135,7 +137,10 @@ def in_begin_order(problem: Problem) -> Problem:
 
 
 def _begin_order(problem: Problem, gathers: dict[str, Gather]) -> list[str]:
-    """The names of all beginnings, half by half: a unit's gathers before the others of the last."""
+    """The names of all beginnings in the order that ranks keep, half by half.
+
+    What a unit gathers begins ahead of the other collectives of the unit before it.
+    """
     gather_calls = {call.name for gather in gathers.values() for call in gather.calls}
     units: dict[_Unit, int] = {}
     for call in problem.calls:
@@ -167,17 +172,19 @@ def _in_order(problem: Problem, gathers: dict[str, Gather]) -> Iterator[StepCall
     last_of = {gathers[name].unit: name for name in order if name in gathers}
     num_begun, waited = 0, set[str]()
 
-    def up_to(name: str) -> Iterator[StepCall]:
+    def gathers_up_to(name: str) -> Iterator[StepCall]:
+        """The gathers that have not begun and come no later than collective ``name``."""
         nonlocal num_begun
         while num_begun <= place_of[name]:
             gather = gathers.get(order[num_begun])
             num_begun += 1
             yield from () if gather is None else gather.calls
 
-    def arrived(gather: Gather) -> Iterator[StepCall]:
+    def wait_of(gather: Gather) -> Iterator[StepCall]:
+        """Its wait, if none stands yet, behind all that its unit gathers."""
         if gather.wait.name not in waited:
             waited.add(gather.wait.name)
-            yield from up_to(last_of[gather.unit])
+            yield from gathers_up_to(last_of[gather.unit])
             yield gather.wait
 
     for call in problem.calls:
@@ -185,12 +192,12 @@ def _in_order(problem: Problem, gathers: dict[str, Gather]) -> Iterator[StepCall
             continue
         for value in call.inputs:
             if value in by_result and call.name not in by_wait:
-                yield from arrived(by_result[value])
+                yield from wait_of(by_result[value])
         if call.name in by_wait:
-            yield from arrived(by_wait[call.name])
+            yield from wait_of(by_wait[call.name])
             continue
         if call.kind is CallKind.ISSUE:
-            yield from up_to(call.name)
+            yield from gathers_up_to(call.name)
         yield call
 
 

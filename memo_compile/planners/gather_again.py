@@ -27,26 +27,26 @@ def gathered_again(problem: Problem) -> Problem:
 
     Cost: linear.
     """
-    first, computed_with = _first_reads(problem), _computed_with(problem)
-    gathers = [
-        gather
+    first_read, computed_with = _first_reads(problem), _computed_with(problem)
+    gathers = {
+        gather.wait.outputs[0]: gather
         for gather in gathers_of(problem).values()
-        if gather.wait.outputs[0] in first and _is_only_gathered(gather, computed_with)
-    ]
+        if gather.wait.outputs[0] in first_read and _is_only_gathered(gather, computed_with)
+    }
     if not gathers:
         return problem
-    before: dict[int, list[Gather]] = {}
-    for gather in gathers:
-        before.setdefault(first[gather.wait.outputs[0]], []).append(gather)
-    shown = {gather.wait.outputs[0]: AGAIN + gather.wait.outputs[0] for gather in gathers}
+    before_call: dict[int, list[Gather]] = {}
+    for weight, gather in gathers.items():
+        before_call.setdefault(first_read[weight], []).append(gather)
+    new_name = {weight: AGAIN + weight for weight in gathers}
     calls: list[StepCall] = []
     for at, call in enumerate(problem.calls):
-        for gather in before.get(at, ()):
-            calls += _again(gather, call)
-        is_read = call.phase is Phase.BACKWARD and not shown.keys().isdisjoint(call.inputs)
-        inputs = tuple(shown.get(value, value) for value in call.inputs)
+        for gather in before_call.get(at, ()):
+            calls += _second_gather(gather, call)
+        is_read = call.phase is Phase.BACKWARD and not gathers.keys().isdisjoint(call.inputs)
+        inputs = tuple(new_name.get(value, value) for value in call.inputs)
         calls.append(replace(call, inputs=inputs) if is_read else call)
-    tensors = {shown[name]: info for name, info in problem.tensors.items() if name in shown}
+    tensors = {new_name[name]: info for name, info in problem.tensors.items() if name in new_name}
     return replace(problem, calls=tuple(calls), tensors={**problem.tensors, **tensors})
 
 
@@ -72,25 +72,28 @@ def values_again(problem: Problem) -> Mapping[str, str]:
 
 
 def _first_reads(problem: Problem) -> dict[str, int]:
-    """What the forward gathers and need not keep -> the first call of the backward that reads it.
+    """Value -> the first call of the backward that reads it, where the forward need not keep it.
 
-    It is read under its own name, and not by the user.
+    Not so what the user gets, what a view shows as well, and what the first unit of the backward
+    reads.
     """
     results = {value for half in problem.halves for value in half.results}
-    roots, waited = storage_roots(problem), _waited(problem)
-    passed_on = {root for value, root in roots.items() if value not in waited}
+    waits = (call for call in problem.calls if call.kind is CallKind.COMM_WAIT)
+    gathered = {value for call in waits for value in call.outputs}
+    roots = storage_roots(problem)
+    viewed = {root for value, root in roots.items() if value not in gathered}
     first_unit: object = None
-    first: dict[str, int] = {}
+    first_read: dict[str, int] = {}
     for at, call in enumerate(problem.calls):
         if call.phase is Phase.BACKWARD:
             first_unit = first_unit or unit_of(call)
-            for value in call.inputs:
-                is_own = roots.get(value, value) not in passed_on and value not in results
-                if call.kind is CallKind.RUN and is_own and unit_of(call) != first_unit:
-                    first.setdefault(value, at)
-                elif call.kind is CallKind.RUN:
-                    first[value] = -1
-    return {value: at for value, at in first.items() if at >= 0}
+            for value in call.inputs if call.kind is CallKind.RUN else ():
+                is_kept = roots.get(value, value) in viewed or value in results
+                if is_kept or unit_of(call) == first_unit:
+                    first_read[value] = -1
+                else:
+                    first_read.setdefault(value, at)
+    return {value: at for value, at in first_read.items() if at >= 0}
 
 
 def _computed_with(problem: Problem) -> dict[str, set[str]]:
@@ -98,7 +101,7 @@ def _computed_with(problem: Problem) -> dict[str, set[str]]:
     readers: dict[str, set[str]] = {value: set() for value in problem.inputs}
     for call in problem.calls:
         if call.kind in (CallKind.RUN, CallKind.RECOMPUTE):
-            for value in (*call.inputs, *(into.value for into in call.into)):
+            for value in call.touched:
                 if value in readers:
                     readers[value].add(call.name)
     return readers
@@ -110,13 +113,8 @@ def _is_only_gathered(gather: Gather, computed_with: Mapping[str, set[str]]) -> 
     return all(computed_with[value] <= converting for value in gather.calls[0].inputs)
 
 
-def _waited(problem: Problem) -> set[str]:
-    waits = (call for call in problem.calls if call.kind is CallKind.COMM_WAIT)
-    return {value for call in waits for value in call.outputs}
-
-
-def _again(gather: Gather, reader: StepCall) -> Iterator[StepCall]:
-    """The calls that gather, in the unit of ``reader``."""
+def _second_gather(gather: Gather, reader: StepCall) -> Iterator[StepCall]:
+    """The calls of ``gather`` once more, under new names, in the unit of ``reader``."""
     made = {value for call in (*gather.calls, gather.wait) for value in call.outputs}
     for call in (*gather.calls, gather.wait):
         yield replace(

@@ -47,6 +47,7 @@ class WeightCopies:
     """The calls that bring weights and those that read them, which programs of one step share."""
 
     _calls: dict[object, StepCall] = field(default_factory=dict)
+    """What a call does, and for which call -> the call."""
 
     def copied_in(self, problem: Problem) -> Problem:
         """``problem`` whose calls read weights where copies have brought them. Cost: linear."""
@@ -61,16 +62,17 @@ class WeightCopies:
                 continue
             passes.enter(call)
             read = [value for value in dict.fromkeys(call.inputs) if value in weights]
-            missing = [value for value in read if passes.lacks(value)]
+            missing = [value for value in read if passes.lacks(value)]  # before they get a name
             names = {value: passes.name_of(value) for value in read}
             calls += [self._reload(problem, call, value, names[value]) for value in missing]
-            calls += [self._wait(call, value, names[value]) for value in missing]
+            calls += [self._wait(call, names[value]) for value in missing]
             calls.append(self._reading(call, names) if read else call)
         sizes = {align(problem.layer_weights[value]) for value in weights}
         regions = {**problem.regions, **copy_regions((), sorted(sizes))}
         return replace(problem, calls=tuple(calls), regions=regions)
 
     def _reload(self, problem: Problem, owner: StepCall, weight: str, name: str) -> StepCall:
+        """The copy of ``weight`` to the device as ``name``, for ``owner``, the call that reads it."""
         key = "reload", name, owner.name
         if key not in self._calls:
             size_bytes = problem.layer_weights[weight]
@@ -88,7 +90,8 @@ class WeightCopies:
             )
         return self._calls[key]
 
-    def _wait(self, owner: StepCall, weight: str, name: str) -> StepCall:
+    def _wait(self, owner: StepCall, name: str) -> StepCall:
+        """The wait for that copy."""
         key = "wait", name, owner.name
         if key not in self._calls:
             self._calls[key] = StepCall(
@@ -106,6 +109,7 @@ class WeightCopies:
         return self._calls[key]
 
     def _reading(self, call: StepCall, names: dict[str, str]) -> StepCall:
+        """``call``, which reads weights by their ``names`` on the device."""
         inputs = tuple([names.get(value, value) for value in call.inputs])
         key = call.name, call.region, inputs
         if key not in self._calls or not _is_same(self._calls[key], call):
@@ -113,9 +117,9 @@ class WeightCopies:
         return self._calls[key]
 
 
-def _is_same(known: StepCall, call: StepCall) -> bool:
+def _is_same(cached: StepCall, call: StepCall) -> bool:
     """True where the two differ in their inputs' names at most."""
-    return replace(known, inputs=call.inputs) == call
+    return replace(cached, inputs=call.inputs) == call
 
 
 @dataclass(slots=True)

@@ -46,8 +46,8 @@ def least_of(problem: Problem, costs: StepCosts) -> Least:
     less computation that is not), so that it is least where all computation takes s times as long.
     A second of recomputation lowers I by at most s.
     """
-    ready = {gather.calls[0].region for gather in gathers_of(problem).values()}
-    alone_s = {**costs.region_s, **dict.fromkeys(ready, 0.0)} if ready else costs.region_s
+    converting = {gather.calls[0].region for gather in gathers_of(problem).values()}
+    alone_s = {**costs.region_s, **dict.fromkeys(converting, 0.0)} if converting else costs.region_s
     slowdown = costs.comm_slowdown
     slowed_s = {region: slowdown * seconds for region, seconds in alone_s.items()}
     alone = replace(costs, comm_slowdown=1.0, region_s=alone_s)
@@ -65,11 +65,9 @@ def least_of(problem: Problem, costs: StepCosts) -> Least:
 
 def least_wait_s(problem: Problem, costs: StepCosts) -> float:
     """Seconds that every plan of ``problem`` waits for other ranks."""
-    return (
-        least_of(problem, costs).step_s - compute_s(problem, costs)
-        if has_collectives(problem)
-        else 0.0
-    )
+    if not has_collectives(problem):
+        return 0.0
+    return least_of(problem, costs).step_s - compute_s(problem, costs)
 
 
 def compute_s(problem: Problem, costs: StepCosts) -> float:
@@ -83,8 +81,8 @@ def whole_compute_s(
 ) -> float:
     """Seconds of ``problem`` before any region ran in tiles, or of itself if those are fewer.
 
-    ``region_s`` are seconds of the regions that it has no more. What every plan waits for other
-    ranks counts as well.
+    ``region_s`` are seconds of the whole regions, which ``problem`` in tiles has no more. What
+    every plan waits for other ranks counts as well.
     """
     untiled = replace(costs, region_s={**costs.region_s, **region_s})
     whole_s = math.fsum(map(untiled.call_s, whole.calls))

@@ -178,11 +178,11 @@ def recompute_closure(
 
 
 def can_split(cls: LayerClass, recomputed: Iterable[int]) -> bool:
-    """True when these slots can be recomputed for a part of their rows."""
+    """True when these slots can be recomputed for a part of their rows, and copied for the rest."""
     slots = tuple(recomputed)
     rows = {cls.slots[slot].num_rows for slot in slots}
-    split = all(cls.slots[slot].can_offload and cls.slots[slot].row_bytes for slot in slots)
-    if len(rows) != 1 or rows == {1} or not split:
+    copies_rows = all(cls.slots[slot].can_offload and cls.slots[slot].row_bytes for slot in slots)
+    if len(rows) != 1 or rows == {1} or not copies_rows:
         return False
     return all(cls.ops[op].row_wise for op in closure_of(cls, slots))
 
@@ -230,7 +230,7 @@ def recomputable(step: MovableStep, layer: Layer, slot: int) -> bool:
 
 
 def recompute_rows(cls: LayerClass, mode: Mode) -> int | None:
-    """How many rows ``mode`` recomputes; None for all of them."""
+    """How many rows ``mode`` recomputes; None for all of them, or where it recomputes nothing."""
     recomputed = mode.slots(Action.RECOMPUTE)
     if mode.recompute_rows is None or not recomputed:
         return None
@@ -258,9 +258,8 @@ def may_pass(cls: LayerClass, slot: int) -> bool:
 
 def _takes_no_time(cls: LayerClass, ops: Iterable[int]) -> bool:
     """True where ``ops`` take ``NO_TIME_SHARE`` of the layer at most."""
-    return sum(cls.ops[at].seconds for at in ops) <= NO_TIME_SHARE * sum(
-        op.seconds for op in cls.ops
-    )
+    layer_s = sum(op.seconds for op in cls.ops)
+    return sum(cls.ops[at].seconds for at in ops) <= NO_TIME_SHARE * layer_s
 
 
 def joined_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -286,18 +285,18 @@ def _recompute_parts(
         by_read.setdefault(cls.slots[slot].first_read, []).append(slot)
     parts: list[_Part] = []
     for _, slots_read in sorted(by_read.items()):
-        in_time: list[_Part] = []
+        when_read: list[_Part] = []
         for whole in _apart_parts(cls, slots_read, others):
             meeting = [part for part in parts if whole.meets(part)]
             early, late = _cut(cls, whole, meeting, others, cuts=cuts)
-            in_time += late
-            if early is not None:
+            when_read += late
+            if early is not None:  # it joins the first part that it meets, with all others of them
                 meeting = [part for part in meeting if early.meets(part)]
                 at = parts.index(meeting[0])
                 behind = [part for part in parts[at:] if part not in meeting]
                 joined, behind = _with_sources(cls, _together([*meeting, early]), behind)
                 parts = [*parts[:at], joined, *behind]
-        parts += [_together(in_time)] if in_time else []
+        parts += [_together(when_read)] if when_read else []
     for part in parts:
         made = {cls.ops[at].slot for at in part.ops}
         passing = (slot for slot in slots if slot in made and slot not in part.slots)
@@ -472,16 +471,17 @@ def _row_faults(
 
 
 def _check_value(step: MovableStep, facts: StepFacts, layer: Layer, slot: int, mode: Mode) -> None:
-    """Raise when this layer's value of ``slot`` cannot do what the mode says."""
+    """Raises InvalidPlan when this layer's value of ``slot`` cannot do what the mode says."""
     value = layer.values[slot]
-    recomputed = mode.actions[slot] is Action.RECOMPUTE
-    if recomputed and not recomputable(step, layer, slot):
+    is_recomputed = mode.actions[slot] is Action.RECOMPUTE
+    if is_recomputed and not recomputable(step, layer, slot):
         reader = step.problem.calls[facts.backward_readers[value][0]].name
         raise InvalidPlan(
             f"{layer.forward}: {value} cannot be recomputed before {layer.backward}, since "
             f"{reader} reads it earlier; SAVE or OFFLOAD it"
         )
-    if (not recomputed or mode.recompute_rows is not None) and value not in facts.size_of:
+    is_copied = not is_recomputed or mode.recompute_rows is not None
+    if is_copied and value not in facts.size_of:
         raise InvalidPlan(
             f"{layer.forward}: {value} cannot be copied, since no call of the forward makes it "
             "in the arena; SAVE it"

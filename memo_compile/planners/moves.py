@@ -112,6 +112,7 @@ class _Builder:
         self.problem = step.problem
         self.facts = facts_of(step)
         self.layers = 0 if moves.schedule.widen else moves.schedule.layers
+        """How many layers run beside a copy; with ``widen`` copies get their time later."""
         self.forward_at, self.backward_at = self.facts.forward_at, self.facts.backward_at
         self.recomputations = self._find_recomputations(moves, recompute)
         self.recomputation_of = {
@@ -122,6 +123,7 @@ class _Builder:
         self.item_of_call = self._items_of_calls()
         """Per call of the step its index among the items: calls and recomputations together."""
         self.first_read = self._first_reads()
+        """Value -> the first item of the backward that reads it."""
         self.copied = self._copied_values(moves)
         self.reloaded = {move.value: move for move in self.copied}
 
@@ -142,16 +144,14 @@ class _Builder:
 
     def _find_recomputations(self, moves: Moves, recompute: RecomputeOf) -> list[_Recomputation]:
         """The recomputations of ``moves`` of which the backward reads something."""
-        recomputations = []
+        recomputations, is_read = [], self.facts.backward_readers.__contains__
         for index, (layer, mode) in enumerate(zip(self.step.layers, moves.modes, strict=True)):
             for number, key in enumerate(recompute_keys(self.step.class_of(layer), mode)):
                 values = tuple(layer.values[slot] for slot in key.slots)
-                if any(value in self.facts.backward_readers for value in values):
-                    recomputations.append(
-                        _Recomputation(
-                            layer=index, number=number, region=recompute(key), values=values
-                        )
-                    )
+                if any(map(is_read, values)):
+                    region = recompute(key)
+                    work = _Recomputation(layer=index, number=number, region=region, values=values)
+                    recomputations.append(work)
         return recomputations
 
     def _items_of_calls(self) -> list[int]:
@@ -203,15 +203,15 @@ class _Builder:
             slots = self.step.class_of(layer).slots
             rows = recompute_rows(self.step.class_of(layer), mode)
             for slot, action in enumerate(mode.actions):
-                mixed = action is Action.RECOMPUTE and rows is not None
+                is_mixed = action is Action.RECOMPUTE and rows is not None
                 value = layer.values[slot]
-                if (action is not Action.OFFLOAD and not mixed) or value not in self.first_read:
+                if (action is not Action.OFFLOAD and not is_mixed) or value not in self.first_read:
                     continue
                 size, needed = self.facts.size_of[value], self.first_read[value]
                 start, end, latest = 0, size, needed
-                if mixed and rows is not None:
-                    kind, latest = slots[slot], self.recomputation_of[value].at
-                    start, end = rows * kind.row_bytes, kind.num_rows * kind.row_bytes
+                if is_mixed and rows is not None:  # the first rows are recomputed into its buffer
+                    row_bytes, latest = slots[slot].row_bytes, self.recomputation_of[value].at
+                    start, end = rows * row_bytes, slots[slot].num_rows * row_bytes
                 moved = _CopiedValue(
                     value=value,
                     layer=index,
@@ -233,19 +233,18 @@ class _Builder:
     def _calls(self) -> list[StepCall]:
         """The items, and at each place between them first what goes to the host."""
         recomputed = {recomputation.at: recomputation for recomputation in self.recomputations}
-        out, back = self._offloads(), self._reloads()
+        offloads, reloads = self._offloads(), self._reloads()
         renamed = {value: _RECOMPUTED + value for value in self.recomputation_of}
         renamed |= {value: _RELOADED + value for value in self.reloaded}
         calls = list(self.problem.calls)
         for index in {at for value in renamed for at in self.facts.backward_readers.get(value, ())}:
             calls[index] = self._with_new_names(index, renamed)
         ordered: list[StepCall] = []
-        at = num_recomputed = 0
-        for place in sorted({*out, *back, *recomputed}):
+        at = num_recomputed = 0  # the calls, and the recomputations, that are in ``ordered``
+        for place in sorted({*offloads, *reloads, *recomputed}):
             ordered += calls[at : place - num_recomputed]
             at = place - num_recomputed
-            ordered += out.get(place, [])
-            ordered += back.get(place, [])
+            ordered += [*offloads.get(place, ()), *reloads.get(place, ())]
             if place in recomputed:
                 ordered.append(self._recompute_call(recomputed[place]))
                 num_recomputed += 1
@@ -262,13 +261,16 @@ class _Builder:
         return self._copies_at(self.copied, issues, waits, CallKind.OFFLOAD)
 
     def _latest_wait(self, move: _CopiedValue) -> int:
-        """The call before which the step waits for the copy to the host, as ``Schedule`` says."""
-        turn, behind = self.facts.turn_at[move.layer], move.layer + self.layers + 1
+        """The call before which the step waits for the copy to the host, as ``Schedule`` says.
+
+        That is the forward of the layer behind those that run beside it, or the backward.
+        """
+        turn, layer_behind = self.facts.turn_at[move.layer], move.layer + self.layers + 1
         if not self.layers:
             return move.issued_call
-        if behind >= len(self.forward_at):
+        if layer_behind >= len(self.forward_at):
             return turn
-        return min(turn, max(move.issued_call, self.forward_at[behind]))
+        return min(turn, max(move.issued_call, self.forward_at[layer_behind]))
 
     def _reloads(self) -> dict[int, list[StepCall]]:
         """Place -> the copies back that are issued and waited for there."""
@@ -281,15 +283,19 @@ class _Builder:
         return self._copies_at(order, issues, waits, CallKind.RELOAD)
 
     def _earliest_reload(self, move: _CopiedValue) -> int:
-        """The first place where the reload may begin, as ``Schedule`` says: its copy has ended."""
+        """The first place where the reload may begin, as ``Schedule`` says.
+
+        That is behind the backward of the layer before those that run beside it: the copy to the
+        host has ended by then.
+        """
         following = self.facts.following
         turn = self._place_before(self.facts.turn_at[move.layer])
         if not self.layers:
             return move.latest_item
-        before = following.index(move.layer) - self.layers - 1
-        if before < 0:
+        layer_before = following.index(move.layer) - self.layers - 1
+        if layer_before < 0:
             return turn
-        ended = self.item_of_call[self.backward_at[following[before]]] + 1
+        ended = self.item_of_call[self.backward_at[following[layer_before]]] + 1
         return min(move.latest_item, max(turn, ended))
 
     def _copies_at(
@@ -319,6 +325,7 @@ class _Builder:
         )
 
     def _copy_call(self, move: _CopiedValue, kind: CallKind) -> StepCall:
+        """The copy to the host, or back, by ``kind``."""
         offload = kind is CallKind.OFFLOAD
         return self._added_call(
             move.layer,
@@ -334,6 +341,7 @@ class _Builder:
         )
 
     def _wait_call(self, move: _CopiedValue, kind: CallKind) -> StepCall:
+        """The wait for the copy of ``kind``."""
         offload = kind is CallKind.OFFLOAD
         return self._added_call(
             move.layer,
@@ -362,21 +370,19 @@ class _Builder:
         """What call number ``index`` reads, or writes into, that some layer may move."""
         cache = self.facts.movable
         if index not in cache:
-            call, layered = self.problem.calls[index], self.facts.layered
-            touched = (*call.inputs, *(target.value for target in call.into))
+            touched, layered = self.problem.calls[index].touched, self.facts.layered
             cache[index] = tuple(dict.fromkeys(filter(layered.__contains__, touched)))
         return cache[index]
 
     def _recompute_call(self, recomputation: _Recomputation) -> StepCall:
+        """The call of the region, on values by the names that they have by then."""
+        sources = self._sources_of(recomputation)
         return self._added_call(
             recomputation.layer,
             name=self._recompute_name(recomputation),
             region=recomputation.region.key.region,
             phase=Phase.BACKWARD,
-            inputs=tuple(
-                self._present_name(recomputation, value)
-                for value in self._sources_of(recomputation)
-            ),
+            inputs=tuple(self._present_name(recomputation, value) for value in sources),
             outputs=tuple(_RECOMPUTED + value for value in recomputation.values),
             kind=CallKind.RECOMPUTE,
             into=self._into(recomputation),
@@ -389,19 +395,17 @@ class _Builder:
 
     def _present_name(self, recomputation: _Recomputation, value: str) -> str:
         """The name under which ``value`` exists when the recomputation runs."""
-        maker = self.recomputation_of.get(value)
+        maker, layer = self.recomputation_of.get(value), self.step.layers[recomputation.layer]
         if maker is not None and maker.at >= recomputation.at:
-            owner = self.step.layers[recomputation.layer]
             raise InvalidPlan(
-                f"{owner.forward} is recomputed from {value}, which is not "
+                f"{layer.forward} is recomputed from {value}, which is not "
                 "recomputed before; SAVE or OFFLOAD that"
             )
-        taken = self.facts.overwritten_at.get(value)
-        if taken is not None and self.item_of_call[taken] < recomputation.at:
-            owner = self.step.layers[recomputation.layer]
+        overwriting = self.facts.overwritten_at.get(value)
+        if overwriting is not None and self.item_of_call[overwriting] < recomputation.at:
             raise InvalidPlan(
-                f"{owner.forward} is recomputed from {value}, which "
-                f"{self.problem.calls[taken].name} has written over; SAVE what it recomputes"
+                f"{layer.forward} is recomputed from {value}, which "
+                f"{self.problem.calls[overwriting].name} has written over; SAVE what it recomputes"
             )
         if value in self.reloaded:
             return _RELOADED + value
@@ -427,6 +431,7 @@ class _Builder:
 
 
 def _renamed(call: StepCall, names: Mapping[str, str]) -> StepCall:
+    """``call``, which reads, and writes into, values by their new ``names``."""
     into = tuple(
         replace(target, value=names.get(target.value, target.value)) for target in call.into
     )

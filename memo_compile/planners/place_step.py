@@ -126,7 +126,10 @@ def beneath_ordinary(
 
 
 def require_budget(plan: Plan) -> None:
-    """``plan`` fits. Raises Infeasible: its own peak is the floor, as nothing else was tried."""
+    """Raises Infeasible where ``plan`` exceeds its budget.
+
+    Its own peak is the floor that the error names, as nothing else was tried.
+    """
     if plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes:
         return
     fixed = plan.fixed
@@ -147,7 +150,7 @@ def placement_problem(problem: Problem) -> PlacementProblem:
 
 
 def _rectangles(problem: Problem, alive: Iterable[ArenaBuffer]) -> PlacementProblem:
-    """The buffers as rectangles: lines by bytes. Transient ones of a call are one block."""
+    """The buffers as rectangles, lines by bytes; those that live inside one call are one block."""
     buffers = tuple(
         Buffer(
             id=buffer.id,
