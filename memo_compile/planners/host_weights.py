@@ -72,7 +72,7 @@ class WeightCopies:
         return replace(problem, calls=tuple(calls), regions=regions)
 
     def _reload(self, problem: Problem, owner: StepCall, weight: str, name: str) -> StepCall:
-        """The copy of ``weight`` to the device as ``name``, for ``owner``, the call that reads it."""
+        """The copy of ``weight`` to the device as ``name``, for call ``owner`` that reads it."""
         key = "reload", name, owner.name
         if key not in self._calls:
             size_bytes = problem.layer_weights[weight]
