@@ -37,7 +37,11 @@ def filled(program: TimedProgram, *, limit_bytes: int) -> TimedProgram:
         InputError: a region has no seconds.
     """
     problem, costs = program.problem, program.costs
-    recomputed = _beside_nothing(problem) if has_collectives(problem) else []
+    recomputed = [  # what writes into another's buffer stays where it is
+        call
+        for call, is_beside in (_recomputations(problem) if has_collectives(problem) else ())
+        if not is_beside and not call.into
+    ]
     if not recomputed or program.peak_bytes > limit_bytes:
         return program
     before = simulate(problem, costs)
@@ -49,17 +53,17 @@ def filled(program: TimedProgram, *, limit_bytes: int) -> TimedProgram:
         region, seconds = problem.regions[call.region], costs.call_s(call)
         peak_bytes = region.most_bytes() + outside_bytes(region)
         made_bytes = sum(region.buffers[index].size_bytes for index in region.outputs_of_buffers())
-        to, most_s, beside_waits = place, 0.0, list[str]()
+        target, most_s, beside_waits = place, 0.0, list[str]()
         for at, waits in itertools.islice(_waits_before(calls, place, stall_s), MAX_WAITS):
             if alive[at:place].max() + made_bytes > limit_bytes or most_s >= seconds:
                 break
             hidden_s = min(seconds, sum(stall_s[wait] for wait in waits))
             if hidden_s > most_s and alive[at] + peak_bytes <= limit_bytes:
-                to, most_s, beside_waits = at, hidden_s, waits
-        if to < place:
-            during, beside = alive[to] + peak_bytes, alive[to:place] + made_bytes
-            alive = np.concatenate((alive[:to], [during], beside, alive[place + 1 :]))
-            calls.insert(to, calls.pop(place))
+                target, most_s, beside_waits = at, hidden_s, waits
+        if target < place:
+            during, between = alive[target] + peak_bytes, alive[target:place] + made_bytes
+            alive = np.concatenate((alive[:target], [during], between, alive[place + 1 :]))
+            calls.insert(target, calls.pop(place))
             _spend(stall_s, beside_waits, seconds)
     better = program.in_order(calls)
     return better if better.timeline.step_s < before.step_s else program
@@ -71,11 +75,6 @@ def _spend(stall_s: dict[str, float], waits: Sequence[str], seconds: float) -> N
         spent_s = min(seconds, stall_s[wait])
         stall_s[wait] -= spent_s
         seconds -= spent_s
-
-
-def _beside_nothing(problem: Problem) -> list[StepCall]:
-    """Recomputations, into buffers of their own, beside which no collective is in flight."""
-    return [call for call, is_beside in _recomputations(problem) if not is_beside and not call.into]
 
 
 def _recomputations(problem: Problem) -> Iterator[tuple[StepCall, bool]]:
@@ -92,9 +91,10 @@ def _recomputations(problem: Problem) -> Iterator[tuple[StepCall, bool]]:
 def _waits_before(
     calls: Sequence[StepCall], place: int, stall_s: Mapping[str, float]
 ) -> Iterator[tuple[int, list[str]]]:
-    """The waits that stand still before which call ``place`` could run, the nearest one first.
+    """Places where call ``place``, a recomputation, could run: before waits that stand still.
 
-    With each the waits behind which it would hide there: those whose collectives are in flight.
+    The nearest comes first, each with the names of the waits that it would shorten there: those of
+    all collectives in flight, in order. What it reads, and the half's border, end the walk.
     """
     call = calls[place]
     passed: dict[str, str] = {}
@@ -113,10 +113,8 @@ def _waits_before(
 
 def window_recompute_s(problem: Problem, costs: StepCosts) -> float:
     """Seconds of the recomputations that run while a collective is in flight."""
-    seconds = 0.0
-    for call, is_beside in _recomputations(problem):
-        seconds += costs.call_s(call) if is_beside else 0.0
-    return seconds
+    recomputed = (call for call, is_beside in _recomputations(problem) if is_beside)
+    return sum(map(costs.call_s, recomputed), 0.0)
 
 
 def num_collectives(problem: Problem) -> int:

@@ -13,6 +13,7 @@ A program knows nothing of either, so that any of them solves it:
 
 import gc
 import importlib.util
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,8 +180,8 @@ class LinearProgram:
             require_engine(self.engine)
         if time_limit_s <= 0:
             return SolveStatus.TIME_LIMIT
-        run = _solve_by_highs if self.engine is Engine.HIGHS else _solve_by_mip
-        status, self.values = run(self, min(time_limit_s, NO_LIMIT_S))
+        solve = _solve_by_highs if self.engine is Engine.HIGHS else _solve_by_mip
+        status, self.values = solve(self, min(time_limit_s, NO_LIMIT_S))
         return status
 
     def value(self, term: "Linear | float") -> float:
@@ -249,6 +250,7 @@ _MIP_NAMES = {Engine.CBC: "CBC", Engine.GUROBI: "GRB"}
 
 
 def _solve_by_highs(program: LinearProgram, time_limit_s: float) -> Solved:
+    """Solves ``program`` with highspy, HiGHS's own interface."""
     import highspy
 
     highs = highspy.Highs()
@@ -267,9 +269,8 @@ def _solve_by_highs(program: LinearProgram, time_limit_s: float) -> Solved:
     by_limit = (codes.kTimeLimit, codes.kSolutionLimit, codes.kIterationLimit, codes.kInterrupt)
     if ended not in (codes.kOptimal, codes.kModelEmpty, *by_limit):
         return SolveStatus.ERROR, ()
-    is_feasible = (
-        highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    )
+    solution_status = highs.getInfo().primal_solution_status
+    is_feasible = solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if ended in by_limit and not is_feasible:
         return SolveStatus.TIME_LIMIT, ()
     status = SolveStatus.FEASIBLE if ended in by_limit else SolveStatus.OPTIMAL
@@ -277,6 +278,7 @@ def _solve_by_highs(program: LinearProgram, time_limit_s: float) -> Solved:
 
 
 def _highs_options(program: LinearProgram, time_limit_s: float) -> Mapping[str, Any]:
+    """HiGHS's options by their names."""
     options: dict[str, Any] = {
         "output_flag": False,
         "threads": 1,
@@ -293,6 +295,7 @@ def _highs_options(program: LinearProgram, time_limit_s: float) -> Mapping[str, 
 
 
 def _highs_model(program: LinearProgram) -> Any:
+    """``program`` as HiGHS takes it: bounds of columns and rows, and the matrix row by row."""
     import highspy
 
     rows, num_columns = program.rows, len(program.low)
@@ -303,13 +306,10 @@ def _highs_model(program: LinearProgram) -> Any:
     model.offset_ = program.objective.constant
     model.row_lower_ = [row.least - row.sum.constant for row in rows]
     model.row_upper_ = [-row.sum.constant for row in rows]
-    starts = [0]
-    for row in rows:
-        starts.append(starts[-1] + len(row.sum.weights))
     matrix = model.a_matrix_
     matrix.format_ = highspy.MatrixFormat.kRowwise
     matrix.num_col_, matrix.num_row_ = num_columns, len(rows)
-    matrix.start_ = starts
+    matrix.start_ = [*itertools.accumulate((len(row.sum.weights) for row in rows), initial=0)]
     matrix.index_ = [number for row in rows for number in row.sum.weights]
     matrix.value_ = [weight for row in rows for weight in row.sum.weights.values()]
     if any(program.is_integer):
@@ -321,6 +321,7 @@ def _highs_model(program: LinearProgram) -> Any:
 
 
 def _solve_by_mip(program: LinearProgram, time_limit_s: float) -> Solved:
+    """Solves ``program`` with python-mip, by CBC or Gurobi."""
     import mip
 
     model = mip.Model(solver_name=_MIP_NAMES[program.engine])

@@ -197,6 +197,7 @@ class _Tensor:
         self, program: LinearProgram, absence: _Absence, slot: Slot, num_layers: int, turn: int
     ):
         def variables(first: int, is_able: bool) -> dict[int, Linear]:
+            """Per point from ``first`` on a variable that never falls; none unless ``is_able``."""
             if not is_able:
                 return {}
             variable_of = {k: program.variable(high=num_layers) for k in range(first, absence.end)}
@@ -218,17 +219,17 @@ class _Tensor:
         for k, copied in self.back.items():
             program.require(copied <= self.out[k])
 
-    def in_interval(self, of: Mapping[int, Linear], all_of: Linear | float, k: int) -> Linear:
-        """By how much ``of``, which ends at ``all_of``, grows in interval ``k``."""
-        until = all_of if k == self.absence.end else of.get(k, 0.0)
-        return total([until, -of.get(k - 1, 0.0)])
+    def growth(self, layers: Mapping[int, Linear], at_end: Linear | float, k: int) -> Linear:
+        """How much ``layers`` (out, back, made) grows in interval ``k``; ``at_end`` is its last."""
+        until = at_end if k == self.absence.end else layers.get(k, 0.0)
+        return total([until, -layers.get(k - 1, 0.0)])
 
     def recomputed(self, k: int) -> Linear | float:
         """``made[k]``."""
         return self.x if k >= self.absence.end else self.made.get(k, 0.0)
 
     def away(self, k: int) -> Linear:
-        """Layers that lack it in point ``k``."""
+        """How many layers lack it in point ``k``."""
         parts = (self.out.get(k, 0.0), self.x, self.back.get(k, 0.0), self.made.get(k, 0.0))
         return weighted((1.0, 1.0, -1.0, -1.0), parts)
 
@@ -247,12 +248,14 @@ class _Bound:
         self.unit_s = sum(facts.call_s) / UNITS_OF_STEP or 1.0
         self.unit_bytes = float(max(point.missing_bytes for point in points))
         self.turn = sum(point.call < facts.first_backward for point in points)
+        """The first point of the backward."""
         self.program = LinearProgram()
         self.lives = [life for life in _lives_of(step, facts) if self._is_movable(life)]
         count = len(points) + 1
-        self.away = _empty_sums(len(points))
+        self.away: list[list[Linear]] = [[] for _ in points]
+        """Per point the bytes that are away."""
         self.out_bytes, self.made_bytes, self.back_bytes, self.read_bytes = (
-            _empty_sums(count) for _ in range(4)
+            [list[Linear]() for _ in range(count)] for _ in range(4)
         )
         """Per interval the bytes that are copied to the host, and of these what it made itself;
         that are copied back, and of these what it reads itself."""
@@ -283,6 +286,7 @@ class _Bound:
         return max(0.0, added * self.unit_s)
 
     def _is_movable(self, life: Life) -> bool:
+        """True where the tensor has bytes, and can be copied or recomputed."""
         slot = self.step.class_of(self.step.layers[life.layer]).slots[life.slot]
         return slot.size_bytes > 0 and (slot.can_offload or slot.can_recompute)
 
@@ -308,20 +312,21 @@ class _Bound:
 
         To the host from one point's beginning to the next one's, and back between their ends.
         """
-        passed = [0.0, *itertools.accumulate(self.facts.call_s)]
+        until_s = [0.0, *itertools.accumulate(self.facts.call_s)]  # before each call
         begins, ends = [point.call for point in self.points], [point.end for point in self.points]
+        # Per interval the first call behind one that makes a tensor, and the last that reads one.
         made, read = [*begins], [*begins, 0]
         for absence, life in self._absences():
             made[absence.early] = min(made[absence.early], life.made + 1)
             read[absence.end] = max(read[absence.end], life.read)
         rate, back_rate = self.step.costs.d2h_bytes_per_s, self.step.costs.h2d_bytes_per_s
         for k, begin in enumerate(begins):
-            yield self.made_bytes[k], k, passed[begin] - passed[made[k]], rate
-            yield self.read_bytes[k + 1], k + 1, passed[read[k + 1]] - passed[ends[k]], back_rate
+            yield self.made_bytes[k], k, until_s[begin] - until_s[made[k]], rate
+            yield self.read_bytes[k + 1], k + 1, until_s[read[k + 1]] - until_s[ends[k]], back_rate
         for k, (before, after) in enumerate(itertools.pairwise(begins), start=1):
-            yield self.out_bytes[k], k, passed[after] - passed[before], rate
+            yield self.out_bytes[k], k, until_s[after] - until_s[before], rate
         for k, (before, after) in enumerate(itertools.pairwise(ends), start=1):
-            yield self.back_bytes[k], k, passed[after] - passed[before], back_rate
+            yield self.back_bytes[k], k, until_s[after] - until_s[before], back_rate
 
     def _add_group(self, cls: LayerClass, absences: Sequence[_Absence], num_layers: int) -> None:
         """Variables and constraints of a group of layers."""
@@ -336,31 +341,33 @@ class _Bound:
             for k in range(absence.first, absence.end):
                 self.away[k].append(size * tensor.away(k))
             for k in tensor.out:
-                self.out_bytes[k].append(size * tensor.in_interval(tensor.out, tensor.y, k))
+                self.out_bytes[k].append(size * tensor.growth(tensor.out, tensor.y, k))
             if tensor.out:
                 self.made_bytes[absence.early].append(size * tensor.out[absence.early])
                 for k in range(absence.first + 1, absence.end + 1):
-                    self.back_bytes[k].append(size * tensor.in_interval(tensor.back, tensor.y, k))
+                    self.back_bytes[k].append(size * tensor.growth(tensor.back, tensor.y, k))
                 self.read_bytes[absence.end].append(self.back_bytes[absence.end][-1])
                 self.copied.append(size * total([tensor.y]))
             for source in _sources_of(cls, slot) & tensors.keys():
                 other = tensors[source]
-                for k in range(
-                    max(other.absence.first, absence.first + 1, self.turn), other.absence.end
-                ):
+                first = max(other.absence.first, absence.first + 1, self.turn)
+                for k in range(first, other.absence.end):
                     program.require(other.away(k) + tensor.recomputed(k) <= num_layers)
         for k in range(self.turn, len(self.points) + 1):
             made = {
-                slot: tensor.in_interval(tensor.made, tensor.x, k)
+                slot: tensor.growth(tensor.made, tensor.x, k)
                 for slot, tensor in tensors.items()
                 if cls.slots[slot].can_recompute and tensor.absence.first < k <= tensor.absence.end
             }
             self.extra_s[k] += self._rerun_s(cls, made)
 
     def _rerun_s(self, cls: LayerClass, made: Mapping[int, Linear]) -> Iterator[Linear]:
-        """The seconds of each operator where so many layers, ``made``, recompute each slot."""
+        """The seconds of each operator in an interval in which ``made`` layers make each slot.
+
+        An operator without a slot runs where one that reads its result does, in as many layers.
+        """
         makers = {op.slot: at for at, op in enumerate(cls.ops)}
-        needs: dict[int, list[Linear]] = {}
+        needs: dict[int, list[Linear]] = {}  # operator -> how many layers need it, each a bound
         for at in reversed(range(len(cls.ops))):
             op = cls.ops[at]
             if op.slot is not None:
@@ -368,7 +375,7 @@ class _Bound:
             run_terms = needs.get(at, [])
             if not op.can_recompute or not run_terms:
                 continue
-            if op.seconds > 0 and len(run_terms) > 1:
+            if op.seconds > 0 and len(run_terms) > 1:  # it runs once for all of them
                 run = self.program.variable()
                 for need in run_terms:
                     self.program.require(need <= run)
@@ -380,11 +387,6 @@ class _Bound:
                 if cls.ops[source].slot is None:
                     source_terms = needs.setdefault(source, [])
                     source_terms += [need for need in run_terms if need not in source_terms]
-
-
-def _empty_sums(count: int) -> list[list[Linear]]:
-    """``count`` sums without a term."""
-    return [[] for _ in range(count)]
 
 
 def _sources_of(cls: LayerClass, slot: int) -> set[int]:

@@ -204,7 +204,7 @@ class _LaterWaits:
         self._sizes, self._last_read = self._values()
 
     def _values(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Bytes of what transfers read, and the last call, no wait, that reads or writes it."""
+        """By value: bytes of what transfers read, and the last call, no wait, that touches it."""
         calls = self._problem.calls[: self._end]
         read = {
             self._root(call.inputs[0])
@@ -224,6 +224,7 @@ class _LaterWaits:
         return value_sizes(self._problem, wanted), last_read
 
     def _root(self, value: str) -> str:
+        """The first value in the storage of ``value``."""
         return self._roots.get(value, value)
 
     def run(self) -> tuple[StepCall, ...]:
@@ -233,11 +234,9 @@ class _LaterWaits:
         for at, call in enumerate(calls[: self._end]):
             if self._pending and at == border:  # the copies back may begin
                 self._wait_for(self._pending)
-            if self._pending and halves and halves[at] != halves[at - 1]:
-                collectives = [
-                    flight for flight in self._pending if flight.start.kind is CallKind.ISSUE
-                ]
-                self._wait_for(collectives)
+            if self._pending and halves and halves[at] != halves[at - 1]:  # collectives end there
+                pending = self._pending
+                self._wait_for(flight for flight in pending if flight.start.kind is CallKind.ISSUE)
             if call.waits_for:
                 self._come_to(call)
                 continue
@@ -261,7 +260,7 @@ class _LaterWaits:
                 flight.wait = wait
                 self._pending.append(flight)
                 return
-        elif self._costs is not None:
+        elif self._costs is not None:  # not put off: the step waits here
             self._now_s = max(self._now_s, flight.end_s)
         self._calls.append(wait)
 
@@ -285,6 +284,7 @@ class _LaterWaits:
             flight.held_bytes = self._sizes.get(root, 0)
 
     def _seconds(self, costs: StepCosts, start: StepCall) -> float:
+        """How long the transfer that ``start`` begins takes by itself."""
         if start.copy is None:
             return costs.comm_s(start.region, comm_bytes(self._problem, start))
         copy_s = costs.d2h_s if start.kind is CallKind.OFFLOAD else costs.h2d_s
@@ -311,9 +311,7 @@ class _LaterWaits:
         """Waits for the first transfers to end, until what they keep during call ``at`` fits."""
         if self._room is None:
             return
-        holding = [
-            flight for flight in self._pending if flight.held_bytes and flight.held_from <= at
-        ]
+        holding = [copy for copy in self._pending if copy.held_bytes and copy.held_from <= at]
         holding.sort(key=lambda flight: flight.end_s)
         over_bytes = sum(flight.held_bytes for flight in holding) - self._room[at]
         for number, flight in enumerate(holding, start=1):
@@ -329,10 +327,10 @@ class _LaterWaits:
     def _overtaking(
         self, holding: Sequence[_InFlight], room_bytes: int, than_s: float
     ) -> Sequence[_InFlight]:
-        """Small copies of ``holding`` overtake large ones that have room; returns the small ones.
+        """Lets small copies of ``holding`` overtake large ones; returns the small ones, or none.
 
-        None where the step would wait for them as long as it waits now, until ``than_s``. So far it
-        has waited for none that it puts back.
+        The large ones are those that fit ``room_bytes``, so that the step waits for the others
+        only. None overtakes where it would wait for those until ``than_s`` all the same.
         """
         small = list(holding)
         for flight in sorted(holding, key=lambda copy: -copy.held_bytes):
@@ -344,10 +342,9 @@ class _LaterWaits:
         end = self._leaving.index(small[-1]) + 1
         large = [copy for copy in self._leaving[:end] if copy not in small]
         member = small[-1].start.member  # the half of another member may be left out
-        ends_s = self._ends_s([*small, *large])
         if not large or any(copy.start.member != member for copy in large):
             return ()
-        if ends_s[len(small) - 1] >= than_s:
+        if self._ends_s(small)[-1] >= than_s:
             return ()
         self.has_overtaken = True
         least_bytes = min(copy.held_bytes for copy in small)
@@ -364,12 +361,12 @@ class _LaterWaits:
         return small
 
     def _ends_s(self, lane: Iterable[_InFlight]) -> list[float]:
-        """When these end, one after the other; the lane is free for them from now on."""
+        """When these copies to the host end, one after the other on a lane free for them."""
         free = CopyLane(self._lane_free_s)
         return [free.copy(flight.issued_s, flight.seconds)[1] for flight in lane]
 
     def _due_before(self, call: StepCall) -> Iterator[_InFlight]:
-        """The collectives that end before ``call``: it reads a result, or may write an input."""
+        """The collectives to wait for before ``call``: it reads a result, or may write an input."""
         if not self._talks:
             return
         touched = set(map(self._root, call.touched))
@@ -391,7 +388,7 @@ class _LaterWaits:
 
 @dataclass(slots=True)
 class _Start:
-    """The beginning of a transfer. A place is before so many of the calls that stay."""
+    """The beginning of a transfer. Place n is behind the first n of the calls that stay."""
 
     calls: tuple[StepCall, ...]
     """What moves with it; nothing where it stays itself."""
@@ -435,6 +432,7 @@ class _EarlierStarts:
         """Per call that stays the bytes that are free (int64)."""
 
     def _is_copy(self, call: StepCall) -> bool:
+        """True for a copy back that may begin earlier."""
         return call.kind is CallKind.RELOAD and call.kind in self._kinds
 
     def run(self) -> tuple[StepCall, ...]:
@@ -458,11 +456,11 @@ class _EarlierStarts:
         return tuple(calls)
 
     def _place(self, lane: list[_Start], at_place: dict[int, list[StepCall]]) -> None:
-        """Each start goes where it is wanted, or later where bytes are short."""
+        """Places each start where it is wanted, or later where bytes are short, in their order."""
         least = 0
         while lane:
             start = lane[0]
-            if not start.calls:
+            if not start.calls:  # it stays, and those behind it come behind it
                 least = start.latest + 1
                 del lane[0]
                 continue
@@ -487,9 +485,9 @@ class _EarlierStarts:
         return behind
 
     def _overtaking(self, lane: Sequence[_Start], first: int, place: int) -> _Start:
-        """The next smaller copy, with room at ``first``, which would end too late behind the first.
+        """Which copy of ``lane`` goes first: ``lane[0]``, or a smaller one with room at ``first``.
 
-        The first of ``lane`` waits for ``place``. Returned is that one where there is no such copy.
+        The former has room from ``place`` on only. One overtakes it that would end too late behind.
         """
         large = lane[0]
         busy_until_s = self._begin_s[place] + large.seconds
@@ -536,8 +534,11 @@ class _EarlierStarts:
 
 
 def _find_wanted_places(lane: Sequence[_Start], call_s: Sequence[float]) -> None:
-    """Sets each ``wanted``: as late as delays no call beyond where all starts stand at earliest."""
-    copies, due_s = CopyLane(), dict[int, float]()
+    """Sets each ``wanted``: as late as delays no call beyond where all starts stand at earliest.
+
+    A walk forward finds when each call begins then; one back, how late each transfer may begin.
+    """
+    copies, due_s = CopyLane(), dict[int, float]()  # place of a wait -> when its transfer ends
     borders, begins, now_s, number, least = list[float](), list[float](), 0.0, 0, 0
     for start in lane:
         start.earliest = least = min(max(least, start.earliest), start.latest)
@@ -557,7 +558,7 @@ def _find_wanted_places(lane: Sequence[_Start], call_s: Sequence[float]) -> None
 
 def _bound_earliest(collectives: Iterable[_Start], most_bytes: int) -> None:
     """Sets ``earliest``: gathers keep their order, and at most ``most_bytes`` are gathered."""
-    least, unread = 0, list[_Start]()
+    least, unread = 0, list[_Start]()  # gathers that are not waited for yet
     for start in collectives:
         if start.calls:
             unread.append(start)

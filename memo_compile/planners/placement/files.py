@@ -97,6 +97,7 @@ def parse_csv(
 
 
 def _header(cells: Sequence[str], name: str) -> list[str]:
+    """The names of the columns, without aliases. Raises InputError: one is missing or unknown."""
     where = f"{name}:1"
     raw = [cell.strip().lower() for cell in cells]
     if not any(raw):
@@ -117,6 +118,7 @@ def _header(cells: Sequence[str], name: str) -> list[str]:
 
 
 def _buffer(row: Sequence[str], columns: Sequence[str], where: str, alignment: int) -> Buffer:
+    """The buffer of one line, which errors call ``where``; ``alignment`` is the problem's."""
     if len(row) != len(columns):
         raise InputError(f"{where}: expected {len(columns)} cells, got {len(row)}")
     cells = {column: cell.strip() for column, cell in zip(columns, row, strict=True)}
@@ -142,6 +144,7 @@ def _buffer(row: Sequence[str], columns: Sequence[str], where: str, alignment: i
 
 
 def _integer(text: str, column: str, where: str) -> int:
+    """The number in a cell. Raises InputError: it is none, or too large for the solvers."""
     try:
         value = int(text)
     except ValueError:
@@ -152,6 +155,7 @@ def _integer(text: str, column: str, where: str) -> int:
 
 
 def _gaps(text: str, where: str) -> tuple[tuple[int, int], ...]:
+    """The gaps in a cell, but for those with a window."""
     gaps = []
     for word in text.split():
         match = _GAP.match(word)
@@ -167,12 +171,12 @@ def format_csv(problem: PlacementProblem, offsets: Mapping[str, int] | None = No
 
     Optional columns appear only where some buffer uses them.
     """
-    at = {b.id: b.offset for b in problem.buffers} if offsets is None else dict(offsets)
+    offset_of = {b.id: b.offset for b in problem.buffers} if offsets is None else dict(offsets)
     used = {
         "alignment": any(b.alignment != 1 for b in problem.buffers),
         "gaps": any(b.gaps for b in problem.buffers),
         "hint": any(b.hint is not None for b in problem.buffers),
-        "offset": any(at.get(b.id) is not None for b in problem.buffers),
+        "offset": any(offset_of.get(b.id) is not None for b in problem.buffers),
     }
     columns = [*_REQUIRED, *(column for column in _OPTIONAL if used[column])]
     out = io.StringIO()
@@ -181,6 +185,6 @@ def format_csv(problem: PlacementProblem, offsets: Mapping[str, int] | None = No
     for b in problem.buffers:
         cells: dict[str, object] = {name: getattr(b, name) for name in (*_REQUIRED, *_OPTIONAL)}
         cells["gaps"] = " ".join(f"{lower}-{upper}" for lower, upper in b.gaps)
-        cells["offset"] = at.get(b.id)
+        cells["offset"] = offset_of.get(b.id)
         writer.writerow(["" if cells[c] is None else cells[c] for c in columns])
     return out.getvalue()

@@ -31,10 +31,10 @@ Order = Callable[[Instance], Ints]
 
 def _by_load(instance: Instance) -> Ints:
     """Most loaded section first: what must fit under the peak is placed before it gets crowded."""
-    worst = instance.most_loaded(instance.span_lower, instance.span_upper)
-    of_buffer = np.zeros(instance.num_buffers, dtype=np.int64)
-    np.maximum.at(of_buffer, instance.owner, worst)
-    return -of_buffer
+    load_of_span = instance.most_loaded(instance.span_lower, instance.span_upper)
+    load_of_buffer = np.zeros(instance.num_buffers, dtype=np.int64)
+    np.maximum.at(load_of_buffer, instance.owner, load_of_span)
+    return -load_of_buffer
 
 
 def _by_hint(instance: Instance) -> Ints:
@@ -96,7 +96,7 @@ def repaired_offsets(instance: Instance, offsets: Ints, target: int, effort: Eff
 
 
 def _blamed(instance: Instance, target: int, order: Order) -> Iterator[Ints]:
-    """Placements without end, in ``order`` but for what stood out before."""
+    """Placements without end: what ended above ``target`` most often first, else in ``order``."""
     sequence = _sequence(instance, order)
     rank = np.argsort(sequence)
     blame = np.zeros(instance.num_buffers, dtype=np.int64)
@@ -153,35 +153,31 @@ def is_compiled_by_size(instance: Instance) -> bool:
 
 
 def order_s(instance: Instance) -> float:
-    """Seconds of placing ``instance`` in one order."""
+    """Seconds of placing ``instance`` in one order, by how many pairs of buffers are compared.
+
+    Compiled code compares those that live in one stretch of sections (``greedy_kernel``).
+    """
     count = instance.num_buffers
     if not is_compiled_by_size(instance):
         return count * (ORDER_S + ORDER_PAIR_S * count)
     change = np.zeros(instance.num_sections // STRETCH + 2, dtype=np.int64)
     np.add.at(change, instance.first // STRETCH, 1)
     np.subtract.at(change, (instance.last - 1) // STRETCH + 1, 1)
-    listed = np.cumsum(change)
-    return COMPILED_ORDER_S * count + NEAR_PAIR_S * int((listed * (listed - 1) // 2).sum())
+    alive = np.cumsum(change)  # buffers in each stretch
+    return COMPILED_ORDER_S * count + NEAR_PAIR_S * int((alive * (alive - 1) // 2).sum())
 
 
 def _place_compiled(instance: Instance, sequence: Ints, best_fit: bool) -> Ints:
+    """``place_in_order`` by numba."""
     offsets = np.zeros(instance.num_buffers, dtype=np.int64)
-    compiled_greedy()(
-        sequence,
-        instance.size,
-        instance.align,
-        instance.fixed,
-        instance.span_start,
-        instance.span_lower,
-        instance.span_upper,
-        best_fit,
-        offsets,
-    )
+    buffers = instance.size, instance.align, instance.fixed
+    spans = instance.span_start, instance.span_lower, instance.span_upper
+    compiled_greedy()(sequence, *buffers, *spans, best_fit, offsets)
     return offsets
 
 
 def _hole(starts: Ints, ends: Ints, size: int, align: int, best_fit: bool) -> int:
-    """The lowest (or smallest) free offset for ``size`` bytes between the given walls."""
+    """The lowest (or smallest) free offset for ``size`` bytes between walls (``PlacedSpans``)."""
     floors = np.concatenate(([0], ends))
     if align > 1:
         floors = -(-floors // align) * align

@@ -26,7 +26,7 @@ def place_each(
     best_fit: bool,
     offsets: Any,
 ) -> None:
-    """Fill ``offsets`` (N,) in the order of ``sequence`` (N,)."""
+    """Fills ``offsets`` (N,) in the order of ``sequence`` (N,); the rest is as in ``Instance``."""
     spans = span_start, span_lower, span_upper
     first = span_lower[span_start[:-1]] // STRETCH
     last = (span_upper[span_start[1:] - 1] - 1) // STRETCH
@@ -59,13 +59,13 @@ def place_each(
 
 def hole(item: int, beside: Any, size: Any, align: Any, best_fit: bool, offsets: Any) -> int:
     """The lowest (or smallest) free offset for ``item`` between ``beside``, from low to high."""
-    step, least = max(align[item], 1), -1
+    step, least_room = max(align[item], 1), -1
     highest, hole_begin = 0, -1
     for other in beside:
         begin = -(-highest // step) * step
         room = offsets[other] - begin
-        if room >= size[item] and (least < 0 or room < least):
-            hole_begin, least = begin, room
+        if room >= size[item] and (least_room < 0 or room < least_room):
+            hole_begin, least_room = begin, room
             if not best_fit:
                 break
         highest = max(highest, offsets[other] + size[other])

@@ -192,7 +192,7 @@ def place_next(
 def open_frame(
     tables: Tables, state: State, depth: int, start: int, offset: int, rank: int, roof: int
 ) -> None:
-    """Frame ``depth`` is about to search the piece at ``start`` for keys above (offset, rank)."""
+    """Frame ``depth`` begins to search the piece at ``start``, for keys above (offset, rank)."""
     end = state.piece_end[start]
     state.begin[depth] = start
     state.end[depth] = end
@@ -218,7 +218,8 @@ def open_frame(
 def crowded(tables: Tables, state: State, depth: int, begin: int, end: int, roof: int) -> bool:
     """True when some section of the slice [begin, end) of ``items`` can no longer hold its buffers.
 
-    They stand on the lowest offset that any of them can still take, at least on ``base``.
+    They stand on the lowest offset that any of them can still take, at least on that of the last
+    choice. The slice is sorted by lowest offset, and looked at from the highest buffer down.
     """
     base = state.key_offset[depth]
     first = state.tally[DIRTY_LOWER]
@@ -382,7 +383,10 @@ def blame_section(tables: Tables, state: State, depth: int, section: int, low: i
 
 
 def retreat(tables: Tables, state: State, depth: int, jump: bool) -> int:
-    """The next frame below ``depth``, with ``jump`` the next one to blame, undone; -1 if none."""
+    """The next frame below ``depth`` with its choice undone; with ``jump`` one that is to blame.
+
+    Its own failure takes over the blame. -1: there is no such frame.
+    """
     words = state.tally[WORDS]
     source = depth * words
     while depth > 0:
@@ -421,14 +425,14 @@ def undo(tables: Tables, state: State, mark: int) -> None:
 
 
 def cut_slice(tables: Tables, state: State, begin: int, end: int, first: int, last: int) -> None:
-    """The slice [begin, end) of ``items`` is sorted into pieces that share no time.
+    """Sorts the slice [begin, end) of ``items`` into pieces that share no time.
 
     ``first`` and ``last`` are the sections between which new cuts may have appeared.
     """
     for section in range(first + 1, last):
         if state.cross[section] == 0:
             break
-    else:
+    else:  # no cut: it stays one piece
         return
     low = len(state.left)
     high = 0

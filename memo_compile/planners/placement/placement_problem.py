@@ -55,6 +55,7 @@ class Buffer:
         self._check_gaps()
 
     def _check_gaps(self) -> None:
+        """Raises InputError: gaps overlap, leave the lifetime, or fill it."""
         end = self.lower
         for lower, upper in self.gaps:
             if lower >= upper:
@@ -108,6 +109,7 @@ class PlacementProblem:
         self._check_fixed()
 
     def _check_fixed(self) -> None:
+        """Raises InputError: a fixed offset is not aligned, or two of them clash."""
         for buffer in self.buffers:
             if buffer.offset is not None and buffer.offset % self.alignment:
                 raise InputError(
@@ -162,12 +164,13 @@ def fixed_collisions(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, Buffer
         heapq.heappush(live, (upper, index))
 
 
-def _first_duplicate(items: Iterable[Buffer]) -> str | None:
+def _first_duplicate(buffers: Iterable[Buffer]) -> str | None:
+    """The first id that an earlier buffer has as well."""
     seen: set[str] = set()
-    for item in items:
-        if item.id in seen:
-            return item.id
-        seen.add(item.id)
+    for buffer in buffers:
+        if buffer.id in seen:
+            return buffer.id
+        seen.add(buffer.id)
     return None
 
 

@@ -148,8 +148,8 @@ def _solve(
         is_step = any(buffer.block is not None for buffer in problem.buffers)
         is_large = instance.num_buffers > _MANY_BUFFERS
         enough += target // _GOOD_ENOUGH if is_step or is_large else 0
-    huge = is_auto and instance.num_buffers > _HUGE
-    orders = {"load": ORDERS["load"], **ORDERS} if huge else ORDERS
+    is_huge = is_auto and instance.num_buffers > _HUGE
+    orders = {"load": ORDERS["load"], **ORDERS} if is_huge else ORDERS
     answer = _Answer(
         instance=instance,
         target=target,
@@ -160,12 +160,12 @@ def _solve(
     )
     if solver is Solver.GREEDY or answer.height <= enough:
         return answer
-    if is_auto and not huge and has_numba():
+    if is_auto and not is_huge and has_numba():
         answer = _large_first(answer, effort.part(_LARGE_SHARE * effort.left_s), use_numba)
         if answer.height <= enough:
             return answer
     if is_auto:
-        share = 1.0 if huge else _REPAIR_SHARE
+        share = 1.0 if is_huge else _REPAIR_SHARE
         effort_part = effort.part(share * effort.left_s)
         offsets = repaired_offsets(answer.instance, answer.offsets, answer.enough, effort_part)
         answer = replace(answer, offsets=offsets)
@@ -207,11 +207,7 @@ def _large_first(answer: _Answer, effort: Effort, use_numba: bool | None) -> _An
 def _of_part(answer: _Answer, part: Any, effort: Effort, use_numba: bool | None) -> _Answer:
     """Offsets for some of the buffers, ``part`` (N,) of bools, by greedy and search."""
     problem = answer.instance.problem
-    ids = [
-        buffer.id
-        for buffer, is_in_part in zip(answer.instance.buffers, part, strict=True)
-        if is_in_part
-    ]
+    ids = [answer.instance.buffers[at].id for at in np.flatnonzero(part)]
     instance = build_instance(problem, ids)
     bound = _round_up(instance.lower_bound(), step_bytes(instance))
     target = bound if problem.capacity is None else answer.target
@@ -239,6 +235,7 @@ def _largest_small(instance: Instance, most_bytes: int) -> int:
 def _mip(
     answer: _Answer, effort: Effort, engine: Engine = Engine.HIGHS, *, by_nodes: bool = False
 ) -> _Answer:
+    """``answer`` or lower offsets by the integer program, begun at those of ``answer``."""
     result = mip_offsets(
         answer.instance, answer.offsets, answer.bound, effort, engine=engine, by_nodes=by_nodes
     )
@@ -267,7 +264,7 @@ def _search(answer: _Answer, effort: Effort, use_numba: bool | None) -> _Answer:
         if effort.is_over:
             break
         last_chance = capacity + step >= answer.height and turn > 0
-        runs = 0 if is_bounded or last_chance else 6 + 2 * turn
+        runs = 0 if is_bounded or last_chance else 6 + 2 * turn  # 0: as many as the effort allows
         outcome, offsets = searcher.decide(capacity, effort, runs)
         if outcome == kernel.FOUND:
             answer = replace(answer, offsets=offsets, solver="search")
@@ -287,6 +284,7 @@ def _search(answer: _Answer, effort: Effort, use_numba: bool | None) -> _Answer:
 
 
 def _feasible(answer: _Answer, begin_s: float) -> Placement:
+    """``answer`` as a placement, which may exceed the capacity (TIME_LIMIT)."""
     problem = answer.instance.problem
     status = SolveStatus.FEASIBLE
     if problem.capacity is not None and answer.height > problem.capacity:
@@ -333,6 +331,7 @@ def _conflict(problem: PlacementProblem, names: list[str], *, by_search: bool) -
 
 
 def _infeasible(bound: int, conflict: tuple[str, ...], solver: str, begin_s: float) -> Placement:
+    """The proof that nothing fits: the buffers ``conflict``, by which solver."""
     return Placement(
         offsets=MappingProxyType({}),
         height_bytes=0,

@@ -60,9 +60,8 @@ class Searcher:
         self._overlaps = find_overlaps(instance)
         self._rng = np.random.default_rng(0)
         self._keys = _order_keys(instance, self._overlaps)
-        compiled = use_numba
-        if compiled is None:
-            compiled = has_numba() and instance.num_buffers > _TINY
+        is_large = instance.num_buffers > _TINY
+        compiled = has_numba() and is_large if use_numba is None else use_numba
         self._kernel = compiled_search() if compiled else kernel.search
         self._convert: Callable[[Any], Any] = _as_array if compiled else _as_list
         names = "size padded align fixed first last span_start span_lower span_upper".split()
@@ -110,7 +109,10 @@ class Searcher:
             noisy = True
 
     def decide(self, capacity: int, effort: Effort, max_runs: int = 0) -> tuple[int, Ints]:
-        """Searches until found, proved impossible, or all effort or ``max_runs`` are spent."""
+        """Searches until found, proved impossible, or all effort or ``max_runs`` are spent.
+
+        Returns what ``run`` does; no offsets (0,) where too little effort was left for a run.
+        """
         limit = float(max(_NODES_PER_BUFFER * self._instance.num_buffers, _LEAST_NODES))
         outcome, offsets = kernel.LIMIT, np.zeros(0, dtype=np.int64)
         every = _PROOF_EVERY if self._instance.num_buffers <= _FEW else _RARE_PROOF_EVERY
@@ -139,9 +141,11 @@ class Searcher:
         return offsets
 
     def _tables(self, rank: Ints) -> kernel.Tables:
+        """The kernel's tables with the order ``rank`` (N,)."""
         return kernel.Tables(rank=self._convert(rank), **self._static)
 
     def _fresh_state(self) -> kernel.State:
+        """The kernel's state before its first choice."""
         instance, convert = self._instance, self._convert
         n, num_sections = instance.num_buffers, instance.num_sections
         words = n // kernel.BITS + 1

@@ -60,6 +60,7 @@ def find_violations(
 def _single_violations(
     problem: PlacementProblem, buffer: Buffer, offset: int, capacity: bool
 ) -> list[str]:
+    """What is wrong with ``buffer`` at ``offset``, whatever the others do."""
     violations = []
     if offset < 0:
         violations.append(f"{buffer.id}: offset {offset} is negative")

@@ -169,7 +169,9 @@ class CandidateSource:
     recompute: RecomputeOf
     host_budget_bytes: int | None = None
     exact: bool = False
+    """True: no layer recomputes a part of its rows."""
     solver: bool = True
+    """False: the integer program is not asked."""
     memory: DecisionMemory = field(default_factory=DecisionMemory)
     _candidates: dict[Moves, Candidate] = field(default_factory=dict)
     _least_bytes: dict[Moves, int] = field(default_factory=dict)
@@ -185,8 +187,7 @@ class CandidateSource:
     def all(self) -> tuple[str, ...]:
         """All searches."""
         solved = ["program"] if self.solver and self.step.layers else []
-        talks = facts_of(self.step).talks
-        lynx = ["lynx-opt"] if solved and talks else []
+        lynx = ["lynx-opt"] if solved and facts_of(self.step).talks else []
         return (*self.quick, *solved, "named", "steady", "widened", *lynx)
 
     def moves(self, *searches: str) -> tuple[Moves, ...]:
@@ -198,6 +199,7 @@ class CandidateSource:
         return tuple(all_moves)
 
     def _search(self, search: str) -> Iterable[Moves]:
+        """The moves that the search of that name gives."""
         searches: dict[str, Callable[[], Iterable[Moves]]] = {
             "greedy": self._greedy_moves,
             "near floor": self._floor_moves,
@@ -262,8 +264,9 @@ class CandidateSource:
     ) -> Iterator[Moves]:
         """Up to ``MAX_BY_SLOT`` unbeaten plans of ``near_floor``, made faster slot by slot.
 
-        The fewest bytes come first; none may then need more. Each gets an equal share of the
-        simulations that are left, and starts from the result before where that is cheaper.
+        The changed plan may have no more bytes alive than the plan had. Those of fewest bytes come
+        first: where the result for one is cheaper than the next plan, the next search starts from
+        it. Each gets an equal share of the simulations that are left.
         """
         starts = [
             *_spread_over_bytes(_unbeaten(self.valid(near_floor)), MAX_BY_SLOT),
@@ -279,7 +282,7 @@ class CandidateSource:
                 self.step,
                 start,
                 modes,
-                functools.partial(self._if_better, most_bytes),
+                functools.partial(self._simulated_if_better, most_bytes),
                 functools.partial(self._fits, most_bytes),
                 num_left // (len(starts) - num_done),
             )
@@ -300,7 +303,9 @@ class CandidateSource:
         fitting = [plan for plan in self.valid(steady) if self._has_host(plan)]
         return sorted(fitting, key=lambda plan: (plan.live_bytes, plan.cost_s))[:1]
 
-    def _if_better(self, most_bytes: int, moves: Moves, below_s: float) -> Candidate | None:
+    def _simulated_if_better(
+        self, most_bytes: int, moves: Moves, below_s: float
+    ) -> Candidate | None:
         """``moves`` simulated; None where they surely need more bytes, or cost ``below_s``."""
         with contextlib.suppress(InvalidPlan, UnsupportedGraph):
             if least_bytes(self.step, moves) <= most_bytes and self.least_s(moves) < below_s:
@@ -348,6 +353,7 @@ class CandidateSource:
         return sum(slot.size_bytes for slot in slots if slot.can_offload)
 
     def _models(self, schedules: Iterable[Schedule]) -> dict[Schedule, StepModel]:
+        """A model with these modes for each of ``schedules``."""
         modes = self._modes()
         return {schedule: build_model(self.step, modes, schedule) for schedule in schedules}
 
@@ -417,34 +423,29 @@ class CandidateSource:
         self, moves: Moves, untimed: Callable[[], UntimedProgram] | None = None
     ) -> Candidate:
         """``moves`` simulated, or with the figures that a decision for another budget gave."""
-        if moves not in self._candidates:
-            self._candidates[moves] = self._remembered(moves, untimed)
-        return self._candidates[moves]
-
-    def _remembered(self, moves: Moves, untimed: Callable[[], UntimedProgram] | None) -> Candidate:
+        if moves in self._candidates:
+            return self._candidates[moves]
         key = moves, self._estimated_regions(moves)
         figures = self.memory.of_step.figures.get(key)
         if figures is None:
             candidate = simulated(self.step, moves, self.recompute, untimed)
             self.memory.of_step.figures[key] = candidate.figures
-            return candidate
+        else:
+            make = functools.partial(self._program_of, moves)
+            candidate = Candidate(moves=moves, make=make, **vars(figures))
+        self._candidates[moves] = candidate
+        return candidate
 
-        def make() -> Problem:
-            return program_of(self.step, moves, self.recompute)[0]
-
-        return Candidate(moves=moves, make=make, **vars(figures))
+    def _program_of(self, moves: Moves) -> Problem:
+        return program_of(self.step, moves, self.recompute)[0]
 
     def _estimated_regions(self, moves: Moves) -> tuple[str, ...]:
         """The recompute regions of ``moves`` that are not lowered: their costs will change."""
         classes = (layer.class_key for layer in self.step.layers)
         pairs = dict.fromkeys(zip(classes, moves.modes, strict=False))
         keys = (recompute_keys(self.step.classes[class_key], mode) for class_key, mode in pairs)
-        regions = {
-            key.region
-            for key in itertools.chain.from_iterable(keys)
-            if not self.recompute(key).is_lowered
-        }
-        return tuple(sorted(regions))
+        all_keys = itertools.chain.from_iterable(keys)
+        return tuple(sorted({key.region for key in all_keys if not self.recompute(key).is_lowered}))
 
     def _greedy_moves(self) -> Iterator[Moves]:
         """Search ``greedy``: plans of the greedy sequences of two schedules."""
@@ -461,7 +462,11 @@ class CandidateSource:
             yield sequence[number]
 
     def _near_floor_of(self, model: StepModel) -> Iterator[tuple[int, ...]]:
-        """The last of ``model``'s greedy sequence, also with faster modes of the last layer."""
+        """The last plans of ``model``'s greedy sequence, as modes of layers by number.
+
+        Of those with a smaller peak than all before, each also with faster modes of the last layer;
+        where they fill the host, all (``MAX_FULL_HOST``).
+        """
         most_bytes = self.host_budget_bytes
         sequence = greedy_sequence(model, host_budget_bytes=most_bytes)
         if most_bytes is not None and model.host_bytes(sequence[-1]) > FULL_HOST * most_bytes:

@@ -57,7 +57,7 @@ def _cheapest_move(
     bytes_over = _bytes_over(bytes_now, floor)
     best: tuple[float, float, tuple[int, ...]] | None = None
     for layers, mode, candidate in _moves(model, chosen, in_chunks=in_chunks):
-        if exceeds_host(model, candidate, host_budget_bytes):
+        if exceeds_host(model, candidate, host_budget_bytes):  # the first layer alone may fit
             layers, candidate = layers[:1], with_mode(chosen, layers[:1], mode)
             if exceeds_host(model, candidate, host_budget_bytes):
                 continue
@@ -85,8 +85,8 @@ def _uniform_floor(model: StepModel) -> int:
 def refilled(model: StepModel, chosen: tuple[int, ...], host_budget_bytes: int) -> tuple[int, ...]:
     """``chosen`` with quicker modes of single layers, the first ones first, within its peak.
 
-    A sequence of moves fills the host with what is cheapest at first, and at its end all layers may
-    recompute though the host has room for the copies of some.
+    The host budget holds as well. A sequence of moves fills the host with what is cheapest at
+    first, and at its end all layers may recompute though the host has room for some copies.
     """
     bytes_now, cost_s = model.bytes_at(chosen), model.cost_s(chosen)
     peak = bytes_now.max()
@@ -109,9 +109,8 @@ def refilled(model: StepModel, chosen: tuple[int, ...], host_budget_bytes: int) 
 
 def _bytes_over(bytes_at: Any, floor: int) -> float:
     """Bytes above ``floor``, on average over the points; the highest point counts once more."""
-    return float(np.maximum(bytes_at - floor, 0).mean()) + float(
-        max(int(bytes_at.max()) - floor, 0)
-    )
+    over = np.maximum(bytes_at - floor, 0)
+    return float(over.mean()) + float(over.max())
 
 
 def with_mode(chosen: Sequence[int], layers: Sequence[int], mode: int) -> tuple[int, ...]:
@@ -128,7 +127,7 @@ _Move = tuple[list[int], int, tuple[int, ...]]
 
 def _moves(model: StepModel, chosen: tuple[int, ...], *, in_chunks: bool) -> Iterator[_Move]:
     """Every move of a chunk of layers, or of all that share a mode, with few ways to recompute."""
-    groups: dict[tuple[str, int], list[int]] = {}
+    groups: dict[tuple[str, int], list[int]] = {}  # (class, mode) -> the layers that take it
     for layer, (key, mode) in enumerate(zip(model.class_keys, chosen, strict=True)):
         groups.setdefault((key, mode), []).append(layer)
     for (class_key, mode), layers in groups.items():

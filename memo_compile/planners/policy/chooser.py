@@ -130,9 +130,7 @@ class Chooser:
         """
         assert self.budget_bytes is not None, "without a budget every plan fits"
         if self._lowest_bytes == math.inf:
-            self._lowest_placed(
-                [candidate for candidate in candidates if self._host_fits(candidate)]
-            )
+            self._lowest_placed([*filter(self._host_fits, candidates)])
         lowest_bytes = self._lowest_bytes
         return None if lowest_bytes == math.inf else max(self.budget_bytes, int(lowest_bytes))
 
@@ -183,39 +181,39 @@ class Chooser:
         """The error: the smallest peak that can be had, what makes it, and what to change."""
         assert self.budget_bytes is not None, "without a budget only the host's memory is short"
         considered = [plan for plan in considered if decisions_of(plan.moves) not in self.refused]
-        within_host = [candidate for candidate in considered if self._host_fits(candidate)]
+        within_host = [*filter(self._host_fits, considered)]
         beyond_host = [candidate for candidate in considered if not self._host_fits(candidate)]
-        lowest = self._floor(step, within_host)
-        lacking_host = [candidate for candidate in beyond_host if self.may_fit(candidate)]
+        lowest = self._floor(step, within_host)  # (peak, step)
+        lacking_host = [*filter(self.may_fit, beyond_host)]
         budget = format_bytes(self.budget_bytes)
         if lacking_host:
             assert self.host_budget_bytes is not None
-            need = min(lacking_host, key=lambda candidate: (candidate.host_bytes, candidate.cost_s))
+            best = min(lacking_host, key=lambda candidate: (candidate.host_bytes, candidate.cost_s))
             floor = "" if lowest is None else f" (floor {format_enough(lowest[0])} with it)"
             return NothingFits(
-                f"budget {budget}: can be kept with {format_bytes(need.host_bytes)} of host memory "
+                f"budget {budget}: can be kept with {format_bytes(best.host_bytes)} of host memory "
                 f"for offloaded activations, but host_budget is "
                 f"{format_bytes(self.host_budget_bytes)}{floor}; raise host_budget or "
                 "memory_budget, or shorten the sequence",
                 floor_bytes=None if lowest is None else lowest[0],
-                problem=need.problem if lowest is None else lowest[1],
+                problem=best.problem if lowest is None else lowest[1],
             )
         lowest = lowest or self._floor(step, beyond_host)
         assert lowest is not None, "there is no candidate at all"
         floor_bytes, problem = lowest
         # A steady plan near the budget may fit once lowered: it did where its floor was named.
         near_bytes = self.budget_bytes * (1 + ESTIMATE_ERROR)
+        within_budget = [
+            candidate.problem
+            for candidate in within_host
+            if candidate.live_bytes <= (near_bytes if is_steady(candidate) else self.budget_bytes)
+        ]
         return NothingFits(
             f"budget {budget} < floor {format_enough(floor_bytes)} ({_floor_parts(step)}); "
             "raise memory_budget or shorten the sequence",
             floor_bytes=floor_bytes,
             problem=problem,
-            candidates_within_budget=[
-                candidate.problem
-                for candidate in within_host
-                if candidate.live_bytes
-                <= (near_bytes if is_steady(candidate) else self.budget_bytes)
-            ],
+            candidates_within_budget=within_budget,
         )
 
     def _floor(
@@ -240,9 +238,7 @@ class Chooser:
         """``_floor`` but for interludes. Measured seconds change all plans but the steady ones."""
         if step.costs.source != MEASURED:
             return self._lowest_placed(candidates)
-        steady = self._lowest_placed(
-            [candidate for candidate in candidates if is_steady(candidate)]
-        )
+        steady = self._lowest_placed([*filter(is_steady, candidates)])
         if steady is not None:
             return steady
         lowest = self._lowest_placed(candidates)
@@ -259,9 +255,8 @@ class Chooser:
         if lowest is not None:
             return lowest
         num_left = MAX_FLOOR_PLACEMENTS
-        for candidate in sorted(
-            candidates, key=lambda choice: (not is_steady(choice), *_bytes_first(choice))
-        ):
+        order = sorted(candidates, key=lambda plan: (not is_steady(plan), *_bytes_first(plan)))
+        for candidate in order:
             if lowest is not None and candidate.live_bytes >= lowest[0]:
                 continue
             if not is_steady(candidate) and self._placed_already(candidate) is None:
@@ -288,12 +283,9 @@ def _floor_parts(step: MovableStep) -> str:
     """What the floor is made of: memory that is always there, and the layer that saves most."""
     fixed = step.problem.fixed
     parts = [
-        f"{name} {format_bytes(size_bytes)}"
-        for name, size_bytes in (
-            ("parameters", fixed.parameters),
-            ("gradients", fixed.gradients),
-            ("optimizer state", fixed.optimizer_state),
-        )
+        f"parameters {format_bytes(fixed.parameters)}",
+        f"gradients {format_bytes(fixed.gradients)}",
+        f"optimizer state {format_bytes(fixed.optimizer_state)}",
     ]
     if step.layers:
         layer = max(step.layers, key=lambda layer: step.class_of(layer).saved_bytes)
@@ -313,13 +305,13 @@ def preference(candidate: Candidate) -> tuple[float, int, int]:
 
 def unbeaten(candidates: Iterable[Candidate], host_budget_bytes: int | None) -> list[Candidate]:
     """The candidates that fit the host and that none beats in cost and in bytes, fastest first."""
-    kept: list[Candidate] = []
+    best: list[Candidate] = []
     for candidate in sorted(candidates, key=preference):
         if host_budget_bytes is not None and candidate.host_bytes > host_budget_bytes:
             continue
-        if not kept or candidate.live_bytes < kept[-1].live_bytes:
-            kept.append(candidate)
-    return kept
+        if not best or candidate.live_bytes < best[-1].live_bytes:
+            best.append(candidate)
+    return best
 
 
 def beaten(candidates: Sequence[Candidate], best: Sequence[Candidate]) -> list[Candidate]:

@@ -129,7 +129,7 @@ def choose(
         enough_s = math.inf if source.host_is_short else limits.enough_s
         fast_s = min(max_step_s, limits.wanted_s, enough_s)  # none is placed if all are slower
         considered, pick = _pick_of_searches(source, chooser, policy, fast_s)
-        if pick is not None and len(considered) > 1 and not short_frontier:  # for the frontier
+        if pick is not None and len(considered) > 1 and not short_frontier:  # users see them all
             considered = list(dict.fromkeys([*considered, *source.plans(*source.quick)]))
     elif policy in NAMED:
         notes = source.named_plan(policy, alpha).notes
@@ -229,18 +229,17 @@ def _cheapest_first(
     least, a plan of 10 s may be picked, one of 12 not yet. Where none fits, those follow that may
     need no more than the smallest peak. Raises TooSlow: no plan takes ``fast_s``.
     """
+
+    def may_have(most_bytes: int | None) -> list[Moves]:
+        if most_bytes is None:
+            return [*moves]
+        return [proposal for proposal in moves if source.least_bytes(proposal) <= most_bytes]
+
     plans, budget_bytes = [*saved], chooser.budget_bytes
-    waiting = [
-        proposal
-        for proposal in moves
-        if budget_bytes is None or source.least_bytes(proposal) <= budget_bytes
-    ]
-    waiting.sort(key=source.least_s)
+    waiting = sorted(may_have(budget_bytes), key=source.least_s)
     is_fast = fast_s == math.inf
-    for number in range(len(waiting) + 1):
-        next_s = math.inf
-        if number < len(waiting):
-            next_s = source.least_s(waiting[number]) * (1 - ROUNDING)
+    for proposal in (*waiting, None):
+        next_s = math.inf if proposal is None else source.least_s(proposal) * (1 - ROUNDING)
         if not is_fast:
             is_fast = _is_fast(chooser.fastest_s(plans), next_s, fast_s)
         if is_fast:
@@ -248,16 +247,11 @@ def _cheapest_first(
             safe = [plan for plan in best if plan.cost_s < next_s]
             if pick := chooser.pick(safe, below_s=next_s):
                 return plans, pick
-        if number < len(waiting):
-            plans += source.valid([waiting[number]])
+        plans += [] if proposal is None else source.valid([proposal])
     small = source.valid(sorted(moves, key=source.least_bytes)[:NUM_SMALLEST])
     bound_bytes = None if budget_bytes is None else chooser.floor_bound_bytes([*plans, *small])
-    near_floor = [
-        proposal
-        for proposal in moves
-        if bound_bytes is None or source.least_bytes(proposal) <= bound_bytes
-    ]
-    return _pick_of(list(dict.fromkeys([*plans, *small, *source.valid(near_floor)])), chooser)
+    near_floor = source.valid(may_have(bound_bytes))
+    return _pick_of(list(dict.fromkeys([*plans, *small, *near_floor])), chooser)
 
 
 def _is_fast(fastest_s: float, next_s: float, fast_s: float) -> bool:
@@ -272,7 +266,7 @@ def _is_fast(fastest_s: float, next_s: float, fast_s: float) -> bool:
 
 
 def _pick_of(candidates: Sequence[Candidate], chooser: Chooser) -> tuple[list[Candidate], _Pick]:
-    """The plans to try, and the first that fits; ``beaten`` plans come after all others."""
+    """The plans that are tried, and the first that fits: those first that none beats."""
     best = unbeaten(candidates, chooser.host_budget_bytes)
-    slower = beaten(candidates, best)
-    return [*best, *slower], chooser.pick(best) or chooser.pick(slower)
+    others = beaten(candidates, best)
+    return [*best, *others], chooser.pick(best) or chooser.pick(others)

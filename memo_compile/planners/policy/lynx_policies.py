@@ -96,15 +96,13 @@ def _plans_by_class(
         for layer, costs in zip(step.layers, modes, strict=True)
         if len(costs) > 1
     }
-    numbers = list(
-        itertools.islice(itertools.product(*map(range, count.values())), MAX_PRODUCT + 1)
-    )
-    if len(numbers) > MAX_PRODUCT:
-        most = max(count.values())
-        numbers = [
-            tuple(min(at, num_modes - 1) for num_modes in count.values()) for at in range(most)
+    product = itertools.product(*map(range, count.values()))
+    combinations = list(itertools.islice(product, MAX_PRODUCT + 1))
+    if len(combinations) > MAX_PRODUCT:
+        combinations = [
+            tuple(min(at, most - 1) for most in count.values()) for at in range(max(count.values()))
         ]
-    for chosen in numbers:
+    for chosen in combinations:
         number_of = dict(zip(count, chosen, strict=True))
         yield tuple(
             costs[min(number_of.get(layer.class_key, 0), len(costs) - 1)].mode

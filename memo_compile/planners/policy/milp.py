@@ -119,11 +119,13 @@ class _Program:
         self.model = model
         self.bundles = bundles = make_bundles(model)
         self.bundle_of = {layer: at for at, bundle in enumerate(bundles) for layer in bundle}
-        self.totals = [sum(model.deltas[layer] for layer in bundle) for bundle in bundles]
+        self.deltas = [sum(model.deltas[layer] for layer in bundle) for bundle in bundles]
+        """Per bundle an array (modes, points): what a mode of all its layers adds."""
         self.unit_s = sum(model.facts.call_s) or 1.0
         self.unit_bytes = float(max(model.base_bytes)) or 1.0
         self.program = LinearProgram(gap=gap, added_gap=min(gap, ADDED_GAP), max_nodes=MAX_NODES)
         self.x = [[self.program.choice() for _ in model.modes[bundle[0]]] for bundle in bundles]
+        """Per bundle and mode the variable x."""
         for variables in self.x:  # one
             self.program.require(total(variables).equals(1))
         self._require_few_ways()
@@ -139,12 +141,12 @@ class _Program:
         for ways in ways_of_classes.values():
             if len(ways) <= MAX_WAYS:
                 continue
-            used = []
+            is_used = []  # y
             for variables in ways.values():
-                used.append(self.program.choice())
+                is_used.append(self.program.choice())
                 for variable in variables:
-                    self.program.require(variable <= used[-1])
-            self.program.require(total(used) <= MAX_WAYS)
+                    self.program.require(variable <= is_used[-1])
+            self.program.require(total(is_used) <= MAX_WAYS)
 
     def require_bytes(self, bound_bytes: int) -> bool:
         """Adds constraint ``bytes`` where it can bind; False when a point can never obey it."""
@@ -163,7 +165,7 @@ class _Program:
 
     def _least_peak(self) -> int:
         """The highest point where each, by itself, has the fewest bytes of all choices."""
-        fewest = sum(deltas.min(axis=0) for deltas in self.totals)
+        fewest = sum(deltas.min(axis=0) for deltas in self.deltas)
         return int((self.model.base_bytes + fewest).max())
 
     def _byte_rows(self, bound_bytes: int) -> Iterator[tuple[Linear, float]]:
@@ -171,10 +173,10 @@ class _Program:
 
         A point is left out when another one has at least its bytes whatever is chosen.
         """
-        most = self.model.base_bytes + sum(deltas.max(axis=0) for deltas in self.totals)
+        most = self.model.base_bytes + sum(deltas.max(axis=0) for deltas in self.deltas)
         points = np.flatnonzero(most > bound_bytes)
         points = points[np.argsort(-most[points], kind="stable")]
-        weights = np.concatenate([deltas[:, points] for deltas in self.totals]).T
+        weights = np.concatenate([deltas[:, points] for deltas in self.deltas]).T
         bases = self.model.base_bytes[points]
         kept: list[int] = []
         variables = list(itertools.chain.from_iterable(self.x))
@@ -183,11 +185,9 @@ class _Program:
             if (above & (weights[kept] >= weights[row]).all(axis=1)).any():
                 continue
             kept.append(row)
-            used = np.flatnonzero(weights[row])
-            terms = weighted(
-                [float(weights[row, at]) / self.unit_bytes for at in used],
-                [variables[at] for at in used],
-            )
+            nonzero = np.flatnonzero(weights[row])
+            in_units = (float(weights[row, at]) / self.unit_bytes for at in nonzero)
+            terms = weighted(in_units, (variables[at] for at in nonzero))
             yield terms, float(bases[row]) / self.unit_bytes
 
     def require_host(self, host_budget_bytes: int | None) -> None:

@@ -214,21 +214,20 @@ def build_model(
     last_to_end = _calls_behind(facts.forward_at, schedule.layers + 1, num_calls)
     freed_at = tuple(map(min, last_to_end, facts.turn_at))
     reload_at = tuple(_reload_calls(facts, schedule.layers))
-    during, border = call_bytes(step)
+    during, before = call_bytes(step)
     reads = [_first_reads(facts, owner) for owner in step.layers]
+    # Points: all calls, and behind them (layer, call before which that may recompute).
     points = [(layer, at) for layer, calls in enumerate(reads) for at in sorted({*calls.values()})]
     point_calls = [at for _, at in points]
     point_of = {point: number for number, point in enumerate(points, start=len(during))}
-    base = np.concatenate([during, border[point_calls]])
+    base = np.concatenate([during, before[point_calls]])
     deltas = []
     for layer, costs in enumerate(modes):
         delta = np.zeros((len(costs), len(base)), dtype=np.int64)
+        window = (freed_at[layer], reload_at[layer]) if schedule.layers else (0, num_calls)
         for row, cost in zip(delta, costs, strict=True):
             parts = list(_parts(cost, reads[layer]))
             needed = _first_needs(parts)
-            window = freed_at[layer], reload_at[layer]
-            if not schedule.layers:
-                window = 0, num_calls
             for start, end, size_bytes in _away(step, layer, cost.mode, window, needed):
                 row[start:end] -= size_bytes
             row[len(during) :] = row[point_calls]
@@ -262,12 +261,18 @@ def _calls_behind(calls: Sequence[int], num_layers: int, end: int) -> Sequence[i
 
 
 def _reload_calls(facts: StepFacts, num_layers: int) -> Iterator[int]:
-    """Per layer the call before which its copies back are issued."""
+    """Per layer the call before which its copies back are issued.
+
+    That is behind the backward of the layer ``num_layers`` + 1 before it, or where backwards begin.
+    """
     place = {layer: at for at, layer in enumerate(facts.following)}
     for layer, turn in enumerate(facts.turn_at):
         before = place[layer] - num_layers - 1
-        ended = facts.backward_at[facts.following[before]] + 1 if before >= 0 else 0
-        yield min(facts.backward_at[layer], max(turn, ended)) if before >= 0 else turn
+        if before < 0:
+            yield turn
+        else:
+            ended = facts.backward_at[facts.following[before]] + 1
+            yield min(facts.backward_at[layer], max(turn, ended))
 
 
 class _Part(NamedTuple):
@@ -343,7 +348,7 @@ def ever_smaller(
 def last_layer_kept(
     model: StepModel, chosen: tuple[int, ...], below_bytes: int
 ) -> Iterator[tuple[int, ...]]:
-    """``chosen`` with faster modes of the last layer that repeats, with peaks below so many bytes.
+    """``chosen`` with faster modes of the last layer that repeats, all peaks under ``below_bytes``.
 
     The fastest first, at most ``MAX_LAST_LAYER_MODES``, each with a smaller peak than the one
     before. The backward of that layer comes first, when all other layers' values are away: where
@@ -419,11 +424,11 @@ def call_bytes(step: MovableStep) -> tuple[Any, Any]:
 
 @once_per_step
 def least_alive(step: MovableStep) -> tuple[Any, int]:
-    """Lower bounds for plans that keep everything: bytes of each call (int64), and at the turn.
+    """Lower bounds of the bytes alive in plans that keep everything: of calls, and of a border.
 
-    That is when the backward begins. Bytes that only the loss needs are gone on its first line. In
-    a plan that line may be a copy's: then they are gone before the first call has made anything,
-    and copies back hide behind that. An arena that stays in memory has room for them all the time.
+    The former are (int64) of each call; the latter is before the backward, 0 where calls say as
+    much. What only the loss needs is gone on the backward's first line. Where that line is a
+    copy's, it was never there together with what the first call makes.
     """
     problem, facts = step.problem, facts_of(step)
     first = problem.first_backward

@@ -147,7 +147,8 @@ def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
     if mode.recompute_rows is not None:
         mixed = (cls.slots[slot] for slot in mode.slots(Action.RECOMPUTE))
         copied += [(slot.num_rows - mode.recompute_rows) * slot.row_bytes for slot in mixed]
-    own_outputs = mode.recompute_rows is None
+    own_outputs = mode.recompute_rows is None  # else results lie in buffers that are reloaded
+    peaks = (region.profile.most_bytes(own_outputs=own_outputs) for region in regions)
     return ModeCost(
         mode=mode,
         kept_bytes=slots_bytes(cls, mode.slots(Action.SAVE)),
@@ -155,9 +156,7 @@ def mode_cost(cls: LayerClass, mode: Mode, recompute: RecomputeOf) -> ModeCost:
         num_copies=len(copied),
         recompute_s=sum(region.seconds for region in regions),
         keys=keys,
-        recompute_peaks=tuple(
-            region.profile.most_bytes(own_outputs=own_outputs) for region in regions
-        ),
+        recompute_peaks=tuple(peaks),
         recompute_outside=tuple(outside_bytes(region.profile) for region in regions),
         recompute_sources=tuple(
             tuple(source.slot for source in region.inputs if source.slot is not None)
@@ -181,7 +180,7 @@ def layer_rights(step: MovableStep) -> tuple[Rights, ...]:
     in the arena is not copied.
     """
     facts = facts_of(step)
-    mover: dict[str, int] = {}
+    mover: dict[str, int] = {}  # value -> the first layer of which it is a slot
     rights = []
     for index, layer in enumerate(step.layers):
         slots, values = step.class_of(layer).slots, layer.values
@@ -197,9 +196,9 @@ def layer_modes(
 ) -> tuple[tuple[ModeCost, ...], ...]:
     """Per layer the modes of its class, by the same numbers for all layers of the class.
 
-    With ``fills_host`` there are those of kind filling, for a host that is short.
-    A mode saves a slot that its layer may not copy, and saves every slot if the layer may not
-    recompute one. Layers with the same rights share one tuple.
+    ``exact`` and ``fills_host``, for a short host, are those of ``class_modes``. Layers of the same
+    rights share one tuple: a mode saves a slot that they may not copy, and saves every slot if they
+    may not recompute one.
     """
     by_class = {
         key: class_modes(step, key, recompute, exact=exact, fills_host=fills_host)
@@ -239,6 +238,7 @@ def class_modes(
     """The modes of one class that plans choose from, SAVE of everything first; see the module.
 
     ``exact`` leaves token-wise mixes out: a slice of a matrix product may differ in its last bits.
+    ``fills_host`` adds kind filling.
     """
     cls = step.classes[class_key]
     hidden_s = _hidden_seconds(step, class_key)
@@ -424,7 +424,7 @@ def _slots_reading_early(cls: LayerClass, key: RecomputeKey) -> set[int]:
     early because it shares an operator with A.
     """
     first = min(cls.slots[slot].first_read for slot in key.slots)
-    small = _small_slots(cls, frozenset(range(len(cls.slots))))
+    small = small_slots(cls, frozenset(range(len(cls.slots))))
     reads: dict[int, set[int]] = {}
     for slot in key.slots:
         sources = itertools.chain.from_iterable(
@@ -447,7 +447,7 @@ def apart(cls: LayerClass, recomputed: frozenset[int], hideable: int = 0) -> fro
     early fall by more than its copy counts, or by as much while the copies are ``hideable`` bytes
     at most. The set itself is returned where that gains nothing.
     """
-    slots, kept = cls.slots, recomputed - _small_slots(cls, recomputed)
+    slots, kept = cls.slots, recomputed - small_slots(cls, recomputed)
     early_bytes = _early_bytes(cls, kept)
     while early_bytes:
         candidates = [slot for slot in sorted(kept) if slots[slot].can_offload]
@@ -465,7 +465,7 @@ def apart(cls: LayerClass, recomputed: frozenset[int], hideable: int = 0) -> fro
     return kept if early_bytes < _early_bytes(cls, recomputed) else recomputed
 
 
-def _small_slots(cls: LayerClass, slots: frozenset[int]) -> frozenset[int]:
+def small_slots(cls: LayerClass, slots: frozenset[int]) -> frozenset[int]:
     """Those of ``slots`` that can be copied and are small (``SMALL_SHARE``)."""
     bound_bytes = SMALL_SHARE * cls.saved_bytes
     return frozenset(
@@ -590,7 +590,7 @@ def _cheapest_at_prices(
         + max(0.0, mode.d2h_s(costs) - hidden_s[0], mode.h2d_s(costs) - hidden_s[1])
         for mode in modes
     ]
-    numbers, wins = range(len(modes)), [0] * len(modes)
+    numbers, wins = range(len(modes)), [0] * len(modes)  # at how many pairs of prices each is best
     for kept, copied in itertools.product(PRICES, PRICES):
         price = [
             fixed + kept * keep_price * mode.kept_bytes + copied * copy_price * mode.host_bytes

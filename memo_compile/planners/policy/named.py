@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from memo_compile.errors import ConfigError, UnsupportedGraph
 from memo_compile.planners.move_rules import RecomputeOf, facts_of, recompute_keys
 from memo_compile.planners.policy.modes import (
-    SMALL_SHARE,
     Rights,
     apart,
     layer_rights,
     make_mode,
+    small_slots,
     splittable,
 )
 from memo_compile.planners.policy.shares import shared_slots
@@ -57,7 +57,7 @@ class NamedPlan:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PolicyRequest:
     """A step, and the options by which a named policy decides it."""
 
@@ -85,15 +85,7 @@ def named_moves(
     """
     if policy not in _POLICIES:
         raise ConfigError(f"policy: expected one of {', '.join(NAMED)}, got {policy!r}")
-    return _POLICIES[policy](
-        PolicyRequest(
-            step=step,
-            recompute=recompute,
-            alpha=alpha,
-            host_budget_bytes=host_budget_bytes,
-            exact=exact,
-        )
-    )
+    return _POLICIES[policy](PolicyRequest(step, recompute, alpha, host_budget_bytes, exact))
 
 
 def save(request: PolicyRequest) -> NamedPlan:
@@ -103,16 +95,12 @@ def save(request: PolicyRequest) -> NamedPlan:
 
 def full_recompute(request: PolicyRequest) -> NamedPlan:
     """What can be recomputed from the layer's input and its other slots is."""
-    return _plan_per_layer(
-        request.step, "full-recompute", Schedule(), request.recompute, _recompute_all
-    )
+    return _plan_per_layer(request, "full-recompute", Schedule(), _recompute_all)
 
 
 def full_offload(request: PolicyRequest) -> NamedPlan:
     """Everything goes to the host."""
-    return _plan_per_layer(
-        request.step, "full-offload", ROTATING_BUFFERS, request.recompute, _offload_all
-    )
+    return _plan_per_layer(request, "full-offload", ROTATING_BUFFERS, _offload_all)
 
 
 def memo(request: PolicyRequest) -> NamedPlan:
@@ -128,16 +116,19 @@ def memo(request: PolicyRequest) -> NamedPlan:
         alpha = 0.0
     mode_of = functools.partial(_memo_mode, alpha=alpha, granule=step.token_granule)
     repeating = repeating_layers(step)
-    only = repeating[:-KEPT_LAYERS]
-    plan = _plan_per_layer(step, "memo", ROTATING_BUFFERS, request.recompute, mode_of, only=only)
+    moved = repeating[:-KEPT_LAYERS]
+    plan = _plan_per_layer(request, "memo", ROTATING_BUFFERS, mode_of, only=moved)
     return replace(plan, notes=(*notes, *plan.notes, *_kept_by_memo(step, repeating)))
 
 
 def kwai(request: PolicyRequest) -> NamedPlan:
-    """A share of what each microbatch saves goes to the host (``shares``)."""
+    """A share of what each microbatch saves goes to the host (``shares``).
+
+    ``alpha`` is that share of all; without it those that the user has declared, else everything.
+    """
     step, alpha = request.step, request.alpha
     num_members = 1 + max((call.member for call in step.problem.calls), default=0)
-    shares = step.shares if alpha is None and step.shares else (1.0 if alpha is None else alpha,)
+    shares = (step.shares or (1.0,)) if alpha is None else (alpha,)
     if len(shares) != num_members:  # a step by itself: one share for all
         shares = shares[:1] * num_members
     slots = shared_slots(step, layer_rights(step), shares)
@@ -166,19 +157,19 @@ def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
     to the host. Four recompute: all that can be, or all but what attention returns; and each of
     these also without what has to be copied so that nothing is made long before it is read.
     """
-    modes_of: tuple[ModeOf, ...] = (
-        _offload_all,
-        lambda cls, rights: _recompute_or_offload(cls, rights, rights.recompute),
-        lambda cls, rights: _recompute_or_offload(cls, rights, _all_but_attention(cls, rights)),
-        lambda cls, rights: _recompute_or_offload(
-            cls, rights, _apart_slots(cls, rights, rights.recompute)
-        ),
-        lambda cls, rights: _recompute_or_offload(
-            cls, rights, _apart_slots(cls, rights, _all_but_attention(cls, rights))
-        ),
+    recomputed_sets: tuple[Callable[[LayerClass, Rights], frozenset[int]], ...] = (
+        lambda _, rights: rights.recompute,
+        _all_but_attention,
+        lambda cls, rights: _apart_slots(cls, rights, rights.recompute),
+        lambda cls, rights: _apart_slots(cls, rights, _all_but_attention(cls, rights)),
     )
+    recomputing = (
+        functools.partial(_recompute_or_offload, slots_of) for slots_of in recomputed_sets
+    )
+    request = PolicyRequest(step, recompute)
     plans = (
-        _plan_per_layer(step, "steady", COPIES_AT_ONCE, recompute, mode_of) for mode_of in modes_of
+        _plan_per_layer(request, "steady", COPIES_AT_ONCE, mode_of)
+        for mode_of in (_offload_all, *recomputing)
     )
     return list(dict.fromkeys(plan.moves for plan in plans))
 
@@ -193,15 +184,15 @@ def _kept_by_memo(step: MovableStep, repeating: list[int]) -> Iterator[str]:
 
 
 def _plan_per_layer(
-    step: MovableStep,
+    request: PolicyRequest,
     policy: str,
     schedule: Schedule,
-    recompute: RecomputeOf,
     mode_of: ModeOf,
     *,
     only: Iterable[int] | None = None,
 ) -> NamedPlan:
     """The plan in which ``mode_of`` decides each layer of ``only``; the others save everything."""
+    step = request.step
     decided = set(range(len(step.layers)) if only is None else only)
     modes: list[Mode] = []
     notes: dict[str, None] = {}
@@ -210,7 +201,7 @@ def _plan_per_layer(
         if index not in decided:
             modes.append(make_mode(cls))
             continue
-        mode = _with_regions(cls, mode_of(cls, rights), recompute, notes)
+        mode = _with_regions(cls, mode_of(cls, rights), request.recompute, notes)
         modes.append(mode)
         # Slots that a mix copies whole although the policy would recompute some of their rows.
         whole = _all_but_attention(cls, rights).intersection(mode.slots(Action.OFFLOAD))
@@ -249,14 +240,13 @@ def _offload_all(cls: LayerClass, rights: Rights) -> Mode:
     return make_mode(cls, offload=rights.offload)
 
 
-def _recompute_or_offload(cls: LayerClass, rights: Rights, recompute: frozenset[int]) -> Mode:
-    """The mode that recomputes ``recompute``, but for small slots, and copies the rest."""
-    small = {
-        slot
-        for slot in recompute & rights.offload
-        if cls.slots[slot].size_bytes < SMALL_SHARE * cls.saved_bytes
-    }
-    return make_mode(cls, offload=rights.offload, recompute=recompute - small)
+def _recompute_or_offload(
+    slots_of: Callable[[LayerClass, Rights], frozenset[int]], cls: LayerClass, rights: Rights
+) -> Mode:
+    """The mode that recomputes what ``slots_of`` gives, small slots aside, and copies the rest."""
+    recomputed = slots_of(cls, rights)
+    small = small_slots(cls, recomputed & rights.offload)
+    return make_mode(cls, offload=rights.offload, recompute=recomputed - small)
 
 
 def _apart_slots(cls: LayerClass, rights: Rights, recompute: frozenset[int]) -> frozenset[int]:
@@ -281,7 +271,7 @@ def _memo_mode(cls: LayerClass, rights: Rights, alpha: float, granule: int) -> M
     split = splittable(cls, others & rights.offload)
     num_rows = max((cls.slots[slot].num_rows for slot in split), default=0)
     rows = math.ceil(num_rows * (1 - alpha) / granule) * granule
-    if rows >= num_rows:  # all of them, or no slot can be split
+    if rows >= num_rows:  # all rows, or no slot can be split
         return make_mode(cls, offload=rights.offload - others, recompute=others)
     return make_mode(cls, offload=rights.offload - split, recompute=split, rows=rows)
 

@@ -39,6 +39,7 @@ class _Weighed:
     cls: LayerClass
     layer: Layer
     modes: list[Mode]
+    """Those of all layers of the class."""
     step: MovableStep
     forward_s: float
     """Seconds of the next layer's forward, behind which copies of ``layer`` hide."""
@@ -46,9 +47,8 @@ class _Weighed:
 
     def reason(self, slot: int, mode: Mode) -> str:
         """The sentence for ``slot`` in layers of ``mode``."""
-        action = mode.actions[slot]
+        action, total = mode.actions[slot], len(self.modes)
         count = sum(other.actions[slot] is action for other in self.modes)
-        total = len(self.modes)
         where = "" if count == total else f"in {count} of {total} layers: "
         if self.cls.slots[slot].pinned is action:
             return f"{where}pinned: by a policy_rule, or by the model's checkpoint policy"
@@ -78,20 +78,21 @@ class _Weighed:
         return recomputable(self.step, self.layer, slot)
 
     def _kept(self, slot: int, *, moves_elsewhere: bool) -> str:
-        kept = self.cls.slots[slot]
-        if not kept.can_offload and not self._can_recompute(slot):
+        """What keeping ``slot`` saves, or why it must be kept."""
+        tensor = self.cls.slots[slot]
+        if not tensor.can_offload and not self._can_recompute(slot):
             return "cannot be moved: it can be neither copied nor recomputed in its layer"
         if all(set(mode.actions) == {Action.SAVE} for mode in self.modes):
             return "nothing of these layers needs to move"
         options = []
         if self._can_recompute(slot):
             options.append(f"recomputing it costs {format_seconds(self._recompute_s(slot))}")
-        if kept.can_offload:
+        if tensor.can_offload:
             options.append(f"its copy takes {format_seconds(self._copy_s(slot))}")
         costs = " and ".join(options)
         if moves_elsewhere:
             return f"kept here, so that less moves: {costs}"
-        return f"kept: the plan fits without freeing its {format_bytes(kept.size_bytes)}; {costs}"
+        return f"kept: the plan fits without freeing its {format_bytes(tensor.size_bytes)}; {costs}"
 
     def _offloaded(self, slot: int, mode: Mode) -> str:
         """Behind what the copy of ``slot`` hides, and what recomputing it would cost."""
@@ -115,21 +116,24 @@ class _Weighed:
 
     def _recomputed(self, slot: int, mode: Mode) -> str:
         """What recomputing ``slot`` costs, and why it is not copied."""
-        copy, slot_of = self._copy_s(slot), self.cls.slots[slot]
+        copy_s, tensor = self._copy_s(slot), self.cls.slots[slot]
         if mode.recompute_rows is not None:
-            rows = f"rows 0 to {mode.recompute_rows} of {slot_of.num_rows} are recomputed"
+            rows = f"rows 0 to {mode.recompute_rows} of {tensor.num_rows} are recomputed"
             copies = format_seconds(self._layer_copy_s(mode))
             return (
                 f"{rows}, the rest is offloaded: the layer's copies take {copies} of the "
                 f"{format_seconds(self.forward_s)} of the next layer's forward"
             )
-        said = f"recompute costs {format_seconds(self._recompute_s(slot))}"
-        if not slot_of.can_offload:
-            return f"{said}; it cannot be copied to the host"
-        together = self._layer_copy_s(mode) + copy
-        if together <= self.forward_s:
-            return f"{said}; copying it would take {format_seconds(copy)} each way, and host memory"
+        price, copy = (
+            f"recompute costs {format_seconds(self._recompute_s(slot))}",
+            format_seconds(copy_s),
+        )
+        if not tensor.can_offload:
+            return f"{price}; it cannot be copied to the host"
+        copies_s = self._layer_copy_s(mode) + copy_s
+        if copies_s <= self.forward_s:
+            return f"{price}; copying it would take {copy} each way, and host memory"
         return (
-            f"{said}, its copy {format_seconds(copy)} does not hide behind the next layer "
-            f"({format_seconds(together)} of copies in {format_seconds(self.forward_s)})"
+            f"{price}, its copy {copy} does not hide behind the next layer "
+            f"({format_seconds(copies_s)} of copies in {format_seconds(self.forward_s)})"
         )

@@ -33,7 +33,7 @@ def shared_slots(
     for member, slots_of_member in movable_of.items():
         share = shares[member]
         left_bytes = share * sum(size for size, _, _ in slots_of_member)
-        sign = 1 if share > HALF_SHARE else -1
+        sign = 1 if share > HALF_SHARE else -1  # the smallest first, or the largest
         for size, at, slot in sorted(slots_of_member, key=lambda row: (sign * row[0], *row[1:])):
             if left_bytes <= 0:
                 break
