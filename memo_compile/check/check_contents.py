@@ -126,7 +126,7 @@ class _Bytes:
     """A RELOAD made it, and no read has shown yet that all of its bytes are there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Flight:
     """A copy that was issued and not yet waited for; or the input or output of a collective."""
 
@@ -338,14 +338,8 @@ class StepContents:
                     self._overwritten[value] = call.name
             output.held.paint(0, output.size_bytes, f"{call.name}/{written}")
         for value, storage, is_written in ((read, source, False), (written, output, True)):
-            storage.busy[call.name] = Flight(
-                call=call,
-                value=value,
-                storage=storage,
-                start=0,
-                end=storage.size_bytes,
-                is_written=is_written,
-            )
+            whole = (0, storage.size_bytes)
+            storage.busy[call.name] = Flight(call, value, storage, *whole, is_written=is_written)
 
     def _wait_for_ranks(self, call: StepCall, region: RegionProfile) -> None:
         """Ends the collective that the call waits for."""
@@ -449,7 +443,6 @@ class StepContents:
         storage.held.paint(0, storage.size_bytes, f"{call.name}/over.{value}")
 
     def _values_in(self, storage: _Bytes) -> list[str]:
-        """Returns the values that lie in ``storage``."""
         return [value for value, holder in self.storage_of.items() if holder is storage]
 
     def _check_first_write(
@@ -467,10 +460,7 @@ class StepContents:
             self.complain(f"{call.name} writes into {value} after {storage.reader} has read it")
 
     def _paint(self, call: StepCall, into: Into, storage: _Bytes, start: int, end: int) -> None:
-        """Tags bytes ``[start, end)`` of ``storage`` as written by a buffer of ``call``.
-
-        Where another write begins in the padding at the buffer's end, the padding keeps its tag.
-        """
+        """Tags bytes ``[start, end)``, written by a buffer of ``call``, but for others' padding."""
         for other_start, _, _ in storage.written:
             if start < other_start < end and end - other_start < ALIGNMENT_BYTES:
                 end = other_start
@@ -500,25 +490,15 @@ class StepContents:
         self._host.paint(flight.host_start, flight.host_end, Stored(flight=flight, pieces=pieces))
 
     def _begin(self, call: StepCall, value: str, *, is_written: bool = False) -> Flight | None:
-        """Puts the copy that ``call`` issues in flight; None if it is not known what it copies.
-
-        ``value`` is what it copies on the device, and writes where ``is_written``.
-        """
+        """Returns the copy from or to ``value``, now in flight; None: it copies nothing known."""
         copy, storage = call.copy, self.storage_of.get(value)
         if copy is None or storage is None:
             return None
         if not storage.in_arena:
             self.complain(f"{call.name} copies {value}, which is not in the arena")
             return None
-        flight = Flight(
-            call=call,
-            value=value,
-            storage=storage,
-            start=copy.start_bytes,
-            end=copy.end_bytes,
-            host_start=copy.host_offset,
-            is_written=is_written,
-        )
+        copied = (copy.start_bytes, copy.end_bytes, copy.host_offset)
+        flight = Flight(call, value, storage, *copied, is_written=is_written)
         if flight.end > storage.size_bytes:
             self.complain(
                 f"{call.name} copies bytes [{flight.start}, {flight.end}) of {value}, which has "

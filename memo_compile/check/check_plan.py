@@ -33,7 +33,8 @@ from memo_compile.step.problem import (
     Storage,
 )
 
-_FOR_USER = " for the user"
+_FOR_USER, _OUTSIDE = " for the user", " outside"
+"""Behind the name of a value: the owner of its bytes in ordinary memory."""
 _LOSS = "a loss outside the graph"
 NEVER = 1 << 30
 """A half behind all others: until then the user keeps what he keeps to the end of the step."""
@@ -192,10 +193,7 @@ class _Replay:
             self._die(f"{owner}{_FOR_USER}")
 
     def _check_interlude(self, interlude: Interlude, dropped: Sequence[tuple[int, int]]) -> None:
-        """Checks that the user's code fits the peak, and that no live bytes are given back.
-
-        ``dropped`` are the ranges ``[start, end)`` of the arena whose pages go back meanwhile.
-        """
+        """Checks that the user's code fits the peak; ``dropped``: ranges of pages given back."""
         where = f"the interlude before half {interlude.half}"
         next_call = bisect.bisect_left(self.half_of_calls, interlude.half)
         resident = self.plan.resident_bytes[min(next_call, len(self.plan.resident_bytes) - 1)]
@@ -265,14 +263,11 @@ class _Replay:
                 self._die(owner)
 
     def _until(self, call: StepCall, value: str) -> int | None:
-        """Returns the half at whose end the user frees the result ``value``; None: he does not.
-
-        A forward's result is freed with the forward, unless the problem says otherwise.
-        """
+        """Returns the half at whose end the user frees the result ``value``; None: he does not."""
         half = self.problem.held_until.get(value)
         if half is not None or call.phase is Phase.BACKWARD or self.problem.keeps_outputs:
             return half
-        return self.first_backward_half - 1
+        return self.first_backward_half - 1  # with the forward
 
     def _check_memory(self, index: int, call: StepCall) -> None:
         """Checks that all live bytes lie in pages that stay, and that the peak counts them."""
@@ -311,7 +306,7 @@ class _Replay:
             if output.same_as is not None:
                 continue
             if output.storage is Storage.OUTSIDE:
-                yield 0, True, _outside_owner(value), output.size_bytes, False
+                yield 0, True, f"{value}{_OUTSIDE}", output.size_bytes, False
             elif output.storage is Storage.EXTERNAL:
                 yield output.start, True, f"{value}{_FOR_USER}", output.size_bytes, False
         yield from self._last_uses(call, region)
@@ -378,7 +373,6 @@ class _Replay:
             bisect.insort(self.live, (offset, owner))
 
     def _bear_outside(self, owner: str, size_bytes: int) -> None:
-        """Allocates ordinary memory."""
         self.storages[owner] = _Storage(0, size_bytes, in_arena=False)
         self.outside_bytes += size_bytes
         self.most_outside_bytes = max(self.most_outside_bytes, self.outside_bytes)
@@ -420,17 +414,13 @@ class _Replay:
             assert output.index is not None, f"{call.name}: INPUT output without an input"
             owner = self.place_of.get(call.inputs[output.index])
         elif output.storage is Storage.OUTSIDE:
-            owner = _outside_owner(holder)
+            owner = f"{holder}{_OUTSIDE}"
         elif output.storage is Storage.EXTERNAL and self._until(call, holder) is not None:
             if self.reads_left[value]:  # it keeps the user's memory alive
                 owner = f"{holder}{_FOR_USER}"
         self.place_of[value] = owner
         if owner is not None and owner in self.storages:
             self.storages[owner].values.add(value)
-
-
-def _outside_owner(value: str) -> str:
-    return f"{value} outside"
 
 
 @dataclass(slots=True)

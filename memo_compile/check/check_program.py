@@ -82,10 +82,7 @@ class _Tiles:
                 self.layouts |= _refs(source, problem.regions[region].output_layouts)
 
     def run(self, calls: Iterator[StepCall]) -> Iterator[str]:
-        """Takes calls as long as they are right; yields the faults of the first wrong one.
-
-        Each of ``parts`` takes its calls from ``calls`` when it is looked at, in turn.
-        """
+        """Takes calls as long as they are right; yields the faults of the first wrong one."""
         if faults := list(self._wrong_slices()):
             yield from faults
             return
@@ -96,7 +93,7 @@ class _Tiles:
             parts += [self._take_tile(calls, tiles, number) for number in range(tiles.num_tiles)]
         if tiling.after is not None:
             parts.append(self._take_part(calls, Source.AFTER, tiling.after, tiling.after_inputs))
-        for part in parts:
+        for part in parts:  # which takes its calls now
             if faults := list(part):
                 yield from faults
                 return
@@ -105,10 +102,7 @@ class _Tiles:
             yield f"the tiles of {self.call.name} make {outputs}, expected {self.call.outputs}"
 
     def _wrong_slices(self) -> Iterator[str]:
-        """Yields faults of the tiling: slices that leave rows out, or take rows twice.
-
-        Its runs, of equal tiles and of a shorter last one, must fill and read the same values.
-        """
+        """Yields faults of the tiling: slices that leave rows out, take rows twice, or differ."""
         tiling, name = self.tiling, self.call.region
         filled = [[rows.whole for rows in tiles.rows] for tiles in tiling.runs]
         totals = [[added.total for added in tiles.sums] for tiles in tiling.runs]

@@ -83,10 +83,7 @@ def _total(work: RegionWork) -> float:
 def _which_grow_faster(
     whole: fx.GraphModule, part: fx.GraphModule, profile: HardwareProfile
 ) -> tuple[bool, ...]:
-    """Says of each node whether its work grows faster than the tokens.
-
-    ``part`` has the nodes of ``whole``, on a quarter of the tokens.
-    """
+    """Says of each node whether its work grows faster than tokens; ``part`` has fewer of them."""
     return tuple(
         node_seconds(large, profile) > _IN_PROPORTION * PARTS[-1] * node_seconds(small, profile)
         for large, small in zip(whole.graph.nodes, part.graph.nodes, strict=True)

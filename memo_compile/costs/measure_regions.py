@@ -317,7 +317,6 @@ def _cuda_s(run: Callable[[], Any]) -> float:
 
 
 def _free(device: torch.device) -> None:
-    """Gives the memory of tensors that are gone back to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:

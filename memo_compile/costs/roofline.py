@@ -132,7 +132,7 @@ def _grouped_product_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any)
 
 
 def _read_bytes(node: fx.Node) -> int:
-    """Returns the bytes of inputs that lie in memory, each storage element once."""
+    """Returns the bytes of inputs in memory, each element once; of a table what is looked up."""
     table = looked_up_bytes(node)
     sources = node.all_input_nodes if table is None else node.all_input_nodes[1:]
     in_memory = (source for source in sources if is_in_memory(storage_of(source)))
@@ -141,10 +141,7 @@ def _read_bytes(node: fx.Node) -> int:
 
 
 def looked_up_bytes(node: fx.Node) -> tuple[int, int] | None:
-    """Returns the bytes of a look-up's table and of its result; it reads as many as the smaller.
-
-    None: ``node`` looks nothing up, or its table is never in memory.
-    """
+    """Returns bytes of a look-up's table and of its result; None: no look-up, or no table there."""
     if op_name(node) not in _LOOK_UPS or not node.all_input_nodes:
         return None
     table = node.all_input_nodes[0]

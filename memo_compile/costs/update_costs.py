@@ -32,11 +32,10 @@ class UpdateSeconds:
 def update_seconds(fixed: FixedBytes, costs: StepCosts) -> UpdateSeconds:
     """Returns what the update adds to a step; 0 where the optimizer's state is on the device.
 
-    With gradients on the device the update runs there, and state is copied to it and back. With
-    gradients on the host it runs there, at the speed of the host's memory. Copies run beside it.
+    With gradients on the host it runs there, as fast as the host's memory; copies run beside it.
     """
     state, gradients = fixed.state_on_host, fixed.gradients_on_host
-    if not gradients:
+    if not gradients:  # it runs on the device: state comes there, and goes back
         return UpdateSeconds(step_s=max(costs.d2h_s(state), costs.h2d_s(state)) if state else 0.0)
     weights = gradients  # as many bytes
     host_s = (2 * state + gradients + 2 * weights) / HOST_BYTES_PER_S  # 2: read and written

@@ -89,8 +89,7 @@ def _measured_s(run: Callable[[], Any], device: torch.device) -> float:
 def _memory(graph: fx.Graph) -> tuple[int, int, int]:
     """The bytes of LossCosts: forward, saved, backward.
 
-    ``graph`` returns the loss and the gradient of its input; the forward ends with the former. The
-    gradient's own bytes count as the stage's, which gets it.
+    ``graph`` returns the loss, which ends the forward, and the gradient, which the stage counts.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     value, gradient = results_of(graph)

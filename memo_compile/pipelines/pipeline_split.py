@@ -284,7 +284,6 @@ def _require_fits(plans: StagePlans, cut: Cut) -> None:
 
 
 def _unfit(plans: StagePlans) -> str:
-    """The sentence that no split fits."""
     budget = plans.budget_bytes()
     bound = "the memory that is left" if budget is None else f"memory_budget {format_bytes(budget)}"
     return f"no split into {plans.orders.num_stages} stages fits {bound} on each rank"

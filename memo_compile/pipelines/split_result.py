@@ -131,7 +131,6 @@ def _slowest(stages: Sequence[SplitStage]) -> float:
 
 
 def _figures(stage: SplitStage) -> tuple[str, str]:
-    """Seconds, and what of them is recomputation and waits."""
     return format_seconds(stage.seconds or 0.0), format_seconds(stage.more_s)
 
 

@@ -52,10 +52,7 @@ class StageOrders:
         return stage == self.num_stages - 1
 
     def runs_one_by_one(self, stage: int) -> bool:
-        """True where each microbatch's backward follows its forward, so that each is one step.
-
-        The last stage of 1F1B does so; a rank with several stages never plans its steps apart.
-        """
+        """True where each microbatch's backward follows its forward, so that each is one step."""
         alternates = self.kind == "1f1b" and self.is_last(stage)
         return self.num_chunks == 1 and (alternates or self.num_microbatches == 1)
 

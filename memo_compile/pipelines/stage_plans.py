@@ -282,16 +282,13 @@ class _RankHalves:
         return self.has_last and chunk == len(self.chunks) - 1
 
     def fixed(self, chunk: int) -> FixedBytes:
-        """Bytes that the stage holds all the time, with the buffers that it receives into.
-
-        Every microbatch has its own inputs; gradients are one set, which all of them add to.
-        """
+        """Bytes that the stage holds all the time: of each microbatch what comes in, too."""
         problem = self.chunks[chunk].lowered.problem
         received = 0 if self._is_last(chunk) else sum(problem.tangents.values())
         return replace(
             problem.fixed,
             inputs=self.count * (problem.fixed.inputs + received),
-            gradients=problem.fixed.new_gradients,
+            gradients=problem.fixed.new_gradients,  # one set, which all microbatches add to
         )
 
     def passed(self) -> Iterator[tuple[int, int]]:

@@ -52,8 +52,9 @@ def gathers_of(problem: Problem) -> dict[str, Gather]:
     issues = [call for call in problem.calls if call.kind is CallKind.ISSUE and call.name in waits]
     # What makes another collective's input converts no shard: an embedding before its sum is
     # scattered computes for as long as any layer does.
-    converted = {call.inputs[0] for call in issues if _is_gather(problem, call)}
-    makers = _makers(problem, converted - given)
+    converted = {call.inputs[0] for call in issues if _is_gather(problem, call)} - given
+    calls = problem.calls if converted else ()
+    makers = {value: (call,) for call in calls for value in call.outputs if value in converted}
     chains = [(*makers.get(issue.inputs[0], ()), issue) for issue in issues]
     chains = [chain for chain in chains if given.issuperset(chain[0].inputs)]
     values = {
@@ -76,12 +77,6 @@ def gathers_of(problem: Problem) -> dict[str, Gather]:
 def _is_gather(problem: Problem, issue: StepCall) -> bool:
     """True for a collective whose result is larger than what each rank gives to it."""
     return layouts_bytes(problem.regions[issue.region].output_layouts) > layouts_bytes(issue.reads)
-
-
-def _makers(problem: Problem, values: Collection[str]) -> dict[str, tuple[StepCall]]:
-    """Value -> the call that makes it, in a tuple."""
-    calls = problem.calls if values else ()
-    return {value: (call,) for call in calls for value in call.outputs if value in values}
 
 
 def _readers(problem: Problem, values: Set[str]) -> dict[str, list[StepCall]]:
@@ -137,10 +132,7 @@ def in_begin_order(problem: Problem) -> Problem:
 
 
 def _begin_order(problem: Problem, gathers: dict[str, Gather]) -> list[str]:
-    """The names of all beginnings in the order that ranks keep, half by half.
-
-    What a unit gathers begins ahead of the other collectives of the unit before it.
-    """
+    """The names of all beginnings, half by half: a unit's gathers before the last unit's others."""
     gather_calls = {call.name for gather in gathers.values() for call in gather.calls}
     units: dict[_Unit, int] = {}
     for call in problem.calls:

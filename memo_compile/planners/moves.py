@@ -261,10 +261,8 @@ class _Builder:
         return self._copies_at(self.copied, issues, waits, CallKind.OFFLOAD)
 
     def _latest_wait(self, move: _CopiedValue) -> int:
-        """The call before which the step waits for the copy to the host, as ``Schedule`` says.
-
-        That is the forward of the layer behind those that run beside it, or the backward.
-        """
+        """The call before which the step waits for the copy to the host, as ``Schedule`` says."""
+        # The layer behind those that run beside the copy.
         turn, layer_behind = self.facts.turn_at[move.layer], move.layer + self.layers + 1
         if not self.layers:
             return move.issued_call
@@ -283,16 +281,12 @@ class _Builder:
         return self._copies_at(order, issues, waits, CallKind.RELOAD)
 
     def _earliest_reload(self, move: _CopiedValue) -> int:
-        """The first place where the reload may begin, as ``Schedule`` says.
-
-        That is behind the backward of the layer before those that run beside it: the copy to the
-        host has ended by then.
-        """
+        """The first place where the reload may begin, as ``Schedule`` says: its copy has ended."""
         following = self.facts.following
         turn = self._place_before(self.facts.turn_at[move.layer])
         if not self.layers:
             return move.latest_item
-        layer_before = following.index(move.layer) - self.layers - 1
+        layer_before = following.index(move.layer) - self.layers - 1  # as in ``_latest_wait``
         if layer_before < 0:
             return turn
         ended = self.item_of_call[self.backward_at[following[layer_before]]] + 1

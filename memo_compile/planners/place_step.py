@@ -126,10 +126,7 @@ def beneath_ordinary(
 
 
 def require_budget(plan: Plan) -> None:
-    """Raises Infeasible where ``plan`` exceeds its budget.
-
-    Its own peak is the floor that the error names, as nothing else was tried.
-    """
+    """Raises Infeasible where ``plan`` exceeds its budget; its peak is the floor that is known."""
     if plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes:
         return
     fixed = plan.fixed

@@ -136,19 +136,21 @@ def _points_over(step: MovableStep, facts: StepFacts, budget_bytes: int) -> Sequ
 
 
 def _lives_of(step: MovableStep, facts: StepFacts) -> Iterator[Life]:
-    """What layers save and the backward reads; what two layers save is the first one's.
+    """What layers save, can move, and the backward reads; what two layers save is the first one's.
 
     Among ranks a wait is no use: it may stand right behind the beginning of its collective.
     """
     last_use = _last_uses(step.problem) if facts.talks else facts.last_use
     seen: set[str] = set()
     for number, layer in enumerate(step.layers):
-        for slot, value in enumerate(layer.values):
+        slots = step.class_of(layer).slots
+        for at, (slot, value) in enumerate(zip(slots, layer.values, strict=True)):
             readers = facts.backward_readers.get(value, ())
             if readers and value in last_use and value not in seen:
                 seen.add(value)
                 made = facts.written_at.get(value, 0)
-                yield Life(number, slot, made, max(made, last_use[value]), read=readers[0])
+                if slot.size_bytes and (slot.can_offload or slot.can_recompute):
+                    yield Life(number, at, made, max(made, last_use[value]), read=readers[0])
 
 
 def _last_uses(problem: Problem) -> dict[str, int]:
@@ -250,7 +252,7 @@ class _Bound:
         self.turn = sum(point.call < facts.first_backward for point in points)
         """The first point of the backward."""
         self.program = LinearProgram()
-        self.lives = [life for life in _lives_of(step, facts) if self._is_movable(life)]
+        self.lives = [*_lives_of(step, facts)]
         count = len(points) + 1
         self.away: list[list[Linear]] = [[] for _ in points]
         """Per point the bytes that are away."""
@@ -284,11 +286,6 @@ class _Bound:
             return math.inf
         added = self.program.value(self.program.objective) if status.has_solution else 0.0
         return max(0.0, added * self.unit_s)
-
-    def _is_movable(self, life: Life) -> bool:
-        """True where the tensor has bytes, and can be copied or recomputed."""
-        slot = self.step.class_of(self.step.layers[life.layer]).slots[life.slot]
-        return slot.size_bytes > 0 and (slot.can_offload or slot.can_recompute)
 
     def _absences(self) -> Iterator[tuple[_Absence, Life]]:
         """Each tensor that may be away in a point: when, and its life."""
@@ -362,10 +359,7 @@ class _Bound:
             self.extra_s[k] += self._rerun_s(cls, made)
 
     def _rerun_s(self, cls: LayerClass, made: Mapping[int, Linear]) -> Iterator[Linear]:
-        """The seconds of each operator in an interval in which ``made`` layers make each slot.
-
-        An operator without a slot runs where one that reads its result does, in as many layers.
-        """
+        """The seconds of each operator in an interval in which ``made`` layers make each slot."""
         makers = {op.slot: at for at, op in enumerate(cls.ops)}
         needs: dict[int, list[Linear]] = {}  # operator -> how many layers need it, each a bound
         for at in reversed(range(len(cls.ops))):
@@ -384,7 +378,7 @@ class _Bound:
                 share = self.shares.get((cls.key, at), 1.0)
                 yield run_terms[0] * (op.seconds * share / self.unit_s)
             for source in op.inputs:
-                if cls.ops[source].slot is None:
+                if cls.ops[source].slot is None:  # it runs wherever this operator does
                     source_terms = needs.setdefault(source, [])
                     source_terms += [need for need in run_terms if need not in source_terms]
 

@@ -432,7 +432,6 @@ class _EarlierStarts:
         """Per call that stays the bytes that are free (int64)."""
 
     def _is_copy(self, call: StepCall) -> bool:
-        """True for a copy back that may begin earlier."""
         return call.kind is CallKind.RELOAD and call.kind in self._kinds
 
     def run(self) -> tuple[StepCall, ...]:

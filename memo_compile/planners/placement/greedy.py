@@ -153,17 +153,14 @@ def is_compiled_by_size(instance: Instance) -> bool:
 
 
 def order_s(instance: Instance) -> float:
-    """Seconds of placing ``instance`` in one order, by how many pairs of buffers are compared.
-
-    Compiled code compares those that live in one stretch of sections (``greedy_kernel``).
-    """
+    """Seconds of placing ``instance`` in one order, by how many pairs of buffers are compared."""
     count = instance.num_buffers
     if not is_compiled_by_size(instance):
         return count * (ORDER_S + ORDER_PAIR_S * count)
     change = np.zeros(instance.num_sections // STRETCH + 2, dtype=np.int64)
     np.add.at(change, instance.first // STRETCH, 1)
     np.subtract.at(change, (instance.last - 1) // STRETCH + 1, 1)
-    alive = np.cumsum(change)  # buffers in each stretch
+    alive = np.cumsum(change)  # in each stretch (``greedy_kernel``)
     return COMPILED_ORDER_S * count + NEAR_PAIR_S * int((alive * (alive - 1) // 2).sum())
 
 

@@ -261,14 +261,9 @@ def next_choice(tables: Tables, state: State, depth: int) -> int:
     The lowest offset goes first; nothing may fit completely below it (dominance), and no buffer
     with a fixed offset may be left behind.
     """
-    offset = state.offset
-    rank = tables.rank
-    old_offset = state.key_offset[depth]
-    old_rank = state.key_rank[depth]
-    best = -1
-    best_offset = 0
-    best_rank = 0
-    lowest_end = -1
+    offset, rank = state.offset, tables.rank
+    old_offset, old_rank = state.key_offset[depth], state.key_rank[depth]
+    best, best_offset, best_rank, lowest_end = -1, 0, 0, -1
     dominator = state.items[state.begin[depth]]
     state.tally[WORK] += state.end[depth] - state.begin[depth]
     for position in range(state.begin[depth], state.end[depth]):
@@ -383,10 +378,7 @@ def blame_section(tables: Tables, state: State, depth: int, section: int, low: i
 
 
 def retreat(tables: Tables, state: State, depth: int, jump: bool) -> int:
-    """The next frame below ``depth`` with its choice undone; with ``jump`` one that is to blame.
-
-    Its own failure takes over the blame. -1: there is no such frame.
-    """
+    """The next frame below ``depth``, with ``jump`` the next one to blame, undone; -1 if none."""
     words = state.tally[WORDS]
     source = depth * words
     while depth > 0:
@@ -395,7 +387,7 @@ def retreat(tables: Tables, state: State, depth: int, jump: bool) -> int:
         undo(tables, state, state.mark[depth])
         bit = 1 << (item % BITS)
         if not jump or state.blame[source + item // BITS] & bit:
-            state.blame[source + item // BITS] &= ~bit
+            state.blame[source + item // BITS] &= ~bit  # the rest of the blame is passed on
             for word in range(words):
                 state.blame[depth * words + word] |= state.blame[source + word]
             return depth

@@ -69,7 +69,7 @@ _ENGINES = {Solver.MIP: Engine.HIGHS, Solver.CBC: Engine.CBC, Solver.GUROBI: Eng
 """What solves the integer program."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Answer:
     """The best offsets so far, what is proved, and what is sought."""
 
@@ -150,14 +150,8 @@ def _solve(
         enough += target // _GOOD_ENOUGH if is_step or is_large else 0
     is_huge = is_auto and instance.num_buffers > _HUGE
     orders = {"load": ORDERS["load"], **ORDERS} if is_huge else ORDERS
-    answer = _Answer(
-        instance=instance,
-        target=target,
-        enough=enough,
-        offsets=greedy_offsets(instance, enough, effort, orders),
-        bound=bound,
-        solver="greedy",
-    )
+    offsets = greedy_offsets(instance, enough, effort, orders)
+    answer = _Answer(instance, target, enough, offsets, bound, "greedy")
     if solver is Solver.GREEDY or answer.height <= enough:
         return answer
     if is_auto and not is_huge and has_numba():

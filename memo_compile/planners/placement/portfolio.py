@@ -109,10 +109,7 @@ class Searcher:
             noisy = True
 
     def decide(self, capacity: int, effort: Effort, max_runs: int = 0) -> tuple[int, Ints]:
-        """Searches until found, proved impossible, or all effort or ``max_runs`` are spent.
-
-        Returns what ``run`` does; no offsets (0,) where too little effort was left for a run.
-        """
+        """Searches until found, proved impossible, or all effort or ``max_runs`` are spent."""
         limit = float(max(_NODES_PER_BUFFER * self._instance.num_buffers, _LEAST_NODES))
         outcome, offsets = kernel.LIMIT, np.zeros(0, dtype=np.int64)
         every = _PROOF_EVERY if self._instance.num_buffers <= _FEW else _RARE_PROOF_EVERY
@@ -120,7 +117,7 @@ class Searcher:
             proof = count % every == 0
             nodes = int(limit) * (_PROOF_FACTOR if proof else 1)
             outcome, offsets = self._bounded_run(capacity, rank, nodes, not proof, effort)
-            is_over = not len(offsets) or effort.is_over
+            is_over = not len(offsets) or effort.is_over  # none: too little was left for a run
             if outcome != kernel.LIMIT or count == max_runs or is_over:
                 break
             if count % len(self._keys) == 0:
@@ -141,7 +138,6 @@ class Searcher:
         return offsets
 
     def _tables(self, rank: Ints) -> kernel.Tables:
-        """The kernel's tables with the order ``rank`` (N,)."""
         return kernel.Tables(rank=self._convert(rank), **self._static)
 
     def _fresh_state(self) -> kernel.State:

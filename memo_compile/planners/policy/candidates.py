@@ -235,8 +235,7 @@ class CandidateSource:
 
         Only where copies have their time within the peak, so that as many bytes are alive.
         """
-        moves = candidate.moves
-        schedule = moves.schedule
+        moves, schedule = candidate.moves, candidate.moves.schedule
         if schedule.widen != 1 or schedule.spare or not candidate.host_bytes:
             return []
         others = (replace(schedule, spare=spare) for spare in SPARE_SHARES)
@@ -353,7 +352,6 @@ class CandidateSource:
         return sum(slot.size_bytes for slot in slots if slot.can_offload)
 
     def _models(self, schedules: Iterable[Schedule]) -> dict[Schedule, StepModel]:
-        """A model with these modes for each of ``schedules``."""
         modes = self._modes()
         return {schedule: build_model(self.step, modes, schedule) for schedule in schedules}
 
@@ -462,15 +460,11 @@ class CandidateSource:
             yield sequence[number]
 
     def _near_floor_of(self, model: StepModel) -> Iterator[tuple[int, ...]]:
-        """The last plans of ``model``'s greedy sequence, as modes of layers by number.
-
-        Of those with a smaller peak than all before, each also with faster modes of the last layer;
-        where they fill the host, all (``MAX_FULL_HOST``).
-        """
+        """The last plans of ``model``'s greedy sequence, with other modes of the last layer too."""
         most_bytes = self.host_budget_bytes
         sequence = greedy_sequence(model, host_budget_bytes=most_bytes)
         if most_bytes is not None and model.host_bytes(sequence[-1]) > FULL_HOST * most_bytes:
-            yield from sequence[-MAX_FULL_HOST:]
+            yield from sequence[-MAX_FULL_HOST:]  # whatever their peaks
             return
         smaller = list(ever_smaller(model, sequence))[-MAX_NEAR_FLOOR - 1 :]
         for (peak_before, _), (_, chosen) in itertools.pairwise([smaller[0], *smaller]):

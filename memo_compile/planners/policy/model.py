@@ -211,8 +211,8 @@ def build_model(
     """The model of ``step`` whose layer i may take ``modes[i]``; mode 0 saves everything."""
     facts = facts_of(step)
     num_calls = len(facts.call_s)
-    last_to_end = _calls_behind(facts.forward_at, schedule.layers + 1, num_calls)
-    freed_at = tuple(map(min, last_to_end, facts.turn_at))
+    behind = facts.forward_at[schedule.layers + 1 :]  # per layer the forward that ends its copies
+    freed_at = tuple(map(min, (*behind, *facts.turn_at[len(behind) :]), facts.turn_at))
     reload_at = tuple(_reload_calls(facts, schedule.layers))
     during, before = call_bytes(step)
     reads = [_first_reads(facts, owner) for owner in step.layers]
@@ -255,16 +255,8 @@ def build_model(
     )
 
 
-def _calls_behind(calls: Sequence[int], num_layers: int, end: int) -> Sequence[int]:
-    """Per layer that of ``calls`` which belongs to the layer ``num_layers`` behind, or ``end``."""
-    return (*calls[num_layers:], *(end for _ in calls[:num_layers]))
-
-
 def _reload_calls(facts: StepFacts, num_layers: int) -> Iterator[int]:
-    """Per layer the call before which its copies back are issued.
-
-    That is behind the backward of the layer ``num_layers`` + 1 before it, or where backwards begin.
-    """
+    """Per layer the call before which its copies back are issued, ``num_layers`` ahead of it."""
     place = {layer: at for at, layer in enumerate(facts.following)}
     for layer, turn in enumerate(facts.turn_at):
         before = place[layer] - num_layers - 1

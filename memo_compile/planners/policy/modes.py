@@ -405,14 +405,11 @@ def reading_late(cls: LayerClass, recomputed: frozenset[int]) -> frozenset[int]:
     """
     kept = recomputed
     while True:
-        early = frozenset().union(*(_slots_reading_early(cls, key) for key in _keys_of(cls, kept)))
+        keys = recompute_keys(cls, make_mode(cls, recompute=kept))
+        early = frozenset().union(*(_slots_reading_early(cls, key) for key in keys))
         if not early:
             return kept
         kept -= early
-
-
-def _keys_of(cls: LayerClass, recomputed: frozenset[int]) -> Sequence[RecomputeKey]:
-    return recompute_keys(cls, make_mode(cls, recompute=recomputed))
 
 
 def _slots_reading_early(cls: LayerClass, key: RecomputeKey) -> set[int]:

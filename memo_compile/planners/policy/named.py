@@ -306,8 +306,7 @@ def memo_alpha(step: MovableStep, *, host_budget_bytes: int | None) -> float:
     if not others_bytes:
         return 1.0
     always_bytes = sum(align(cls.slots[slot].size_bytes) for slot in rights.offload - others)
-    facts = facts_of(step)
-    forward_s = facts.forward_s[layers[-1]]
+    forward_s = facts_of(step).forward_s[layers[-1]]
     bounds = [(forward_s * step.costs.d2h_bytes_per_s - always_bytes) / others_bytes]
     if host_budget_bytes is not None:
         bounds.append((host_budget_bytes / len(moved) - always_bytes) / others_bytes)
