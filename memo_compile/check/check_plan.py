@@ -449,8 +449,8 @@ class _LeavingGradients:
     _gradients: dict[str, _Gradient] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Finds ``_inputs_of``; nothing is followed in groups, whose halves hand gradients over."""
         halves = {half.phase: half for half in self.problem.halves}
-        # Without ``_inputs_of`` nothing is followed: gradients of a group leave behind its halves.
         if not self.problem.leaving or len(self.problem.halves) != 2:
             return
         inputs = halves[Phase.FORWARD].arguments

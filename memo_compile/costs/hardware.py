@@ -292,7 +292,7 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
         raise InputError("figures: expected an object with a value, document and date for each")
     values: dict[str, Any] = {}
     sources: dict[str, FigureSource] = {}
-    for name, number in FIGURES.items():
+    for name, number_type in FIGURES.items():
         entry = figures.get(name)
         if entry is None and name in ADDED:  # the field's default counts
             document = f"assumed: the file has no {name}"
@@ -304,7 +304,7 @@ def _profile_of(body: Mapping[str, Any]) -> HardwareProfile:
             raise InputError(f"figures.{name}.value: expected a number, got {value!r}")
         if not math.isfinite(value):
             raise InputError(f"figures.{name}.value: expected a finite number, got {value}")
-        values[name] = number(value)
+        values[name] = number_type(value)
         sources[name] = FigureSource(**_texts(entry, f"figures.{name}", "document", "date"))
     texts = _texts(body, "profile", "name", "source", "date")
     return HardwareProfile(figure_sources=sources, **texts, **values)

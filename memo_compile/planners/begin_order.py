@@ -106,7 +106,7 @@ def _converts(problem: Problem, maker: StepCall, readers: dict[str, list[StepCal
 def _is_computed_with(
     readers: dict[str, list[StepCall]], values: Collection[str], chain: Sequence[StepCall]
 ) -> bool:
-    """True where a call in the half of ``chain``, none of it, reads ``values``, or might write."""
+    """True where other calls in the half of ``chain`` compute with ``values`` or may write them."""
     computing = (CallKind.RUN, CallKind.RECOMPUTE)
     return any(
         reader.kind in computing and reader not in chain and reader.half == chain[-1].half
@@ -132,7 +132,7 @@ def in_begin_order(problem: Problem) -> Problem:
 
 
 def _begin_order(problem: Problem, gathers: dict[str, Gather]) -> list[str]:
-    """The names of all beginnings, half by half: a unit's gathers before the last unit's others."""
+    """The names of all beginnings, half by half: what unit u gathers, then others of unit u - 1."""
     gather_calls = {call.name for gather in gathers.values() for call in gather.calls}
     units: dict[_Unit, int] = {}
     for call in problem.calls:

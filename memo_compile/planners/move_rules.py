@@ -340,7 +340,7 @@ def _cut(
 def _with_sources(
     cls: LayerClass, part: "_Part", behind: Sequence["_Part"]
 ) -> tuple["_Part", list["_Part"]]:
-    """``part`` joined with those of ``behind`` that make what it reads, and the rest of these."""
+    """``part`` with the parts ``behind`` it joined that make what it reads, and the other parts."""
     read = {
         cls.ops[source].slot
         for at in part.ops

@@ -155,21 +155,24 @@ class _Builder:
         return recomputations
 
     def _items_of_calls(self) -> list[int]:
-        """``item_of_call``; also sets the index ``at`` of each recomputation."""
-        before: dict[int, list[_Recomputation]] = {}
+        """``item_of_call``; also sets the index ``at`` of each recomputation.
+
+        With a recomputation that call 1 is the first to read, calls 0 and 1 are items 0 and 2.
+        """
+        read_by: dict[int, list[_Recomputation]] = {}
         readers = self.facts.backward_readers
         for recomputation in self.recomputations:
             first = min(readers[value][0] for value in recomputation.values if value in readers)
-            before.setdefault(first, []).append(recomputation)
-        places: list[int] = []
+            read_by.setdefault(first, []).append(recomputation)
+        items: list[int] = []
         num_before = 0
-        for call in sorted(before):
-            places += range(len(places) + num_before, call + num_before)
-            for recomputation in before[call]:
+        for call in sorted(read_by):
+            items += range(len(items) + num_before, call + num_before)
+            for recomputation in read_by[call]:
                 recomputation.at = call + num_before
                 num_before += 1
-        places += range(len(places) + num_before, len(self.problem.calls) + num_before)
-        return places
+        items += range(len(items) + num_before, len(self.problem.calls) + num_before)
+        return items
 
     def _first_reads(self) -> dict[str, int]:
         """Value -> the first item that reads it, as the step names it before any move."""
@@ -276,7 +279,7 @@ class _Builder:
             self.copied,
             key=lambda move: (move.latest_item, move.needed_item, -move.num_bytes, move.value),
         )
-        issues = [*itertools.accumulate(map(self._earliest_reload, order), max)]
+        issues = [*itertools.accumulate(map(self._earliest_reload, order), max)]  # one by one
         waits = [move.needed_item for move in order]
         return self._copies_at(order, issues, waits, CallKind.RELOAD)
 

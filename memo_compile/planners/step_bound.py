@@ -154,7 +154,7 @@ def _lives_of(step: MovableStep, facts: StepFacts) -> Iterator[Life]:
 
 
 def _last_uses(problem: Problem) -> dict[str, int]:
-    """Value -> the last call of the forward that makes it, or reads it and is no wait."""
+    """Value -> the last call of the forward that makes or reads it, but for waits, which move."""
     last_use: dict[str, int] = {}
     for at, call in enumerate(problem.calls[: problem.first_backward]):
         read = () if call.kind is CallKind.COMM_WAIT else call.inputs
@@ -361,7 +361,7 @@ class _Bound:
     def _rerun_s(self, cls: LayerClass, made: Mapping[int, Linear]) -> Iterator[Linear]:
         """The seconds of each operator in an interval in which ``made`` layers make each slot."""
         makers = {op.slot: at for at, op in enumerate(cls.ops)}
-        needs: dict[int, list[Linear]] = {}  # operator -> how many layers need it, each a bound
+        needs: dict[int, list[Linear]] = {}  # operator -> in how many layers each reader runs
         for at in reversed(range(len(cls.ops))):
             op = cls.ops[at]
             if op.slot is not None:

@@ -94,9 +94,9 @@ def with_time(
     collectives: bool = True,
     spare_bytes: int = 0,
 ) -> Placed:
-    """``program`` whose transfers run beside its computation, within ``limit_bytes``.
+    """``program`` whose transfers run beside its computation, in no more than ``limit_bytes``.
 
-    Where it takes more already, within that. Waits that come later leave ``spare_bytes`` free.
+    Nor in more than now, where that exceeds them. Waits that come later leave ``spare_bytes`` free.
     Collectives stay as they are where the step would take no less time; where it still stands still
     for them, recomputations run there (``recompute_windows``). Cost: linear in the number of calls,
     and for each start in those that it moves across.
@@ -134,7 +134,7 @@ def _placed(
     room = limit_bytes - program.alive
     starts = _EarlierStarts(program.problem, program.costs, room, kinds, may_overtake)
     begun = program.in_order(starts.run())
-    if starts.moves_in_forward:  # where copies leave
+    if starts.moves_in_forward:  # what begins earlier there takes of the room for later waits
         room = limit_bytes - begun.alive
     walk = _LaterWaits(begun.problem, begun.costs, room - spare_bytes, kinds, may_overtake)
     calls = walk.run()
@@ -265,7 +265,7 @@ class _LaterWaits:
         self._calls.append(wait)
 
     def _begin(self, start: StepCall) -> None:
-        """A transfer begins: when it will end, and what it keeps alive from when on."""
+        """Notes when a transfer that begins will end, and which bytes it alone keeps alive."""
         flight = _InFlight(start=start, issued_s=self._now_s)
         self._flights[start.name] = flight
         if self._costs is not None:
@@ -278,6 +278,7 @@ class _LaterWaits:
         root = self._root(start.inputs[0])
         output = next(iter(self._problem.regions[start.region].outputs), None)
         in_place = output is not None and output.storage is Storage.INPUT
+        # Those of a result in place, and of what the step is given, live on without it.
         if not in_place and root not in self._given and self._room is not None:
             # A call lets go of what it reads while it runs; orders without costs need not know it.
             flight.held_from = self._last_read[root] + (self._costs is None)
@@ -313,16 +314,15 @@ class _LaterWaits:
             return
         holding = [copy for copy in self._pending if copy.held_bytes and copy.held_from <= at]
         holding.sort(key=lambda flight: flight.end_s)
-        over_bytes = sum(flight.held_bytes for flight in holding) - self._room[at]
-        for number, flight in enumerate(holding, start=1):
-            if over_bytes <= 0:
-                return
-            lacking_bytes, over_bytes = over_bytes, over_bytes - flight.held_bytes
-            if over_bytes <= 0 or number == len(holding):
-                self.lacking_bytes = min(self.lacking_bytes, lacking_bytes)
-                first = self._overtaking(holding, self._room[at], flight.end_s)
-                self._wait_for(first or holding[:number])
-                return
+        lacking_bytes = over_bytes = sum(copy.held_bytes for copy in holding) - self._room[at]
+        number = 0
+        while over_bytes > 0 and number < len(holding):
+            lacking_bytes, over_bytes = over_bytes, over_bytes - holding[number].held_bytes
+            number += 1
+        if number:  # with ``lacking_bytes`` more the last of them would have more time
+            self.lacking_bytes = min(self.lacking_bytes, lacking_bytes)
+            small = self._overtaking(holding, self._room[at], holding[number - 1].end_s)
+            self._wait_for(small or holding[:number])
 
     def _overtaking(
         self, holding: Sequence[_InFlight], room_bytes: int, than_s: float
@@ -347,6 +347,7 @@ class _LaterWaits:
         if self._ends_s(small)[-1] >= than_s:
             return ()
         self.has_overtaken = True
+        # With so many bytes more one of them would have room as well.
         least_bytes = min(copy.held_bytes for copy in small)
         self.lacking_bytes = min(self.lacking_bytes, least_bytes - room_bytes)
         moved = {id(copy.start) for copy in large}
@@ -422,11 +423,13 @@ class _EarlierStarts:
         self._problem, self._costs, self._kinds = problem, costs, kinds
         self._gathers = gathers_of(problem) if CallKind.ISSUE in kinds else {}
         self.moves_in_forward = bool(self._gathers or problem.host_weights)
+        """True where transfers may begin earlier in the forward too, not in the backward alone."""
         self._first = 0 if self.moves_in_forward else problem.first_backward
         """The first call that something may move across."""
         moving = {call.name for gather in self._gathers.values() for call in gather.calls}
         calls = problem.calls[self._first :]
         self._stays = [call.name not in moving and not self._is_copy(call) for call in calls]
+        """Per call from ``_first`` on whether it keeps its place; ``_staying``: those that do."""
         self._staying = [*itertools.compress(calls, self._stays)]
         self._room = room[self._first :][self._stays].copy()
         """Per call that stays the bytes that are free (int64)."""
@@ -565,5 +568,5 @@ def _bound_earliest(collectives: Iterable[_Start], most_bytes: int) -> None:
             while sum(start.made_bytes for start in unread) > most_bytes and len(unread) > 1:
                 least = max(least, unread.pop(0).needed + 1)
             start.earliest = least = min(least, start.latest)
-        else:
+        else:  # it stays
             start.earliest, least = start.latest, start.latest + 1

@@ -34,6 +34,7 @@ def place_each(
     newest = np.full(last.max() + 1 if len(last) else 0, -1)
     placed = np.zeros((last - first + 1).sum(), dtype=np.int64)
     earlier, num_entries = np.zeros_like(placed), 0
+    # ``met``: the turn, counted from 1, that looked at a buffer last; it may be in many lists.
     beside, met = np.zeros_like(offsets), np.zeros_like(offsets)
     for count in range(len(sequence)):
         item, num_beside = sequence[count], 0

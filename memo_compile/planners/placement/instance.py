@@ -174,6 +174,7 @@ class PlacedSpans:
         """(N,) of the placed buffers."""
         num_spans = len(instance.span_lower)
         self._lower, self._upper, self._owner = (np.zeros(num_spans, np.int64) for _ in range(3))
+        """(G,) first section, section after and buffer of the placed spans, ``_count`` by now."""
         self._count = 0
 
     def walls(self, item: int) -> tuple[Ints, Ints]:

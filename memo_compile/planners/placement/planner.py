@@ -214,16 +214,16 @@ def _of_part(answer: _Answer, part: Any, effort: Effort, use_numba: bool | None)
 
 
 def _largest_small(instance: Instance, most_bytes: int) -> int:
-    """The most bytes of a buffer with which it, and all that are no larger, never take more."""
-    least, sizes = 0, np.unique(instance.size)
+    """The largest size such that all buffers up to it never take more than ``most_bytes``."""
+    largest, sizes = 0, np.unique(instance.size)
     while len(sizes):
         middle = len(sizes) // 2
         small = np.where(instance.size <= sizes[middle], instance.size, 0)
         if instance.loads(small).max() <= most_bytes:
-            least, sizes = int(sizes[middle]), sizes[middle + 1 :]
+            largest, sizes = int(sizes[middle]), sizes[middle + 1 :]
         else:
             sizes = sizes[:middle]
-    return least
+    return largest
 
 
 def _mip(
@@ -272,6 +272,7 @@ def _search(answer: _Answer, effort: Effort, use_numba: bool | None) -> _Answer:
         else:
             middle = (capacity + answer.height) // 2
             raised = max(answer.bound, middle // step * step)
+            # Every third turn is the target's.
             capacity = target if raised <= capacity or turn % 3 == 2 else raised
             turn += 1
     return answer

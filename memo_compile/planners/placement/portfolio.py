@@ -130,12 +130,12 @@ class Searcher:
         """A run whose nodes are also bounded by the effort that is left; none if too few remain."""
         if self.nodes and self.seconds > 0:
             nodes = int(min(nodes, effort.left_s * self.nodes / self.seconds))
-        if self.nodes and nodes <= self._instance.num_buffers:
+        if self.nodes and nodes <= self._instance.num_buffers:  # too few to place them all
             return kernel.LIMIT, np.zeros(0, dtype=np.int64)
         before_s = self.seconds
-        offsets = self.run(capacity, rank, nodes, jump, effort.left_s)
+        result = self.run(capacity, rank, nodes, jump, effort.left_s)
         effort.spend(self.seconds - before_s)
-        return offsets
+        return result
 
     def _tables(self, rank: Ints) -> kernel.Tables:
         return kernel.Tables(rank=self._convert(rank), **self._static)

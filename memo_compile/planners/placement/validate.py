@@ -24,11 +24,11 @@ class _Live(NamedTuple):
 def check_placement(
     problem: PlacementProblem, placement: Placement | Mapping[str, int], *, capacity: bool = True
 ) -> None:
-    """The placement is valid: complete, aligned, fixed offsets kept, disjoint, within the capacity.
+    """Raises InvalidPlan unless ``placement`` is valid; the message quotes the first violations.
 
-    ``capacity=False`` skips the last of these, e.g. for the lowest placement found in vain. With a
-    ``Placement`` its stated height is checked too. Raises InvalidPlan: it is not; the message
-    quotes the first violations with ids and bytes.
+    It must be complete, aligned, disjoint and within the capacity, and keep fixed offsets.
+    ``capacity=False`` is for the lowest placement that was found in vain. The height that a
+    ``Placement`` states is checked too.
     """
     stated = placement.height_bytes if isinstance(placement, Placement) else None
     offsets = placement.offsets if isinstance(placement, Placement) else placement

@@ -152,7 +152,7 @@ class DecisionMemory:
     """Search -> the moves that it gave in an earlier round."""
 
     def once(self, search: str, make: Callable[[], Iterable[Moves]]) -> tuple[Moves, ...]:
-        """The moves of ``search``: ``make`` runs only where it has not run before."""
+        """The moves of ``search``, made once in a decision, and once while ``regions`` stay so."""
         if search not in self.moves:
             key = search, *self.regions
             if key not in self.of_step.moves:

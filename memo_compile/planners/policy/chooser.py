@@ -126,7 +126,7 @@ class Chooser:
     def floor_bound_bytes(self, candidates: Iterable[Candidate]) -> int | None:
         """The budget, or the lowest placed peak where that is more; None: nothing fits the host.
 
-        With more bytes no plan can lower the floor. Where nothing is placed yet, some plan is.
+        A plan with more bytes alive cannot lower the floor. A few are placed where none is yet.
         """
         assert self.budget_bytes is not None, "without a budget every plan fits"
         if self._lowest_bytes == math.inf:

@@ -91,19 +91,18 @@ def _plans_by_class(
     step: MovableStep, modes: Sequence[tuple[ModeCost, ...]]
 ) -> Iterator[tuple[Mode, ...]]:
     """Plans in which all layers of a class recompute the same (see ``MAX_PRODUCT``)."""
-    count = {
+    num_modes = {  # of the classes that have a choice
         layer.class_key: len(costs)
         for layer, costs in zip(step.layers, modes, strict=True)
         if len(costs) > 1
     }
-    product = itertools.product(*map(range, count.values()))
+    product = itertools.product(*map(range, num_modes.values()))
     combinations = list(itertools.islice(product, MAX_PRODUCT + 1))
     if len(combinations) > MAX_PRODUCT:
-        combinations = [
-            tuple(min(at, most - 1) for most in count.values()) for at in range(max(count.values()))
-        ]
+        counts = num_modes.values()
+        combinations = [tuple(min(n, count - 1) for count in counts) for n in range(max(counts))]
     for chosen in combinations:
-        number_of = dict(zip(count, chosen, strict=True))
+        number_of = dict(zip(num_modes, chosen, strict=True))
         yield tuple(
             costs[min(number_of.get(layer.class_key, 0), len(costs) - 1)].mode
             for layer, costs in zip(step.layers, modes, strict=True)

@@ -473,8 +473,8 @@ def small_slots(cls: LayerClass, slots: frozenset[int]) -> frozenset[int]:
 def _early_bytes(cls: LayerClass, recomputed: frozenset[int]) -> int:
     """Bytes of slots that are made too early: by a region that runs for one that is read before.
 
-    All slots that share an operator count as one region here (``joined_parts``), though what takes
-    no time is made later from the others: a copy of what joins them saves that as well.
+    All slots that share an operator count as one region (``joined_parts``), even where a cheap
+    operator may run twice and part them.
     """
     early_bytes = 0
     for slots in joined_parts(cls, sorted(recomputed)):

@@ -175,7 +175,7 @@ def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
 
 
 def _kept_by_memo(step: MovableStep, repeating: list[int]) -> Iterator[str]:
-    """What policy ``memo`` leaves alone beyond the last two of many layers, as notes."""
+    """Notes on what policy ``memo`` leaves alone, beside the last two of many layers."""
     alone = {step.layers[at].class_key for at in set(range(len(step.layers))) - set(repeating)}
     for key in sorted(alone):
         yield f"{key}: is kept, policy memo moves layers that repeat"

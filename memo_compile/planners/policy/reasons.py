@@ -96,19 +96,19 @@ class _Weighed:
 
     def _offloaded(self, slot: int, mode: Mode) -> str:
         """Behind what the copy of ``slot`` hides, and what recomputing it would cost."""
-        copies, window = self._layer_copy_s(mode), self.forward_s
+        copies_s, window_s = self._layer_copy_s(mode), self.forward_s
         copy = format_seconds(self._copy_s(slot))
         if not self.schedule.layers and not self.schedule.widen:
             hides = f"its copy takes {copy} and ends before the next layer begins, for a small peak"
-        elif copies <= window:
+        elif copies_s <= window_s:
             hides = (
-                f"its copy {copy} hides: the layer's copies take {format_seconds(copies)}, the "
-                f"next layer's forward {format_seconds(window)}"
+                f"its copy {copy} hides: the layer's copies take {format_seconds(copies_s)}, the "
+                f"next layer's forward {format_seconds(window_s)}"
             )
         else:
             hides = (
-                f"its copy takes {copy}; the layer's copies together, {format_seconds(copies)}, "
-                f"are longer than the next layer's forward, {format_seconds(window)}"
+                f"its copy takes {copy}; the layer's copies together, {format_seconds(copies_s)}, "
+                f"are longer than the next layer's forward, {format_seconds(window_s)}"
             )
         if not self._can_recompute(slot):
             return f"{hides}; it cannot be recomputed in its layer"
@@ -117,6 +117,7 @@ class _Weighed:
     def _recomputed(self, slot: int, mode: Mode) -> str:
         """What recomputing ``slot`` costs, and why it is not copied."""
         copy_s, tensor = self._copy_s(slot), self.cls.slots[slot]
+        copy = format_seconds(copy_s)
         if mode.recompute_rows is not None:
             rows = f"rows 0 to {mode.recompute_rows} of {tensor.num_rows} are recomputed"
             copies = format_seconds(self._layer_copy_s(mode))
@@ -124,10 +125,7 @@ class _Weighed:
                 f"{rows}, the rest is offloaded: the layer's copies take {copies} of the "
                 f"{format_seconds(self.forward_s)} of the next layer's forward"
             )
-        price, copy = (
-            f"recompute costs {format_seconds(self._recompute_s(slot))}",
-            format_seconds(copy_s),
-        )
+        price = f"recompute costs {format_seconds(self._recompute_s(slot))}"
         if not tensor.can_offload:
             return f"{price}; it cannot be copied to the host"
         copies_s = self._layer_copy_s(mode) + copy_s
