@@ -163,14 +163,12 @@ def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
         lambda cls, rights: _apart_slots(cls, rights, rights.recompute),
         lambda cls, rights: _apart_slots(cls, rights, _all_but_attention(cls, rights)),
     )
-    recomputing = (
+    recomputing = [
         functools.partial(_recompute_or_offload, slots_of) for slots_of in recomputed_sets
-    )
+    ]
+    modes_of: tuple[ModeOf, ...] = (_offload_all, *recomputing)
     request = PolicyRequest(step, recompute)
-    plans = (
-        _plan_per_layer(request, "steady", COPIES_AT_ONCE, mode_of)
-        for mode_of in (_offload_all, *recomputing)
-    )
+    plans = (_plan_per_layer(request, "steady", COPIES_AT_ONCE, mode_of) for mode_of in modes_of)
     return list(dict.fromkeys(plan.moves for plan in plans))
 
 
