@@ -429,7 +429,8 @@ def _needing(limit, curve=1.0):
     """A model of which ``limit`` tokens fit; the bytes of all grow with that exponent."""
 
     def needed(setting):
-        constant = forecasting._constant_bytes(setting)
+        with forecasting._recorded_model(setting) as model:
+            constant = forecasting._held_bytes(setting, model)
         room = setting.room.available_bytes - constant
         num_bytes = constant + room * (setting.seq / (limit + 1)) ** curve
         return Need(num_bytes, setting.seq <= limit)
