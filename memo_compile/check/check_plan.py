@@ -132,6 +132,7 @@ class _Replay:
             + fixed.libraries
             + max(0, fixed.gradients - fixed.new_gradients)
         )
+        # Other forwards that wait for their backwards hold an arena each.
         waiting_step = plan.arena_bytes + (fixed.outputs if problem.keeps_outputs else 0)
         self.constant_bytes += (problem.live_steps - 1) * waiting_step
 

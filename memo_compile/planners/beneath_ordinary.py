@@ -42,9 +42,9 @@ def with_walls(rectangles: PlacementProblem, problem: Problem) -> PlacementProbl
 
 
 def offsets_from_above(buffers: Sequence[ArenaBuffer], placed: Placement) -> dict[str, int]:
-    """``placed``, whose offsets count from the top, as offsets; each as low as its order allows.
+    """``placed``, whose offsets count from the top, turned over; each buffer then sinks.
 
-    Cost: quadratic in the buffers, in numpy.
+    The lowest comes first, and stands on those that live together with it. Cost: quadratic.
     """
     with_bytes = [buffer for buffer in buffers if buffer.size_bytes]
     sizes = np.array([align(buffer.size_bytes) for buffer in with_bytes], dtype=np.int64)

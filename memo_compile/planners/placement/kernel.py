@@ -310,7 +310,7 @@ def put(tables: Tables, state: State, item: int, depth: int, capacity: int, roof
     fits = base + tables.size[item] <= capacity
     for span in range(tables.span_start[item], tables.span_start[item + 1]):
         for section in range(tables.span_lower[span], tables.span_upper[span]):
-            state.left[section] -= padded
+            state.left[section] -= padded  # the rest of a section stands on the item
             if state.left[section] > 0 and base + padded + state.left[section] > roof:
                 fits = False
     tally[DIRTY_LOWER] = tables.first[item]

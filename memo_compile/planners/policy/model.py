@@ -409,7 +409,7 @@ def call_bytes(step: MovableStep) -> tuple[Any, Any]:
     problem = step.problem
     constant = step_constant_bytes(problem)
     held = memory_level(problem) + constant
-    before = [start - 1 for start in call_starts(problem)[1:-1]]
+    before = [start - 1 for start in call_starts(problem)[1:-1]]  # the line ahead of each call
     during = most_per_call(problem, facts_of(step).tables) + constant
     return during, np.array([constant, *held[before]], dtype=np.int64)
 
