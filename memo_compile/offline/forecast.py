@@ -390,14 +390,10 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
     (question,) = kinds
     granule = SEQ_GRANULE * question.degrees.tp * question.degrees.cp
     most = max(1, MAX_SEQ // granule)
-    with _recorded_model(replace(question, seq=granule)) as model:
-        if model.facts.num_tokens is None:
-            raise InputError(f"max-seq: {question.model} takes no seq; leave out --max-seq")
-        constant_bytes = _held_bytes(question, model)
     search = LengthSearch(
         start=min(most, (question.seq or START_SEQ) // granule),
         budget_bytes=question.room.available_bytes,
-        constant_bytes=constant_bytes,
+        constant_bytes=_constant_bytes(replace(question, seq=granule)),
     )
 
     def need(count: int) -> Need:
@@ -412,6 +408,14 @@ def longest(question: Question, tried: Callable[[int, bool], None]) -> int:
             "the length changes nothing"
         )
     return search.low * granule
+
+
+def _constant_bytes(question: Question) -> int:
+    """Returns ``_held_bytes``. Raises InputError: the model is a function that takes no length."""
+    with _recorded_model(question) as model:
+        if model.facts.num_tokens is None:
+            raise InputError(f"max-seq: {question.model} takes no seq; leave out --max-seq")
+        return _held_bytes(question, model)
 
 
 def _held_bytes(question: Question, model: RecordedModel) -> int:
