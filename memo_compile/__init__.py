@@ -19,6 +19,7 @@ from memo_compile.step.policy_rules import clear_policy_rules, policy_rule
 if TYPE_CHECKING:
     from memo_runtime.arena import release
 
+    from memo_compile.analysis.purity import register_recomputable
     from memo_compile.backends.declare_group import group
     from memo_compile.backends.declare_pipeline import pipeline
     from memo_compile.backends.entry import memo as backend
@@ -45,6 +46,7 @@ __all__ = [
     "pipeline_split",
     "plan",
     "policy_rule",
+    "register_recomputable",
     "release",
     "report",
 ]
@@ -62,6 +64,7 @@ _LAZY = {
     "pipeline": ("memo_compile.backends.declare_pipeline", "pipeline"),
     "pipeline_split": ("memo_compile.pipelines.pipeline_split", "pipeline_split"),
     "plan": ("memo_compile.offline.plan_offline", "plan"),
+    "register_recomputable": ("memo_compile.analysis.purity", "register_recomputable"),
     "release": ("memo_runtime.arena", "release"),
 }
 

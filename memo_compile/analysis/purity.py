@@ -5,7 +5,7 @@ It also finds the inputs of a joint graph that the step overwrites.
 
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -13,6 +13,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memo_compile.analysis.structure import argument, has_tag, namespace, op_name, schema_of
 from memo_compile.analysis.views import is_item, results_of, storage_of
+from memo_compile.errors import ConfigError
+
+Operator = TypeVar("Operator")
+
+_OF_TORCH = ("aten", "prims")
 
 _RANDOM_PRIMS = ("inductor_seeds", "inductor_seed")
 """Inductor's random numbers are pure functions of a seed; only drawing the seeds is random."""
@@ -24,8 +29,38 @@ _CHECKS = frozenset(
     "aten::_linalg_check_errors".split()
 )
 
+_declared: set[str] = set()
+"""Custom operators that are declared pure, as ``namespace::name``."""
+
 READS_OVERWRITTEN = "memo_reads_overwritten"
 """Key of ``node.meta``: the operator reads an input that is overwritten, so that it runs once."""
+
+
+def register_recomputable(op: Operator) -> Operator:
+    """Declares a custom operator pure, so that plans may recompute its results.
+
+    memo cannot see what an operator of ``torch.library`` does, and runs it once. A pure one gives
+    the same bits for the same inputs, and does nothing else: no random numbers, no communication,
+    no state. ``op`` may be one of ``torch.ops``; it is returned, for use as a decorator.
+
+    Raises ConfigError: it is no custom operator, or says itself that it writes or draws.
+    """
+    overload = getattr(op, "_opoverload", op)
+    if isinstance(overload, torch._ops.OpOverloadPacket):
+        overload = getattr(overload, overload.overloads()[0])
+    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace in _OF_TORCH:
+        raise ConfigError(f"register_recomputable: expected a custom operator, got {op!r}")
+    is_seeded = torch.Tag.nondeterministic_seeded in overload.tags
+    if overload._schema.is_mutable or is_seeded:
+        does = "draws random numbers" if is_seeded else "writes into its arguments"
+        raise ConfigError(f"register_recomputable: {overload} {does}, and is not pure")
+    _declared.add(overload._schema.name)
+    return op
+
+
+def is_declared(node: fx.Node) -> bool:
+    """True for a custom operator that the program has declared pure."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _declared
 
 
 def is_random(node: fx.Node) -> bool:
@@ -63,7 +98,7 @@ def only_orders(node: fx.Node) -> bool:
 
 def is_known(node: fx.Node) -> bool:
     """True for operators of torch itself, whose effects are known; not so a custom operator's."""
-    return node.target is operator.getitem or namespace(node) in ("aten", "prims")
+    return node.target is operator.getitem or namespace(node) in _OF_TORCH
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -86,10 +121,10 @@ def must_be_saved(node: fx.Node) -> bool:
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """True for an operator with the same result each time: pure ones, attention without dropout.
+    """True for an operator with the same result each time: pure and declared ones, some attention.
 
-    Attention kernels are declared random whatever their dropout is. Those of the package flash-attn
-    are custom operators whose effects are known.
+    Attention kernels are declared random whatever their dropout is, and repeat without it. Those of
+    the package flash-attn are custom operators whose effects are known.
     """
     if node.target is operator.getitem:
         return is_repeatable(node.all_input_nodes[0])
@@ -97,7 +132,7 @@ def is_repeatable(node: fx.Node) -> bool:
         return not argument(node, "dropout_p")
     if namespace(node) == "flash_attn" and op_name(node) in _FLASH_FORWARDS:
         return not argument(node, "dropout_p")
-    return is_pure(node)
+    return is_pure(node) or is_declared(node)
 
 
 def is_constant(node: fx.Node) -> bool:

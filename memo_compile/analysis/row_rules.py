@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memo_compile.analysis.purity import is_repeatable
+from memo_compile.analysis.purity import is_declared, is_repeatable
 from memo_compile.analysis.structure import argument, has_tag, op_name, schema_of
 from memo_compile.analysis.views import is_tensor, shape_of
 
@@ -56,7 +56,7 @@ def rule_of(node: fx.Node) -> Rule | None:
         return None
     if node.target is operator.getitem:
         return _getitem
-    if not is_repeatable(node):
+    if not is_repeatable(node) or is_declared(node):
         return None
     name = op_name(node)
     if name in _ATTENTION_KERNELS or name.removesuffix("_backward") in _ATTENTION_KERNELS:
