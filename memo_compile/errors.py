@@ -49,6 +49,10 @@ class UntraceableGraph(UnsupportedGraph):
     """
 
 
+class NumberNeeded(UnsupportedGraph):
+    """A graph was traced for all values of an integer, and needs the value: it is traced anew."""
+
+
 class Infeasible(MemoError):
     """No plan satisfies the bound; the message states the floor and what makes it.
 

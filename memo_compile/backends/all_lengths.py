@@ -35,6 +35,7 @@ from memo_compile.passes.cut import Cut
 from memo_compile.passes.cut_template import CutTemplate, OtherSizes, is_same
 from memo_compile.passes.equal_cut import Chosen
 from memo_compile.passes.lease import HANDLE
+from memo_compile.passes.numbers import OPEN_NUMBERS, ReadOpenNumbers
 from memo_compile.reporting import state
 from memo_compile.torch_private import autograd, fx_graphs, inductor_api
 from memo_compile.torch_private.symbols import (
@@ -57,7 +58,7 @@ MAX_CUTS = 8
 """Most ways to cut a graph that are kept; the oldest goes."""
 
 LENGTHS = "memo_lengths"
-"""Key of an ``AtLength`` in the ``meta`` of a Dynamo graph with numbers in place of symbols."""
+"""Key of ``AllLengths.compiled``, for some sizes, in the ``meta`` of a graph with these numbers."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -72,7 +73,7 @@ class AllLengths:
     """Torch could not trace it with symbols, which is not tried again."""
 
     def compiled(
-        self, capture: "StepCapture", numbers: tuple[int, ...], inputs: Sequence[Any]
+        self, numbers: tuple[int, ...], capture: "StepCapture", inputs: Sequence[Any]
     ) -> Callable[..., Any] | None:
         """Returns what runs the graph for ``numbers``, its step captured by ``capture``.
 
@@ -106,23 +107,11 @@ class AllLengths:
         except Exception as error:  # of torch with symbols: each length is traced by itself
             self._refused = True
             note = f"a graph is traced anew for each length: {described(error)}"
-            if state.add_note(note):
+            if OPEN_NUMBERS not in self.gm.meta and state.add_note(note):
                 log.info("memo: %s", note)
             return None
         self._traces.append(traced)
         return traced.compiled(capture, numbers)
-
-
-@dataclass(frozen=True, slots=True)
-class AtLength:
-    """A graph at some of its sizes."""
-
-    graph: AllLengths
-    numbers: tuple[int, ...]
-
-    def compiled(self, capture: "StepCapture", inputs: Sequence[Any]) -> Callable[..., Any] | None:
-        """As ``AllLengths.compiled``."""
-        return self.graph.compiled(capture, self.numbers, inputs)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -210,6 +199,8 @@ class _Traced:
     ) -> None:
         """Traces ``gm``. Raises torch's errors; UnsupportedGraph: it would serve no other sizes."""
         self._positions, self._capture, self._numbers = positions, capture, numbers
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        self._open = tuple(map(names.index, gm.meta.get(OPEN_NUMBERS, ())))
         self.needless_masks = capture.needless_masks
         """Differ between lengths: one within an attention window needs no mask."""
         self.symbols, self._known = _symbols_of(gm, positions, numbers)
@@ -400,6 +391,9 @@ class _Traced:
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **settings: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Returns hollow halves, with the tensors that autograd keeps at the first length."""
+        if self._open:
+            read = ReadOpenNumbers(positions=self._open)
+            joint = self._capture.runner.run(joint, [read], stage="joint")
         self._settings = {"num_fwd_outputs": num_fwd_outputs, **settings}
         static = settings.get("static_lifetime_input_indices")
         if static is not None:
@@ -464,13 +458,10 @@ def _symbols_of(
 ) -> tuple[SizeSymbols, dict[Any, int]]:
     """Returns the sizes among a Dynamo graph's inputs, and the position of each symbol among them.
 
-    Raises UnsupportedGraph: an input is a number that is no size, or no function of sizes.
+    Raises UnsupportedGraph: an input is a number that is no function of sizes.
     """
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    sizes = [examples[at] for at in positions]
-    if not all(isinstance(size, torch.SymInt) for size in sizes):
-        raise UnsupportedGraph("a number among its inputs is no size")
-    expressions = [expression_of(size) for size in sizes]
+    expressions = [expression_of(examples[at]) for at in positions]
     positions_of: dict[Any, int] = {}
     for position, expression in enumerate(expressions):
         if expression.is_Symbol:

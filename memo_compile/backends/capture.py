@@ -23,7 +23,7 @@ from memo_compile.analysis.masks import large_masks
 from memo_compile.analysis.position_masks import Allowed
 from memo_compile.analysis.purity import gives_other_memory, ties_inputs
 from memo_compile.analysis.views import results_of
-from memo_compile.backends.all_lengths import LENGTHS, AtLength
+from memo_compile.backends.all_lengths import LENGTHS
 from memo_compile.backends.capture_memory import CaptureMemory, Recalled, memory_of
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assemble import Assembly
@@ -33,6 +33,7 @@ from memo_compile.driver.part import StepPart
 from memo_compile.driver.stages import CapturedStep, CutStep
 from memo_compile.errors import (
     MemoError,
+    NumberNeeded,
     RuntimeMisuse,
     UnsupportedGraph,
     UntraceableGraph,
@@ -54,6 +55,7 @@ from memo_compile.passes.keep_jumps import KeepJumps
 from memo_compile.passes.lease import FetchLeased, LeaseSaved, leased_names
 from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.needless_masks import NeedlessMasks, needless_masks
+from memo_compile.passes.numbers import OPEN_NUMBERS
 from memo_compile.passes.order import selection
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_inputs import OwnInputs, inputs_of, with_history, written_between
@@ -71,6 +73,7 @@ from memo_compile.torch_private import autograd, compile_caches, dynamo, fx_grap
 from memo_compile.torch_private.compile_caches import Half
 from memo_compile.torch_private.partitioner import (
     Partitioner,
+    activation_memory_budget,
     extract_halves,
     reordering_to_mimic_autograd_engine,
 )
@@ -156,15 +159,18 @@ class StepCapture:
     def run(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a copy of ``gm`` through AOTAutograd; returns what runs it.
 
-        Raises UnsupportedGraph: a step that trains was not captured whole.
+        Raises UnsupportedGraph: a step that trains was not captured whole. NumberNeeded: it cannot
+        be compiled for all values of its open integers.
         """
         self._made_outside, self._num_examples = with_history(examples), len(examples)
         self._written_between = written_between(examples)
         if not (self.config.exact or self.runner.skips(NeedlessMasks.name)):
             self.needless_masks = needless_masks(gm)
-        lengths: AtLength | None = gm.meta.get(LENGTHS)
-        compiled = None if lengths is None else lengths.compiled(self, examples)
+        at_sizes = gm.meta.get(LENGTHS)
+        compiled = None if at_sizes is None else at_sizes(self, examples)
         if compiled is None:
+            if OPEN_NUMBERS in gm.meta:
+                raise NumberNeeded("no trace serves all values of its integers")
             compiled = self._by_torch(gm, examples)
         if self._units is None:
             return compiled
@@ -560,13 +566,18 @@ def _never_run(*_: Any) -> Never:
 
 
 def _note_users_checkpoints(joint: fx.GraphModule) -> None:
-    """Says what becomes of the tags of checkpoint() and of selective checkpointing."""
+    """Says what becomes of the tags of checkpoint(), and of torch's own budget."""
     tags = [node.meta["recompute"].name for node in joint.graph.nodes if "recompute" in node.meta]
     obeyed = sum(tag in ("MUST_SAVE", "MUST_RECOMPUTE") for tag in tags)
     if tags:
         state.add_note(
             f"the model's own checkpoint(): {obeyed} MUST_* tags are obeyed, "
             f"{len(tags) - obeyed} PREFER_* tags and those to offload give way to the plan"
+        )
+    if (share := activation_memory_budget()) < 1:
+        state.add_note(
+            f"torch._functorch.config.activation_memory_budget = {share}: what torch recomputes "
+            "for it, plans do too; leave it at 1.0, and memory_budget bounds the step"
         )
 
 

@@ -47,6 +47,7 @@ from memo_compile.errors import (
     ConfigError,
     Infeasible,
     MemoError,
+    NumberNeeded,
     RanksDisagree,
     RuntimeMisuse,
     UnsupportedGraph,
@@ -56,6 +57,7 @@ from memo_compile.errors import (
 )
 from memo_compile.garbage import seldom_collected
 from memo_compile.passes.bodies import with_plain_bodies
+from memo_compile.passes.numbers import OPEN_NUMBERS
 from memo_compile.passes.runner import graph_text
 from memo_compile.reporting import state
 from memo_compile.reporting.compiling import compiling, is_terminal
@@ -184,8 +186,8 @@ def _failure_reported() -> Iterator[None]:
     notes_before = state.current_notes()
     try:
         yield
-    except dynamo.RestartAnalysis:
-        raise  # Dynamo traces the function again, and comes back
+    except (dynamo.RestartAnalysis, NumberNeeded):
+        raise  # the function is traced again, and comes back
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         note = f"memo is off for a graph: {reason}"
@@ -224,7 +226,7 @@ def compile_static(
     try:
         with _saying(config):
             return plan_graph(gm, example_inputs, config)
-    except dynamo.RestartAnalysis:
+    except (dynamo.RestartAnalysis, NumberNeeded):
         raise
     except (ConfigError, RanksDisagree) as error:
         _refuse(gm, example_inputs, error)
@@ -425,6 +427,8 @@ def _step_aside(
 
     Also where the device or the host refused the memory of every plan: Inductor needs more.
     """
+    if OPEN_NUMBERS in gm.meta and not isinstance(error, refused(Infeasible)):
+        raise NumberNeeded(described(error)) from error
     _require_free_to_step_aside(gm, example_inputs, config, error)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     state.mark_failed(f"a graph runs through plain Inductor, without a plan: {reason}")

@@ -23,7 +23,7 @@ from memo_compile.driver.tile_order import (
     order_of,
     where_weights_fit,
 )
-from memo_compile.errors import ConfigError
+from memo_compile.errors import ConfigError, NumberNeeded
 from memo_compile.torch_private import dynamo
 
 T = TypeVar("T")
@@ -88,11 +88,12 @@ def _first(
 def ends_planning(error: Exception) -> bool:
     """True for an error that no other plan mends: a wrong option, or torch is out of memory.
 
-    RestartAnalysis ends it too, which is no error: Dynamo wants to trace again.
+    The last two end it too, which are no errors: the graph is to be traced again.
     """
     if isinstance(error, refused()):
         return False
-    return isinstance(error, ConfigError | torch.OutOfMemoryError | dynamo.RestartAnalysis)
+    ends = ConfigError | torch.OutOfMemoryError | dynamo.RestartAnalysis | NumberNeeded
+    return isinstance(error, ends)
 
 
 def tile_order(

@@ -51,7 +51,7 @@ class SymbolicNote:
     @staticmethod
     def of(node: fx.Node) -> "SymbolicNote":
         """Returns the note of ``node``."""
-        numbers, value = _numbers(node), node.meta["val"]
+        numbers, value = numbers_in(node), node.meta["val"]
         text = f"{numbers} {spec_of(value)}"
         numbers = tuple(None if n is None else plain(n) for n in numbers)
         return SymbolicNote(numbers=numbers, value=value, layout=layout_of(value), text=text)
@@ -128,7 +128,7 @@ class SymbolicJoint:
         return primals, [node.meta["val"] for node in placeholders if is_tangent(node)]
 
 
-def _numbers(node: fx.Node) -> tuple[Any, ...]:
+def numbers_in(node: fx.Node) -> tuple[Any, ...]:
     """Returns ``SymbolicNote.numbers``; a float that is computed stands there as None."""
     numbers: list[Any] = []
 

@@ -23,7 +23,7 @@ from memo_compile.passes.at_numbers import (
     SIZES,
     SymbolicNote,
     is_fixed,
-    is_number,
+    numbers_in,
     symbol_text,
     with_numbers,
 )
@@ -283,7 +283,7 @@ class _Template:
         if not is_given(node):  # the note of an input has the arguments of its maker elsewhere
             if None in note.numbers:
                 raise UnsupportedGraph(f"{node.name} has a float that depends on sizes")
-            if [*map(self._evaluate, note.numbers)] != _numbers(node):
+            if tuple(map(self._evaluate, note.numbers)) != numbers_in(node):
                 return None
         return note if _is_like(note.value, node.meta.get("val"), self._evaluate) else None
 
@@ -295,7 +295,7 @@ class _Template:
             return ()
         if note is not None:
             return note.numbers
-        if _numbers(node):
+        if numbers_in(node):
             raise UnsupportedGraph(f"{node.name} has a number that no symbol says")
         return ()
 
@@ -338,13 +338,6 @@ def _is_plain_view(symbolic: Any, source: Any) -> bool:
         return False
     is_plain = symbolic.dtype is source.dtype and not (symbolic.is_conj() or symbolic.is_neg())
     return is_plain and not any(isinstance(n, int) and n == 1 for n in symbolic.shape)
-
-
-def _numbers(node: fx.Node) -> list[int]:
-    """Returns the integers among the node's arguments, in order."""
-    leaves: list[Any] = []
-    fx.node.map_aggregate((node.args, node.kwargs), leaves.append)
-    return list(filter(is_number, leaves))
 
 
 def _is_like(symbolic: Any, value: Any, evaluate: Callable[[Any], int]) -> bool:

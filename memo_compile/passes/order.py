@@ -14,7 +14,7 @@ from memo_compile.passes.keep_jumps import KeepJumps
 from memo_compile.passes.lease import FetchLeased, LeaseSaved
 from memo_compile.passes.loss_gradient import GradientOfLoss
 from memo_compile.passes.needless_masks import NeedlessMasks
-from memo_compile.passes.numbers import PutNumbers
+from memo_compile.passes.numbers import PutNumbers, ReadOpenNumbers
 from memo_compile.passes.overwritten import KeepOverwritten
 from memo_compile.passes.own_inputs import OwnInputs
 from memo_compile.passes.own_outputs import OwnOutputs
@@ -32,6 +32,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     PutNumbers,  # Dynamo's graph, where it has sizes as symbols
     NeedlessMasks,  # Dynamo's graph
     SliceFirst,  # Dynamo's graph
+    ReadOpenNumbers,  # joint graph, where sizes are symbols
     MergeCommonSubexpressions,  # joint graph
     HoistInvariants,  # joint graph
     GradientOfLoss,  # joint graph

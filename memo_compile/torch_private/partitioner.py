@@ -74,6 +74,11 @@ def min_cut_saved_names(
     raise AssertionError("torch's partitioner takes the halves apart by another function")
 
 
+def activation_memory_budget() -> float:
+    """Returns the share of activations that torch's min-cut partitioner may save; 1.0: all."""
+    return float(functorch_config.activation_memory_budget)
+
+
 def ranks_cut_together() -> bool:
     """True where the min-cut partitioner of each rank talks to the others'."""
     return bool(getattr(functorch_config, "_sync_decision_cross_ranks", False))

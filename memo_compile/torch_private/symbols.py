@@ -15,6 +15,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
@@ -83,7 +84,7 @@ class SizeSymbols:
         def number(value: Any) -> int:
             if isinstance(value, int):
                 return value
-            expression = _expression(value)
+            expression = expression_of(value)
             if expression not in cache:
                 cache[expression] = int(sympy.sympify(expression).xreplace(values))
             return cache[expression]
@@ -97,7 +98,7 @@ class SizeSymbols:
         """
         if isinstance(value, int):
             return value
-        expression = _expression(value)
+        expression = expression_of(value)
         here = {symbol: self._sizes[positions[symbol]] for symbol in expression.free_symbols}
         expression = expression.xreplace(here)
         hint = int(expression.xreplace(self._values(self._hints)))
@@ -106,9 +107,7 @@ class SizeSymbols:
     def near(self, numbers: Sequence[int], step: int, sizes: Sequence[Any]) -> tuple[int, ...]:
         """Returns ``numbers``; the largest symbol of ``sizes``, and equals, grow by ``step``."""
         values = self._values(numbers)
-        used = {
-            symbol for size in sizes for symbol in getattr(_expression(size), "free_symbols", ())
-        }
+        used = free_symbols(list(sizes))
         largest = max((n for symbol, n in values.items() if symbol in used), default=0)
         larger = {symbol: n + step if n == largest else n for symbol, n in values.items()}
         return tuple(int(size.xreplace(larger)) for size in self._sizes)
@@ -125,12 +124,8 @@ class SizeSymbols:
         return {symbol: sympy.Integer(numbers[at]) for symbol, at in self._free.items()}
 
 
-def expression_of(value: torch.SymInt) -> Any:
-    """Returns the expression that a size is in its environment."""
-    return value.node.expr
-
-
-def _expression(value: Any) -> Any:
+def expression_of(value: Any) -> Any:
+    """Returns the expression that a size is in its environment; a number as it is."""
     return value.node.expr if isinstance(value, torch.SymInt) else value
 
 
@@ -142,7 +137,7 @@ def _first_of(expression: Any) -> Any:
 
 def plain(value: Any) -> Any:
     """Returns a number as it is, and a symbolic size as its expression."""
-    return value if isinstance(value, int) else _first_of(_expression(value))
+    return value if isinstance(value, int) else _first_of(expression_of(value))
 
 
 class SymbolicLayout(NamedTuple):

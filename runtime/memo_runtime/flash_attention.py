@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from memo_runtime.open_numbers import as_number
+
 _MODULE = "flash_attn.flash_attn_interface"
 _OUT = 3
 """Position of the output among a kernel's arguments, behind queries, keys and values."""
@@ -25,7 +27,8 @@ def _fwd(q: Any, k: Any, v: Any, *settings: Any) -> tuple[str, tuple[Any, ...]]:
 def _varlen_fwd(q: Any, k: Any, v: Any, *settings: Any) -> tuple[str, tuple[Any, ...]]:
     ends_q, ends_k, most_q, most_k, dropout, scale, causal, left, right, softcap = settings[:10]
     slopes, returns_scores, blocks, padding, used, zeroes = settings[10:]
-    lengths = (ends_q, ends_k, used, padding, blocks, slopes, most_q, most_k)
+    most = (as_number(most_q), as_number(most_k))
+    lengths = (ends_q, ends_k, used, padding, blocks, slopes, *most)
     options = (dropout, scale, zeroes, causal, left, right, softcap, returns_scores, None)
     return "varlen_fwd", (q, k, v, None, *lengths, *options)
 

@@ -369,4 +369,4 @@ def test_autocast_at_every_length():
 
 def test_a_graph_forgets_no_more_than_it_must():
     lengths = AllLengths(gm=None, positions=(0,))  # type: ignore[arg-type]
-    assert lengths.compiled(None, (1,), []) is None  # type: ignore[arg-type]
+    assert lengths.compiled((1,), None, []) is None  # type: ignore[arg-type]

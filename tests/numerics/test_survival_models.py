@@ -128,6 +128,16 @@ def test_must_recompute_is_obeyed():
     assert saved(Checkpointed()) < saved(Stack())
 
 
+def test_torch_s_own_budget_is_named():
+    """Row 20: what torch recomputes for it, every plan recomputes."""
+    pair = Pair(Stack(num_layers=3))
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        pair.assert_step(rows(1))
+    assert_planned(1)
+    (note,) = [note for note in memo_compile.report().notes if "activation_memory_budget" in note]
+    assert "= 0.5" in note
+
+
 class Views(nn.Module):
     """Slices, transposes, expands, as_strided; outputs that are views of each other."""
 

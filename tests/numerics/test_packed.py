@@ -1,0 +1,289 @@
+"""Packed sequences: a plan serves all values of the longest, and documents stay apart."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
+
+import memo_compile
+from memo_compile.backends import entry
+from memo_compile.errors import Infeasible
+from memo_compile.reporting import state
+from tests import models
+from tests.numerics.small import Pair, leased_slabs
+from tests.numerics.training import ATEN, assert_planned, in_ci, sgd
+from tests.steps import flash_attention
+from tests.steps.flash_attention import flash_attn_varlen_func
+
+WORDS, HEADS, WIDTH, TOKENS, MOST_DOCUMENTS, LAYERS = 31, 2, 8, 96, 8, 2
+HIDDEN = HEADS * WIDTH
+CAUSAL = (0.0, WIDTH**-0.5, True)
+
+read: list[tuple[int, int]] = []
+"""Of each call of an attention kernel: the longest sequence, as given and as its ends say."""
+
+
+def note(ends: torch.Tensor, longest: int) -> None:
+    """Regions that are measured alone are given zeros: their ends enclose no sequence."""
+    if ends.any():
+        read.append((longest, int(ends.diff().max())))
+
+
+@torch.library.custom_op("memo_tests::packed", mutates_args=())
+def packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, longest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention within each of several sequences, causal; its result, and log-sum-exps."""
+    note(ends, longest)
+    lengths = (ends, ends, longest, longest)
+    return flash_attention._varlen_forward(q, k, v, *lengths, *CAUSAL)[:2]
+
+
+@packed.register_fake
+def _(q, k, v, ends, longest):
+    return flash_attention._fake_varlen_forward(q, k, v)[:2]
+
+
+@torch.library.custom_op("memo_tests::packed_backward", mutates_args=())
+def packed_backward(
+    grad: torch.Tensor, saved: list[torch.Tensor], ends: torch.Tensor, longest: int
+) -> list[torch.Tensor]:
+    """The gradients of queries, keys and values."""
+    note(ends, longest)
+    made = [torch.zeros_like(each) for each in saved[:3]]
+    lengths = (ends, ends, longest, longest)
+    flash_attention._varlen_backward(grad, *saved, *made, *lengths, *CAUSAL)
+    return made
+
+
+@packed_backward.register_fake
+def _(grad, saved, *_):
+    return [torch.empty_like(each) for each in saved[:3]]
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ends, ctx.longest = inputs
+    ctx.save_for_backward(*tensors, *output, ends)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    *saved, ends = ctx.saved_tensors
+    return *packed_backward(grad.contiguous(), saved, ends, ctx.longest), None, None
+
+
+packed.register_autograd(_gradients, setup_context=_keep)
+
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {
+    "operator": lambda *given: packed(*given)[0],
+    "flash-attn": lambda *given: flash_attn_varlen_func(*given, causal=True),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, attention: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(3 * HIDDEN, HIDDEN)
+        self.attention = attention
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, WIDTH)).unbind(-3)
+        x = x + self.out(self.attention(q, k, v, ends, longest).flatten(-2))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Decoder(nn.Module):
+    """Of sequences one behind the other; the sum of their tokens' losses."""
+
+    def __init__(self, attention: Callable[..., torch.Tensor], scales: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, HIDDEN), nn.Embedding(TOKENS, HIDDEN)
+        self.layers = nn.ModuleList(Layer(attention) for _ in range(LAYERS))
+        self.head = nn.Linear(HIDDEN, WORDS)
+        self.scales = scales
+
+    def forward(self, ids, labels, places, ends, longest):
+        x = self.words(ids) + self.places(places)
+        if self.scales:  # the number is read by an operator of torch
+            x = x * longest
+        for layer in self.layers:
+            x = layer(x, ends, longest)
+        return functional.cross_entropy(self.head(x), labels, reduction="sum") / TOKENS
+
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
+
+
+def batch_of(lengths: list[int], seed: int, num_ends: int = MOST_DOCUMENTS + 1) -> Batch:
+    """Sequences of ``lengths`` in a row, with their ends repeated up to ``num_ends``."""
+    source = torch.Generator().manual_seed(seed)
+    ids, labels = torch.randint(WORDS, (2, sum(lengths)), generator=source)
+    places = torch.cat([torch.arange(length) for length in lengths])
+    ends = list(itertools.accumulate(lengths, initial=0))
+    ends += [ends[-1]] * (num_ends - len(ends))
+    return ids, labels, places, torch.tensor(ends, dtype=torch.int32), max(lengths)
+
+
+def alone(batch: Batch) -> Iterator[Batch]:
+    """Each sequence of ``batch`` by itself."""
+    *rows, ends, _ = batch
+    for start, end in itertools.pairwise(ends.tolist()):
+        if end > start:
+            length = torch.tensor([0, end - start], dtype=torch.int32)
+            yield *(each[start:end] for each in rows), length, end - start
+
+
+def lengths_of(longest: int, tokens: int = TOKENS) -> list[int]:
+    """A longest sequence, and shorter ones behind it."""
+    rest = tokens - longest
+    parts = -(-rest // (longest - 1))
+    shorter = [rest // parts + (at < rest % parts) for at in range(parts)]
+    return [longest, *shorter]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The graphs that memo compiles; one for each compilation of Dynamo's at least."""
+    graphs: list[object] = []
+    plan = entry.plan_graph
+
+    def noted(gm, *args):
+        graphs.append(gm)
+        return plan(gm, *args)
+
+    monkeypatch.setattr(entry, "plan_graph", noted)
+    read.clear()
+    return graphs
+
+
+def trained(pair: Pair, batches: list[Batch]) -> None:
+    """A step each: gradients equal those of the whole batch, and the sum of each sequence's."""
+    optimizers = [sgd(pair.ours), sgd(pair.eager)]
+    for batch in batches:
+        pair.assert_step(*batch)
+        pair.eager.zero_grad()
+        for sequence in alone(batch):
+            pair.eager(*sequence).backward()
+        pair.assert_equal()
+        for optimizer in optimizers:
+            optimizer.step()
+        pair.ours.load_state_dict(pair.eager.state_dict())
+
+
+WHOLE = {**ATEN, "token_tiles": 1, "costs": "roofline"}
+
+
+@functools.cache
+def budget() -> int:
+    """Between the floor and what it takes to keep everything."""
+    model, batch = Decoder(KERNELS["operator"]), batch_of(lengths_of(24), 0)
+    with pytest.raises(Infeasible) as refused:
+        Pair(model, **WHOLE, memory_budget=1).assert_step(*batch)
+    torch._dynamo.reset()
+    Pair(model, **WHOLE).assert_step(*batch)
+    plan = memo_compile.report().plans[-1]
+    torch._dynamo.reset()
+    state.reset()
+    assert refused.value.floor_bytes is not None
+    return (refused.value.floor_bytes + plan.fixed.new_gradients + plan.peak_bytes) // 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "schedule"),
+    in_ci(itertools.product(KERNELS, ("copies-early", "copies-late")), ("operator", "copies-late")),
+)
+def test_forty_batches_under_a_budget_are_compiled_twice(kernel, schedule, planned):
+    bound = budget()
+    planned.clear()
+    torch.manual_seed(0)
+    options = {**WHOLE, "memory_budget": bound, "debug": ("poison", schedule)}
+    pair = Pair(Decoder(KERNELS[kernel]), **options)
+    trained(pair, [batch_of(lengths_of(16 + seed), seed) for seed in range(40)])
+    assert len(planned) <= 2
+    assert_planned()
+    plans = memo_compile.report().plans
+    assert all(plan.peak_bytes <= bound for plan in plans)
+    assert any(plan.offloaded_bytes or plan.recomputed_bytes for plan in plans)
+    assert leased_slabs() == 0
+    assert not [note for note in memo_compile.report().notes if "length" in note]
+    if kernel == "operator":
+        assert len({longest for longest, _ in read}) >= 40
+        assert all(given == actual for given, actual in read)
+
+
+@pytest.mark.parametrize("kernel", in_ci(KERNELS, "flash-attn"))
+def test_the_same_through_inductor(kernel, planned):
+    torch.manual_seed(0)
+    pair = Pair(Decoder(KERNELS[kernel]), lowering="inductor", policy="full-recompute")
+    trained(pair, [batch_of(lengths_of(20 + seed), seed) for seed in range(4)])
+    assert len(planned) <= 2
+    assert_planned()
+
+
+def test_a_plan_for_each_total_length(planned):
+    torch.manual_seed(0)
+    pair = Pair(Decoder(KERNELS["operator"]))
+    totals = (96, 64, 80, 64, 96, 80, 48, 80)
+    longest = range(20, 20 + len(totals))
+    lengths = [lengths_of(*each) for each in zip(longest, totals, strict=True)]
+    trained(pair, [batch_of(each, seed) for seed, each in enumerate(lengths)])
+    assert len(planned) <= 1 + len(set(totals))  # the first is compiled for its numbers alone
+    assert_planned()
+
+
+def test_numbers_of_sequences_that_vary(planned):
+    torch.manual_seed(0)
+    pair = Pair(Decoder(KERNELS["operator"]))
+    lengths = ([40, 56], [30, 33, 33], [12] * 8, [46, 50], [34, 31, 31], [60, 36])
+    batches = [batch_of(each, seed, 0) for seed, each in enumerate(lengths)]
+    trained(pair, batches)
+    assert len(planned) <= 1 + len({len(each) for each in lengths})
+    assert_planned()
+
+
+def test_a_number_that_an_operator_of_torch_reads_gets_a_plan_for_each_value(planned):
+    torch.manual_seed(0)
+    pair = Pair(Decoder(KERNELS["operator"], scales=True))
+    for seed, longest in enumerate((20, 30, 40, 30)):
+        pair.assert_step(*batch_of(lengths_of(longest), seed))
+    assert_planned()
+    assert len(planned) == 4  # of them one was for all values, and was given up
+
+
+def test_position_ids_that_restart_keep_sequences_apart(planned):
+    """As transformers' collator without padding hands them over; sdpa makes a mask of them."""
+    transformers = pytest.importorskip("transformers")
+    collate = transformers.DataCollatorWithFlattening()
+    model, _, _ = models.llama(num_layers=2)
+    pair = Pair(model)
+    for seed, longest in enumerate((20, 31, 17)):
+        source = torch.Generator().manual_seed(seed)
+        sequences = [
+            {"input_ids": torch.randint(models.VOCABULARY, (length,), generator=source)}
+            for length in lengths_of(longest, 64)
+        ]
+        batch = dict(collate(sequences))
+        pair.zero_grad()
+        pair.compiled(**batch, num_items_in_batch=50).loss.backward()
+        for sequence in sequences:
+            ids = sequence["input_ids"][None]
+            pair.eager(input_ids=ids, labels=ids, num_items_in_batch=50).loss.backward()
+        pair.assert_equal()
+    assert len(planned) == 1
+    assert_planned()
+
+
+def test_flex_attention_is_refused_by_torch_on_a_cpu():
+    def attends(x: torch.Tensor) -> torch.Tensor:
+        return flex_attention(x, x, x).sum()
+
+    x = torch.randn(1, 1, 128, 16, requires_grad=True)
+    with pytest.raises(Exception, match="does not support backward on CPU"):
+        torch.compile(attends, backend="memo")(x).backward()
