@@ -287,7 +287,8 @@ def _uniform_units(calls: dict[int, list[CutCall]], units: Sequence[int]) -> Seq
     """Returns ``units`` without the first or last where it calls other regions: to sum up, say."""
     shapes = {unit: [_shape(call) for call in calls[unit]] for unit in units}
     usual = shapes[units[len(units) // 2]]
-    inner = units[shapes[units[0]] != usual : len(units) - (shapes[units[-1]] != usual)]
+    skips_first, skips_last = (shapes[unit] != usual for unit in (units[0], units[-1]))
+    inner = units[skips_first : len(units) - skips_last]
     if any(shapes[unit] != usual for unit in inner):
         raise NotUniform("two layers call different regions")
     return inner

@@ -209,7 +209,7 @@ class RecordedModel:
             return self.plan(config)
 
     def _place_state(self, bytes_per_parameter: float) -> None:
-        """Marks the model's parameters with where their optimizer state is, before it is traced."""
+        """Marks parameters, of the model and of the shorter one, with where their state lies."""
         if not self.state_on_host:
             return
         import torch

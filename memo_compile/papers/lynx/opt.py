@@ -204,7 +204,8 @@ def _add_causality(schedule: _Schedule, instance: OptInstance, t: int) -> None:
 def _add_memory(schedule: _Schedule, instance: OptInstance, t: int) -> None:
     """Requires that U of phase ``t`` stays within the bound while each operator runs.
 
-    An operator t that communicates has its input, its output and all behind it at once.
+    Operator i adds its output, or the part of it that is made before operator t. While t
+    communicates there are also all outputs that are made behind it.
     """
     ops, unit = instance.ops, schedule.memory_unit
     sizes = [m / unit for m in ops.sizes]
