@@ -8,7 +8,8 @@ a device come to the host in chunks and go back, both while other chunks are upd
     to the device    |                   | chunk 0 | chunk 1 | chunk 2 |
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,53 +20,42 @@ from memo_runtime.host_tensors import on_cpu, place_of
 
 from memo_compile.training_state.homes import aligned, dense_bytes, laid_out
 from memo_compile.training_state.sizes import TEMPORARY
-from memo_compile.training_state.traits import Group, run_update
-from memo_compile.training_state.update import Chunk, Update
+from memo_compile.training_state.traits import Group
+from memo_compile.training_state.update import Chunk, Memory, Update
 from memo_compile.training_state.update_pieces import UpdatePiece
 
 
 class HostUpdate(Update):
     """One ``step()`` on the host, of the parameters of one device."""
 
-    def run(self) -> None:
-        """Updates all chunks. When it returns, the current stream has waited for all copies."""
+    @contextlib.contextmanager
+    def _staging(self, size_bytes: int) -> Iterator[HostStore | None]:
+        """Host memory for weights, and room on a CPU for what the update makes beside them."""
         device = self._homes.device
         if device.type == "cuda":  # the host reads what kernels have written into gradients
             torch.cuda.current_stream(device).synchronize()
         temporary = max((sum(map(_temporary_bytes, pieces)) for pieces in self._pieces), default=0)
         arena_of(device).make_room(temporary)
-        half_bytes = max(map(_staged_bytes, self._pieces), default=0)
-        store = self._homes.staging(2 * half_bytes)
-        try:
-            self._run(store, half_bytes)
-        finally:  # after an error nothing may touch the staged weights any more
-            self._settle()
+        yield self._homes.staging(size_bytes)
 
-    def _run(self, store: HostStore | None, half_bytes: int) -> None:
-        for number, chunk in enumerate(self._chunks):
-            if number == 0:
-                self._bring(chunk, store, 0)
-            if number > 0:  # its half of the store is needed for the next chunk
-                self._wait_on_host(self._chunks[number - 1])
-            if number + 1 < len(self._chunks):
-                self._bring(self._chunks[number + 1], store, (number + 1) % 2 * half_bytes)
-            self._wait_on_host(chunk)
-            groups = [host_group(group, self._homes.device) for group in self._groups(chunk)]
-            run_update(self._optimizer, groups, chunk.states)
-            self._give_back(chunk)
-        if self._chunks:
-            self._wait(self._chunks[-1])
+    def _staged_bytes(self, pieces: Sequence[UpdatePiece]) -> int:
+        """Bytes of their weights that come from a device."""
+        return sum(aligned(piece.num_bytes) for piece in pieces if _is_staged(piece))
 
-    def _bring(self, chunk: Chunk, store: HostStore | None, offset_bytes: int) -> None:
+    def _groups(self, chunk: Chunk) -> Iterator[Group]:
+        """The parameter groups, as the host updates them."""
+        return (host_group(group, self._homes.device) for group in super()._groups(chunk))
+
+    def _bring(self, chunk: Chunk, memory: Memory | None, offset_bytes: int) -> None:
         """Begins to copy the chunk's weights to the host, and shows its state where it is."""
         for piece in chunk.pieces:
             tensor = piece.tensor()
             if _is_staged(piece):
-                assert store is not None, "weights of a device need a place on the host"
-                memory = store.bytes(piece.num_bytes, offset_bytes)
+                assert memory is not None, "weights of a device need a place on the host"
+                here = memory.bytes(piece.num_bytes, offset_bytes)
                 offset_bytes += aligned(piece.num_bytes)
-                self._begin(chunk, Lane.D2H, memory, dense_bytes(tensor.detach()))
-                tensor = _as_weight(piece, tensor, laid_out(tensor, tensor.dtype, memory))
+                self._begin(chunk, Lane.D2H, here, dense_bytes(tensor.detach()))
+                tensor = _as_weight(piece, tensor, laid_out(tensor, tensor.dtype, here))
             elif tensor.device.type != "cpu":
                 tensor = _as_weight(piece, tensor, on_cpu(tensor.detach()))
             chunk.tensors.append(tensor)
@@ -86,13 +76,13 @@ class HostUpdate(Update):
             elif piece.parameter.device.type != "cpu":  # autograd has not seen it change
                 torch.autograd.graph.increment_version(piece.parameter)
             for home, value in self._keep_state(chunk, piece, tensor):
-                memory = home.bytes(piece.start, piece.end)
-                if value.data_ptr() != memory.data_ptr():
-                    memory.copy_(dense_bytes(value))
-        chunk.states.clear()
-        chunk.tensors.clear()
+                at_home = home.bytes(piece.start, piece.end)
+                if value.data_ptr() != at_home.data_ptr():
+                    at_home.copy_(dense_bytes(value))
+        chunk.states.clear()  # it is at home; what the update has made beside it goes
 
-    def _wait_on_host(self, chunk: Chunk) -> None:
+    def _wait(self, chunk: Chunk) -> None:
+        """Waits on the host, which reads and writes these bytes next."""
         for ticket in chunk.tickets:
             self._engine.wait_on_host(ticket)
         chunk.tickets.clear()
@@ -124,10 +114,6 @@ def _is_staged(piece: UpdatePiece) -> bool:
 def _temporary_bytes(piece: UpdatePiece) -> int:
     """What its update takes beside it of the memory that the plan counts."""
     return TEMPORARY * piece.num_bytes if piece.parameter.device.type == "cpu" else 0
-
-
-def _staged_bytes(pieces: Sequence[UpdatePiece]) -> int:
-    return sum(aligned(piece.num_bytes) for piece in pieces if _is_staged(piece))
 
 
 def _as_weight(piece: UpdatePiece, device: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

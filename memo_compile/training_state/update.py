@@ -1,17 +1,19 @@
-"""Runs an optimizer's update while state comes from the host and goes back, chunk by chunk.
+"""Runs an optimizer's update chunk by chunk, while other chunks come and go.
 
-While one chunk is updated on the device, the state of the next is on its way there and that of the
-one before on its way home:
+While one chunk is updated, what the next one needs is on its way, and what the one before has made
+is on its way back:
 
-    to the device    | chunk 0 | chunk 1 | chunk 2 |
-    update           |         | chunk 0 | chunk 1 | chunk 2 |
-    to the host      |         |         | chunk 0 | chunk 1 | chunk 2 |
+    here      | chunk 0 | chunk 1 | chunk 2 |
+    update    |         | chunk 0 | chunk 1 | chunk 2 |
+    back      |         |         | chunk 0 | chunk 1 | chunk 2 |
 
-State on the device lies in the two halves of one slab of the arena, which is idle between a
-backward and the next forward. State that does not exist yet is made by the optimizer itself and
-goes home from where it is.
+What comes lies in the two halves of one block of memory. For an update on the device it is state,
+and the block is a slab of the arena, which is idle between a backward and the next forward. For one
+on the host (``host_update``) it is weights of a device. State that does not exist yet is made by
+the optimizer itself and goes home from where it is.
 """
 
+import abc
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from memo_runtime.arena import Slab, arena_of
 from memo_runtime.copies import CopyEngine, Lane, Ticket
+from memo_runtime.host_store import HostStore
 
 from memo_compile.training_state.homes import Home, Homes, aligned, dense_bytes, laid_out
 from memo_compile.training_state.traits import Group, run_update
@@ -28,6 +31,9 @@ from memo_compile.training_state.update_pieces import UpdatePiece
 
 Small = Any
 """State that stays where it is: counts of steps, numbers."""
+
+Memory = Slab | HostStore
+"""Where what a chunk needs comes to: on the device, or on the host."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +63,7 @@ class StateBefore:
         return cls(small=small, homes=dict(homes))
 
 
-class Update:
+class Update(abc.ABC):
     """One ``step()`` for the parameters of one device, chunk by chunk."""
 
     def __init__(
@@ -78,6 +84,51 @@ class Update:
             for parameter in parameters
         }
         """What slices of one parameter begin with, whichever of them is updated first."""
+
+    def run(self) -> None:
+        """Updates all chunks. When it returns, the current stream has waited for all copies."""
+        half_bytes = max(map(self._staged_bytes, self._pieces), default=0)
+        with self._staging(2 * half_bytes) as memory:
+            try:
+                self._run(memory, half_bytes)
+            finally:  # after an error nothing may touch that memory any more
+                self._settle()
+
+    def _run(self, memory: Memory | None, half_bytes: int) -> None:
+        for number, chunk in enumerate(self._chunks):
+            if number == 0:
+                self._bring(chunk, memory, 0)
+            else:  # its half of the memory is needed for the next chunk
+                self._finish(self._chunks[number - 1])
+            if number + 1 < len(self._chunks):
+                self._bring(self._chunks[number + 1], memory, (number + 1) % 2 * half_bytes)
+            self._wait(chunk)
+            run_update(self._optimizer, list(self._groups(chunk)), chunk.states)
+            self._give_back(chunk)
+        if self._chunks:
+            self._finish(self._chunks[-1])
+
+    @abc.abstractmethod
+    def _staged_bytes(self, pieces: Sequence[UpdatePiece]) -> int:
+        """Bytes of what comes for the update of ``pieces``."""
+
+    @abc.abstractmethod
+    def _staging(self, size_bytes: int) -> contextlib.AbstractContextManager[Memory | None]:
+        """Memory where so many bytes may come; None where nothing comes."""
+
+    @abc.abstractmethod
+    def _bring(self, chunk: Chunk, memory: Memory | None, offset_bytes: int) -> None:
+        """Begins to copy what the chunk needs to ``memory``, and fills its tensors and states."""
+
+    @abc.abstractmethod
+    def _give_back(self, chunk: Chunk) -> None:
+        """Keeps what the chunk's update has made, and begins to copy it to where it belongs."""
+
+    def _finish(self, chunk: Chunk) -> None:
+        """The chunk's copies have ended; what it had in memory is free."""
+        self._wait(chunk)
+        chunk.states.clear()
+        chunk.tensors.clear()
 
     def _groups(self, chunk: Chunk) -> Iterator[Group]:
         """The parameter groups, with the chunk's tensors in place of all."""
@@ -146,36 +197,7 @@ class Update:
 class ChunkedUpdate(Update):
     """An update on the device, to which state comes and from which it goes."""
 
-    def run(self) -> None:
-        """Updates all chunks. When it returns, the current stream has waited for all copies."""
-        half_bytes = max(map(self._staged_bytes, self._pieces), default=0)
-        with _borrowed(self._homes.device, 2 * half_bytes) as slab:
-            try:
-                self._run(slab, half_bytes)
-            finally:  # after an error nothing may touch the slab any more
-                self._settle()
-
-    def _run(self, slab: Slab | None, half_bytes: int) -> None:
-        for number, chunk in enumerate(self._chunks):
-            if number == 0:
-                self._bring(chunk, slab, 0)
-            if number > 0:  # its half of the slab is needed for the next chunk
-                self._wait_home(self._chunks[number - 1])
-            if number + 1 < len(self._chunks):
-                self._bring(self._chunks[number + 1], slab, (number + 1) % 2 * half_bytes)
-            self._wait(chunk)
-            run_update(self._optimizer, list(self._groups(chunk)), chunk.states)
-            self._take_home(chunk)
-        if self._chunks:
-            self._wait_home(self._chunks[-1])
-
-    def _wait_home(self, chunk: Chunk) -> None:
-        """The chunk's state is home; what the update has made on the device is freed."""
-        self._wait(chunk)
-        chunk.states.clear()
-        chunk.tensors.clear()
-
-    def _bring(self, chunk: Chunk, slab: Slab | None, offset_bytes: int) -> None:
+    def _bring(self, chunk: Chunk, memory: Memory | None, offset_bytes: int) -> None:
         """Begins to copy the chunk's state to its half of the slab."""
         for piece in chunk.pieces:
             tensor = piece.tensor()
@@ -183,15 +205,15 @@ class ChunkedUpdate(Update):
             state = self._small_state(piece)
             for name, home in self._before[piece.parameter].homes.items():
                 source = home.bytes(piece.start, piece.end)
-                assert slab is not None, "state at home needs a place on the device"
-                memory = slab.bytes(source.numel(), offset_bytes)
+                assert memory is not None, "state at home needs a place on the device"
+                here = memory.bytes(source.numel(), offset_bytes)
                 offset_bytes += aligned(source.numel())
-                state[name] = _as_state(piece, home, memory)
-                self._begin(chunk, Lane.H2D, memory, source)
+                state[name] = _as_state(piece, home, here)
+                self._begin(chunk, Lane.H2D, here, source)
             if state:
                 chunk.states[tensor] = state
 
-    def _take_home(self, chunk: Chunk) -> None:
+    def _give_back(self, chunk: Chunk) -> None:
         """Begins to copy the chunk's state home, and keeps the small state in its place."""
         self._make_homes(chunk)
         for piece, tensor in zip(chunk.pieces, chunk.tensors, strict=True):
@@ -208,20 +230,19 @@ class ChunkedUpdate(Update):
             for home in of_piece.values()
         )
 
-
-@contextlib.contextmanager
-def _borrowed(device: torch.device, size_bytes: int) -> Iterator[Slab | None]:
-    """A free slab of the device's arena."""
-    if not size_bytes:
-        yield None
-        return
-    arena = arena_of(device)
-    slab = arena.acquire(size_bytes)
-    try:
-        slab.occupy(size_bytes)
-        yield slab
-    finally:
-        arena.release(slab)
+    @contextlib.contextmanager
+    def _staging(self, size_bytes: int) -> Iterator[Slab | None]:
+        """A free slab of the device's arena."""
+        if not size_bytes:
+            yield None
+            return
+        arena = arena_of(self._homes.device)
+        slab = arena.acquire(size_bytes)
+        try:
+            slab.occupy(size_bytes)
+            yield slab
+        finally:
+            arena.release(slab)
 
 
 def _as_state(piece: UpdatePiece, home: Home, memory: torch.Tensor) -> torch.Tensor:
