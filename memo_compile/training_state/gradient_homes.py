@@ -15,8 +15,15 @@ from memo_runtime.copies import CopyEngine, Lane, Ticket
 from memo_runtime.host_store import HostStore, end_to_end
 from memo_runtime.host_tensors import host_tensor, place_of
 
+from memo_compile.reporting import state
 from memo_compile.torch_private import autograd
 from memo_compile.training_state.homes import dense_bytes
+
+IN_A_BUFFER = (
+    "gradients that are parts of a larger tensor (a buffer of the program, a bucket) stay on the "
+    "device, although plans count them on the host"
+)
+"""The report's note on such gradients, once for all of them."""
 
 
 @dataclass(slots=True)
@@ -70,7 +77,7 @@ class GradientHomes:
 
         One that is there already stays, and so does one whose own graph may be needed, that is
         sparse, or that is a part of a larger memory: a buffer of the program, which it goes on
-        using.
+        using, and of which the report says so.
         """
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
@@ -78,6 +85,7 @@ class GradientHomes:
         if place_of(gradient) is not None or not gradient.numel():
             return
         if gradient.untyped_storage().nbytes() > gradient.nbytes:
+            state.warn_once(IN_A_BUFFER)
             return
         slot = self._slot_for(parameter, gradient.nbytes)
         home = host_tensor(slot.store, slot.offset_bytes, like=gradient)

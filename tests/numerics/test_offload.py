@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo_compile
 from memo_compile.errors import ConfigError, Infeasible
+from memo_compile.training_state.gradient_homes import IN_A_BUFFER
 from tests import models
 from tests.numerics.training import ATEN
 
@@ -537,3 +538,4 @@ def test_gradients_in_a_buffer_of_the_program_stay_there() -> None:
         assert torch.equal(model.bias.grad, torch.full((32,), 4.0))
         assert flat[-1] == 4.0
         optimizer.step()
+    assert memo_compile.report().notes == (IN_A_BUFFER,)
