@@ -33,7 +33,10 @@ SHRINK_ATTEMPTS = 60
 MAX_SHRUNK = 20
 """Failures of one run that are made smaller; a run with more has bugs that hide each other."""
 
-COLUMNS = ("planned", "tiled", "sliced", "moved", "recomputed", "infeasible", "stepped aside")
+COLUMNS = (
+    *("planned", "tiled", "sliced", "moved", "recomputed", "infeasible", "stepped aside"),
+    *("state on host", "gradients on host", "weights on host"),
+)
 
 
 class Tally:

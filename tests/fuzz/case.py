@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.fuzz import attention, buffers, losses, mixing, pointwise
+from tests.fuzz.driver import OPTIMIZERS
 from tests.fuzz.grammar import Kind, Sizes, draw_sizes
 
 KINDS: Mapping[str, Kind] = {
@@ -51,6 +52,20 @@ RUN: Mapping[str, tuple[Any, ...]] = {
 ``overlap``: two forwards, then their backwards; ``frozen``: the first parameters need no gradient;
 ``checkpoint``: the user checkpoints every layer.
 """
+
+UPDATES: Mapping[str, tuple[Any, ...]] = {
+    "optimizer": tuple(OPTIMIZERS),
+    "groups": (1, 2, 3),
+    "clip": (None, "norm", "value"),
+    "offload": (None, "device", "host", "auto"),
+}
+"""How parameters are updated in some runs, the simplest first: parameter groups, what of the
+gradients is clipped, ``update`` of ``memo_compile.offload``. Others leave ``offload`` out."""
+
+PLAIN_UPDATE = {"groups": 1, "clip": None, "offload": None}
+
+OFFLOADED = 0.3
+"""How many models are trained so."""
 
 LENGTHS: tuple[tuple[int, ...], ...] = (
     *((), (), ()),
@@ -147,7 +162,7 @@ def from_dict(data: Mapping[str, Any]) -> Case:
         for group in data["groups"]
     )
     options = {**data["options"], "debug": tuple(data["options"]["debug"])}
-    run = {**data["run"], "lengths": tuple(data["run"].get("lengths", ()))}
+    run = {**PLAIN_UPDATE, **data["run"], "lengths": tuple(data["run"].get("lengths", ()))}
     return Case(
         **{
             **data,
@@ -226,7 +241,7 @@ def draw_case(seed: int, lowering: str) -> Case:
         options["alpha"] = None
     if options["exact"]:
         options["token_tiles"] = None
-    run["lengths"] = ()
+    run |= {"lengths": (), **PLAIN_UPDATE}
     case = Case(
         seed=seed,
         sizes=sizes,
@@ -243,10 +258,21 @@ def draw_case(seed: int, lowering: str) -> Case:
     lengths = source.choice(LENGTHS)  # last, so that other seeds keep their models
     apart = random.Random(f"reading-{lowering}-{seed}")
     if apart.random() < READING:
-        return _reading(apart, case)
-    several = {"lengths": lengths, "steps": 3, "accumulate": 2} if lengths else {}
-    varied = dataclasses.replace(case, run={**case.run, **several})
-    return varied if is_allowed(varied) else case
+        case = _reading(apart, case)
+    elif lengths:
+        several = {"lengths": lengths, "steps": 3, "accumulate": 2}
+        varied = dataclasses.replace(case, run={**case.run, **several})
+        case = varied if is_allowed(varied) else case
+    return _offloaded(random.Random(f"updates-{lowering}-{seed}"), case)
+
+
+def _offloaded(source: random.Random, case: Case) -> Case:
+    """``case``, or the same one with an optimizer whose state lies on the host."""
+    if source.random() >= OFFLOADED:
+        return case
+    chosen = {name: source.choice(values) for name, values in UPDATES.items()}
+    chosen["offload"] = source.choice(UPDATES["offload"][1:])
+    return dataclasses.replace(case, run={**case.run, **chosen, "steps": 3})
 
 
 def _reading(source: random.Random, case: Case) -> Case:

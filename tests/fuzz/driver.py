@@ -3,6 +3,7 @@ case's script carries this file with it.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,22 @@ import torch
 from torch import nn
 
 Compile = Callable[[nn.Module], Callable[..., Any]]
+Offload = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW,
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "adam": functools.partial(torch.optim.Adam, amsgrad=True),
+    "fused": functools.partial(torch.optim.AdamW, fused=True),
+    "foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "radam": torch.optim.RAdam,
+    "nadam": torch.optim.NAdam,
+    "rmsprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "adafactor": torch.optim.Adafactor,
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +41,9 @@ class Record:
     """Pairs of gradients or of outputs that share memory."""
     starts: list[dict[str, torch.Tensor]] = field(default_factory=list)
     """Parameters and buffers before every step."""
+    updates: dict[str, float] = field(default_factory=dict)
+    """By parameter: the most by which an offloaded update missed the plain optimizer's, as a part
+    of the parameter's largest entry."""
 
 
 def train(
@@ -33,17 +53,20 @@ def train(
     dtype: torch.dtype,
     compile: Compile = lambda model: model,
     starts: Sequence[Mapping[str, torch.Tensor]] | None = None,
+    offload: Offload | None = None,
 ) -> Record:
     """Train ``model`` as ``run`` says; every step starts with the values of ``starts``, if given.
 
-    So that steps are compared one by one: rounding does not grow from step to step.
+    So that steps are compared one by one: rounding does not grow from step to step. With
+    ``offload`` each update is compared with that of the plain optimizer, given the same gradients.
     """
     record = Record()
     for parameter in itertools.islice(model.parameters(), 2 if run["frozen"] else 0):
         parameter.requires_grad_(False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[run["optimizer"]]
-    optimizer = make(trained, lr=0.01)
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    optimizer = _optimizer(trained.values(), run)
+    twin = None if offload is None else _Twin(trained, run)
+    optimizer = optimizer if offload is None else offload(optimizer)
     called = compile(model)
     held: list[Any] = []
     lengths = itertools.cycle((namespace["T"], *run["lengths"]))
@@ -66,7 +89,12 @@ def train(
             del inputs, outputs, loss
         _note_gradients(seen, record.shared, model)
         record.steps.append(seen)
+        if twin is not None:
+            twin.step()
+        _clip(trained.values(), run)
         optimizer.step()
+        if twin is not None:
+            twin.compare(record.updates)
     record.steps[-1].update(
         {
             f"held {name}.{at}": output.detach().clone()
@@ -75,6 +103,52 @@ def train(
         }
     )
     return record
+
+
+def _optimizer(parameters: Iterable[torch.Tensor], run: Mapping[str, Any]) -> torch.optim.Optimizer:
+    held, number = list(parameters), run["groups"]
+    groups = [
+        {"params": held[at::number], "lr": 0.01 / (at + 1), "weight_decay": 0.1 * at}
+        for at in range(number)
+        if held[at::number]
+    ]
+    return OPTIMIZERS[run["optimizer"]](groups if number > 1 else held, lr=0.01)
+
+
+def _clip(parameters: Iterable[torch.Tensor], run: Mapping[str, Any]) -> None:
+    if run["clip"] == "norm":
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+    if run["clip"] == "value":
+        nn.utils.clip_grad_value_(parameters, 0.01)
+
+
+class _Twin:
+    """Copies of the parameters, which the plain optimizer updates by the same gradients."""
+
+    def __init__(self, trained: Mapping[str, torch.Tensor], run: Mapping[str, Any]) -> None:
+        self._run = run
+        self._trained = trained
+        self._copies = {name: each.detach().clone() for name, each in trained.items()}
+        self._optimizer = _optimizer(self._copies.values(), run)
+
+    def step(self) -> None:
+        """Clips and updates the copies, before the parameters are."""
+        for name, parameter in self._trained.items():
+            copied, gradient = self._copies[name], parameter.grad
+            copied.copy_(parameter.detach())
+            copied.grad = None if gradient is None else gradient.detach().clone()
+        _clip(self._copies.values(), self._run)
+        self._optimizer.step()
+
+    def compare(self, worst: dict[str, float]) -> None:
+        """Notes how far the parameters are from the copies; NaN beside NaN is no difference."""
+        for name, parameter in self._trained.items():
+            mine, theirs = parameter.detach().double(), self._copies[name].double()
+            is_same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+            apart = (mine - theirs).abs().masked_fill(is_same, 0.0).nan_to_num(torch.inf)
+            largest = theirs.nan_to_num(0.0, 0.0, 0.0).abs().max() if theirs.numel() else 1.0
+            off = float(apart.max() / largest) if apart.any() else 0.0
+            worst[name] = max(worst.get(name, 0.0), off)
 
 
 def _forwards(

@@ -76,6 +76,16 @@ def faults(
     return []
 
 
+def wrong_updates(updates: Mapping[str, float], dtype: str, *, are_same_kernels: bool) -> list[str]:
+    """Parameters that an offloaded update leaves otherwise than the plain optimizer does."""
+    most = 0.0 if are_same_kernels else RELATIVE[dtype]
+    return [
+        f"update of {name}: {off:.2e} of its largest entry off, {most:.0e} allowed"
+        for name, off in updates.items()
+        if not off <= most
+    ]
+
+
 def _is_no_gradient(name: str, *records: Mapping[str, torch.Tensor]) -> bool:
     """True for a gradient of zeros that one of two has: what only unused results depend on.
 

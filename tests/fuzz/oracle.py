@@ -20,11 +20,12 @@ import torch
 from torch import nn
 
 import memo_compile
-from memo_compile.driver import tile_order
+from memo_compile.driver import layer_weights, tile_order
 from memo_compile.errors import Infeasible
 from memo_compile.passes import loss_gradient
 from memo_compile.reporting import state
 from memo_compile.step.plans import Plan
+from memo_compile.training_state import sizes, update_pieces
 from tests.fuzz import driver, judge
 from tests.fuzz.case import Case
 from tests.fuzz.driver import Record
@@ -71,7 +72,8 @@ class Outcome:
 
     findings: list[Finding] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """Runs, and runs that were planned, tiled, sliced, moved, recomputed, infeasible, aside."""
+    """Runs, and runs that were planned, tiled, sliced, moved, recomputed, infeasible, aside, or
+    that had optimizer state, gradients or weights on the host."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Why memo stepped aside, and what torch itself got wrong."""
     invalid: str = ""
@@ -126,6 +128,9 @@ def _no_size_limits() -> Iterator[None]:
         mock.patch.object(loss_gradient, "MIN_BYTES", 0),
         mock.patch.object(tile_order, "HEAD_BYTES", 0),
         mock.patch.object(tile_order, "HEAD_FACTOR", 0),
+        mock.patch.object(layer_weights, "LEAST_BYTES", 0),
+        mock.patch.object(sizes, "LEAST_CHUNK_BYTES", 512),
+        mock.patch.object(update_pieces, "SLICE_ELEMENTS", 128),
     ):
         yield
 
@@ -163,19 +168,21 @@ class _Arms:
     def train_as(self, dtype: torch.dtype) -> Record:
         return self._train(copy.deepcopy(self._model).to(dtype), None)
 
-    def _train(self, model: nn.Module, compile: driver.Compile | None) -> Record:
+    def _train(self, model: nn.Module, compile: driver.Compile | None, **more: Any) -> Record:
         """A run of a copy of ``model``; the first one tells with what all others start."""
-        starts = getattr(self, "_starts", None)
-        more = {} if compile is None else {"compile": compile}
+        more["starts"] = getattr(self, "_starts", None)
+        if compile is not None:
+            more["compile"] = compile
         copied = copy.deepcopy(model)
-        return driver.train(
-            copied, self._namespace, self.case.run, self._dtype, starts=starts, **more
-        )
+        return driver.train(copied, self._namespace, self.case.run, self._dtype, **more)
 
     def compiled(self, **how: Any) -> Record:
         """A run with ``torch.compile(**how)``; raises what that raises."""
         torch._dynamo.reset()
-        return self._train(self._model, functools.partial(torch.compile, **how))
+        more, update = {}, self.case.run["offload"]
+        if update is not None and how["backend"] == "memo":
+            more["offload"] = functools.partial(memo_compile.offload, update=update)
+        return self._train(self._model, functools.partial(torch.compile, **how), **more)
 
     def faults(self, record: Record) -> list[str]:
         return judge.faults(record.steps, self.exact.steps, self.eager.steps, self.allowed)
@@ -295,6 +302,11 @@ def _judged(
         plain = arms.plain if plans else arms.torchs("inductor")
         more = {"torch_too": bool(plain), "aside": not plans}
         found.append(make(kind="wrong", where=where, detail=detail, **more))
+    are_same_kernels = arms.case.device == "cpu" or arms.case.run["offload"] == "device"
+    if wrong := judge.wrong_updates(
+        record.updates, judged_dtype(arms.case), are_same_kernels=are_same_kernels
+    ):
+        found.append(make(kind="wrong", where="update", detail="\n".join(wrong[:12])))
     if shared := sorted(record.shared - arms.eager.shared):
         where = shared[0].split()[0]
         found.append(make(kind="shared memory", where=where, detail="\n".join(shared[:12])))
@@ -343,6 +355,9 @@ def _count(outcome: Outcome, plans: tuple[Plan, ...], notes: tuple[str, ...]) ->
             ),
             "moved": any(plan.offloaded_bytes for plan in plans),
             "recomputed": any(plan.recomputed_bytes for plan in plans),
+            "state on host": any(plan.fixed.state_on_host for plan in plans),
+            "gradients on host": any(plan.fixed.gradients_on_host for plan in plans),
+            "weights on host": any(plan.fixed.parameters_on_host for plan in plans),
             "stepped aside": bool(aside),
         }
     )

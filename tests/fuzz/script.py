@@ -12,6 +12,8 @@ _MAIN = '''
 # ----- the case ---------------------------------------------------------------------------------
 import copy
 
+from memo_compile import offload
+
 RUN = {run!r}
 OPTIONS = {options!r}
 DTYPE = "{dtype}"
@@ -26,20 +28,24 @@ def main():
     torch.manual_seed({seed})
     model = Model().to(DEVICE, dtype)
 
-    def run(precise, starts, **how):
+    def run(precise, starts, offload=None, **how):
         copied = copy.deepcopy(model).to(precise)
         compile = (lambda one: torch.compile(one, **how)) if how else (lambda one: one)
         torch._dynamo.reset()
-        return train(copied, globals(), RUN, dtype, compile, starts)
+        return train(copied, globals(), RUN, dtype, compile, starts, offload)
 
     eager = run(dtype, None)
     other = run(torch.float32 if DTYPE == "float64" else torch.float64, eager.starts)
     exact, own = (eager, other) if DTYPE == "float64" else (other, eager)
     allowed = tolerances(exact.steps, own.steps, "{judged}")
     memo = dict(backend="memo", options=OPTIONS)
+    if RUN["offload"]:
+        memo["offload"] = lambda optimizer: offload(optimizer, update=RUN["offload"])
+    same = DEVICE == "cpu" or RUN["offload"] == "device"
     for name, how in (("inductor", dict(backend="inductor")), ("memo", memo)):
         ours = run(dtype, eager.starts, **how)
         wrong = faults(ours.steps, exact.steps, eager.steps, allowed)
+        wrong += wrong_updates(ours.updates, "{judged}", are_same_kernels=same)
         wrong += [f"shared memory: {{pair}}" for pair in sorted(ours.shared - eager.shared)]
         print(name, "equals eager" if not wrong else "IS WRONG:", *wrong, sep="\\n    ")
 

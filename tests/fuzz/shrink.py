@@ -15,6 +15,7 @@ from tests.fuzz.case import (
     LENGTHS,
     OPTIONS,
     RUN,
+    UPDATES,
     Case,
     Group,
     Piece,
@@ -73,7 +74,7 @@ def _plainer_runs(case: Case) -> Iterator[Case]:
     for budgets in ((), *((budget,) for budget in case.budgets)):
         if len(budgets) < len(case.budgets):
             yield replace(case, budgets=budgets)
-    for name, value in _simpler(case.run, {"lengths": LENGTHS, **RUN}):
+    for name, value in _simpler(case.run, {"lengths": LENGTHS, **RUN, **UPDATES}):
         yield replace(case, run={**case.run, name: value})
     for name, value in _simpler(case.options, OPTIONS):
         yield replace(case, options={**case.options, name: value})

@@ -11,7 +11,7 @@ import torch
 
 from memo_compile.backends import entry
 from tests.fuzz import judge, oracle
-from tests.fuzz.case import KINDS, Case, Piece, draw_case, from_dict, is_allowed
+from tests.fuzz.case import KINDS, UPDATES, Case, Piece, draw_case, from_dict, is_allowed
 from tests.fuzz.driver import Record
 from tests.fuzz.oracle import Finding, Outcome
 from tests.fuzz.script import script
@@ -51,6 +51,10 @@ def test_every_kind_and_sizes_that_collide_are_drawn():
     assert any(size.batch == size.tokens != size.heads for size in sizes)
     assert {1, 2, 3, 5} <= {size.tokens for size in sizes}
     assert {case.dtype for case in cases} == {"float32", "float64", "bfloat16"}
+    offloaded = [case.run for case in cases if case.run["offload"]]
+    assert 0.2 < len(offloaded) / len(cases) < 0.4
+    for name, values in UPDATES.items():
+        assert {case.run[name] for case in cases} >= {*values}
 
 
 def test_shrinking_keeps_what_fails_and_drops_the_rest():
@@ -123,10 +127,19 @@ def _shared(record: Record) -> Record:
     return record
 
 
+def _updated(record: Record) -> Record:
+    assert set(record.updates.values()) == {0.0}
+    return dataclasses.replace(record, updates={**record.updates, "head.weight": 1e-9})
+
+
 @pytest.mark.parametrize(
     ("spoil", "signature"),
-    [(_changed, "wrong: gradient"), (_shared, "shared memory: gradient")],
-    ids=["changed", "shared"],
+    [
+        (_changed, "wrong: gradient"),
+        (_shared, "shared memory: gradient"),
+        (_updated, "wrong: update"),
+    ],
+    ids=["changed", "shared", "updated"],
 )
 def test_a_wrong_run_is_found(monkeypatch, spoil, signature):
     compiled = oracle._Arms.compiled
@@ -135,9 +148,13 @@ def test_a_wrong_run_is_found(monkeypatch, spoil, signature):
         record = compiled(self, **how)
         return spoil(record) if how["backend"] == "memo" else record
 
-    assert oracle.run_case(tiny()).findings == []
+    case = tiny()
+    case = dataclasses.replace(case, run={**case.run, "offload": "host"})
+    outcome = oracle.run_case(case)
+    assert outcome.findings == []
+    assert outcome.counts["gradients on host"] == outcome.counts["runs"]
     monkeypatch.setattr(oracle._Arms, "compiled", spoiled)
-    (finding,) = oracle.run_case(tiny()).findings
+    (finding,) = oracle.run_case(case).findings
     assert finding.signature == signature
     assert not finding.torch_too
 
@@ -177,6 +194,7 @@ def test_a_process_that_dies_or_hangs_is_a_finding(program, kind):
 
 def test_a_case_prints_as_a_script_that_runs(tmp_path, capsys):
     case = tiny()
+    case = dataclasses.replace(case, run={**case.run, "offload": "host", "clip": "norm"})
     options = {**case.options, "debug": []}
     finding = Finding(kind="wrong", where="gradient", detail="first\nsecond", options=options)
     path = tmp_path / "case.py"
