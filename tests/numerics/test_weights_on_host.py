@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import gc
-import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,13 +26,16 @@ def model_of(num_layers: int = 4, hidden: int = 33) -> Stack:
     return Stack(hidden, num_layers)
 
 
-def trained(model: nn.Module, steps: int = 3, accumulate: int = 1, **options: object):
-    """Losses of some steps; the model is changed."""
+def trained(
+    model: nn.Module, accumulate: int = 1, update: str | None = None, **options: object
+) -> list[float]:
+    """Losses of three steps; the model is changed. ``update``: that of an offloaded optimizer."""
     hidden = model.entry.in_features
     run, optimizer = memo_compiled(model, **options), torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = optimizer if update is None else memo_compile.offload(optimizer, update=update)
     generator = torch.Generator().manual_seed(1)
     losses = []
-    for _ in range(steps):
+    for _ in range(3):
         for _ in range(accumulate):
             x = torch.randn(TOKENS, hidden, generator=generator, dtype=model.entry.weight.dtype)
             loss = run(x)
@@ -41,6 +44,29 @@ def trained(model: nn.Module, steps: int = 3, accumulate: int = 1, **options: ob
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def compared(make: Callable[[], Stack] = model_of, **options: object) -> Stack:
+    """Trains a model with its weights on the device and an equal one, returned, with them on the
+    host: losses and weights are the same."""
+    plain, ours = make(), make()
+    expected = trained(plain, **options)
+    assert trained(ours, weights="host", **options) == expected
+    assert_same(ours, plain)
+    return ours
+
+
+def each_run(
+    run: Callable[[Stack, nn.Module], None], make: Callable[[], Stack] = model_of, **options: object
+) -> tuple[Stack, Stack]:
+    """``run(model, compiled)`` with its weights on the device, and again with them on the host."""
+    models = []
+    for weights in ("device", "host"):
+        models.append(make())
+        run(models[-1], memo_compiled(models[-1], weights=weights, **options))
+    plain, ours = models
+    assert weights_there(ours)
+    return plain, ours
 
 
 def assert_same(ours: nn.Module, other: nn.Module) -> None:
@@ -59,11 +85,7 @@ def weights_there(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("schedule", ["copies-early", "copies-late"])
 def test_numbers_are_those_of_weights_on_the_device(schedule):
-    plain, ours = model_of(), model_of()
-    debug = ("poison", schedule)
-    expected = trained(plain, accumulate=2, debug=debug)
-    assert trained(ours, accumulate=2, weights="host", debug=debug) == expected
-    assert_same(ours, plain)
+    ours = compared(accumulate=2, debug=("poison", schedule))
     large = {f"layers.{layer}.{name}.weight" for layer in range(4) for name in ("up", "down")}
     assert weights_there(ours) == large
     plan = memo_compile.report().plans[-1]
@@ -142,18 +164,33 @@ def test_a_model_on_the_host_is_planned_so_without_an_option():
     assert_same(fresh, ours)
 
 
-def test_frozen_weights_with_adapters_in_bfloat16():
-    def adapted() -> Stack:
-        model = model_of(3, 64).bfloat16().requires_grad_(False)
-        for layer in model.layers:
-            layer.norm.requires_grad_(True)
-        return model
+class Adapted(nn.Module):
+    """A frozen layer, and beside it a product of two small matrices that are trained (LoRA)."""
 
-    plain, ours = adapted(), adapted()
-    expected = trained(plain)
-    assert trained(ours, weights="host", debug=("poison", "copies-late")) == expected
-    assert weights_there(ours)
-    assert_same(ours, plain)
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("update", [None, "host"])
+def test_a_frozen_base_in_bfloat16_with_adapters(update):
+    def adapted() -> Stack:
+        model = model_of(3, 64)
+        for layer in model.layers:
+            layer.up, layer.down = Adapted(layer.up), Adapted(layer.down)
+        return model.bfloat16()
+
+    ours = compared(adapted, update=update, debug=("poison", "copies-late"))
+    bases = {f"layers.{layer}.{name}.base.weight" for layer in range(3) for name in ("up", "down")}
+    assert weights_there(ours) == bases
+    fresh = dict(adapted().named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, fresh[name]) == (".base." in name)
 
 
 def test_a_weight_written_between_forward_and_backward_is_refused():
@@ -169,69 +206,69 @@ def test_a_weight_written_between_forward_and_backward_is_refused():
 
 
 def test_a_hook_may_update_a_weight_once_its_gradient_has_left():
-    def stepping(model: Stack) -> Stack:
+    def stepping() -> Stack:
         def update(parameter: nn.Parameter) -> None:
             with torch.no_grad():
                 parameter.sub_(parameter.grad, alpha=0.1)
             parameter.grad = None
 
+        model = model_of()
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(update)
         return model
 
-    plain, ours = stepping(model_of()), stepping(model_of())
-    for model, weights in ((plain, "device"), (ours, "host")):
-        run = memo_compiled(model, weights=weights, debug=("poison", "copies-late"))
+    def run(_: Stack, compiled: nn.Module) -> None:
         for seed in range(3):
             torch.manual_seed(seed)
-            run(torch.randn(TOKENS, 33)).backward()
+            compiled(torch.randn(TOKENS, 33)).backward()
+
+    plain, ours = each_run(run, stepping, debug=("poison", "copies-late"))
     assert_same(ours, plain)
 
 
 def test_a_graph_runs_backward_twice_and_without_gradients():
-    plain, ours = model_of(), model_of()
     x = torch.randn(TOKENS, 33)
-    for model, weights in ((plain, "device"), (ours, "host")):
-        run = memo_compiled(model, weights=weights)
-        loss = run(x)
+
+    def run(_: Stack, compiled: nn.Module) -> None:
+        loss = compiled(x)
         loss.backward(retain_graph=True)
         loss.backward()
         with torch.no_grad():
-            run(x)
-    pairs = itertools.zip_longest(ours.parameters(), plain.parameters())
-    assert all(torch.equal(first.grad, second.grad) for first, second in pairs)
+            compiled(x)
+
+    plain, ours = each_run(run)
+    assert_same_gradients(ours, plain)
 
 
 def test_weights_that_others_show_stay():
-    model = model_of()
-    shared = model.layers[1].up.weight
-    model.register_buffer("seen", shared.detach())
-    model.layers[2].down.weight = model.layers[3].down.weight
-    plain = copy.deepcopy(model)
-    expected = trained(plain)
-    assert trained(model, weights="host") == expected
-    assert_same(model, plain)
+    def shared() -> Stack:
+        model = model_of()
+        model.register_buffer("seen", model.layers[1].up.weight.detach())
+        model.layers[2].down.weight = model.layers[3].down.weight
+        return model
+
+    model = compared(shared)
     assert "layers.1.up.weight" not in weights_there(model)
     assert "layers.2.down.weight" in weights_there(model)
-    assert torch.equal(model.seen, shared)
+    assert torch.equal(model.seen, model.layers[1].up.weight)
 
 
 def test_weights_that_the_program_brings_back_return_to_the_host():
     """As by ``model.cpu()``, ``model.cuda()`` and by loading other parameters."""
-    plain, ours = model_of(), model_of()
     x = torch.randn(TOKENS, 33)
-    for model, weights in ((plain, "device"), (ours, "host")):
-        run = memo_compiled(model, weights=weights)
-        run(x).backward()
+
+    def run(model: Stack, compiled: nn.Module) -> None:
+        compiled(x).backward()
         there = weights_there(model)
         model.double().float()
         assert not weights_there(model)
-        run(x).backward()
+        compiled(x).backward()
         assert weights_there(model) == there
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-        run(x).backward()
+        compiled(x).backward()
         assert weights_there(model) == there
-    assert there
+
+    plain, ours = each_run(run)
     assert_same_gradients(ours, plain)
 
 
