@@ -63,13 +63,14 @@ def main() -> None:
 
 
 def watches_of(stack: contextlib.ExitStack) -> list[MemoryWatch]:
-    """Filled when a planned forward begins, until ``stack`` closes."""
+    """Filled when the first planned forward begins, until ``stack`` closes."""
     watches: list[MemoryWatch] = []
     run_forward = assemble.run_forward
 
     def watched(*args: Any) -> Any:
-        arena_of(torch.device("cpu")).release_pages()
-        watches.append(stack.enter_context(watch_memory()))
+        if not watches:
+            arena_of(torch.device("cpu")).release_pages()
+            watches.append(stack.enter_context(watch_memory()))
         return run_forward(*args)
 
     stack.enter_context(mock.patch.object(assemble, "run_forward", watched))
