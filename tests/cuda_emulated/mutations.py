@@ -2,10 +2,10 @@
 
     python -m tests.cuda_emulated mutations --mutations 50 --seed 1
 
-Each mutation leaves one to three of the runtime's calls out, told apart by the lines that lead to
-them; each alone must be seen. Seen is a race (``order``), a wrong number or an exception, in
-a scenario that makes the call. What cannot change a number is not drawn, and is printed
-with its reason.
+The runtime's, and those of updates of optimizers that are offloaded. Each mutation leaves one to
+three of these calls out, told apart by the lines that lead to them; each alone must be seen. Seen
+is a race (``order``), a wrong number or an exception, in a scenario that makes the call. What
+cannot change a number is not drawn, and is printed with its reason.
 """
 
 import argparse
@@ -16,7 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tests.cuda_emulated import kernels
-from tests.cuda_emulated.scenarios import SCENARIOS, Scenario, failure
+from tests.cuda_emulated.scenarios import Scenario, failure
+from tests.cuda_emulated.training_scenarios import SCENARIOS
 from tests.cuda_emulated.waits import Site, is_exempt, reason_of, sites_of, without
 
 MOST_AT_ONCE = 3

@@ -33,11 +33,11 @@ class Broken(Exception):
     """What a user's code raises in the middle of a step."""
 
 
-def _plan(**options: object) -> StepPlan:
+def plan_of(**options: object) -> StepPlan:
     return moving.step(**{"device": CUDA, "host_store": "pinned", **options})
 
 
-def _step(plan: StepPlan, seed: int = 0) -> Iterator[Result]:
+def step_of(plan: StepPlan, seed: int = 0) -> Iterator[Result]:
     """One whole step on the current stream."""
     x, g = moving.values(seed), moving.values(seed + 1)
     loss, handle = moving.forward(plan, x.to(CUDA))
@@ -52,32 +52,32 @@ def _own() -> Iterator[torch.cuda.ExternalStream]:
     return itertools.cycle([new_stream() for _ in range(16)])
 
 
-def _streams(number: int = 2) -> list[torch.cuda.ExternalStream]:
+def own_streams(number: int = 2) -> list[torch.cuda.ExternalStream]:
     return list(itertools.islice(_own(), number))
 
 
 def one_stream() -> Iterator[Result]:
-    plan = _plan()
+    plan = plan_of()
     for seed in range(2):
-        yield from _step(plan, seed)
+        yield from step_of(plan, seed)
 
 
 def two_streams() -> Iterator[Result]:
-    plan = _plan()
-    for stream in _streams():
+    plan = plan_of()
+    for stream in own_streams():
         with torch.cuda.stream(stream):
-            yield from _step(plan)
+            yield from step_of(plan)
 
 
 def two_streams_with_other_frames() -> Iterator[Result]:
     """The second step's frames are larger: those of the first are freed, or grow."""
-    small = _plan()
+    small = plan_of()
     larger = dataclasses.replace(
-        _plan(), arena_bytes=LARGER * small.arena_bytes, host_bytes=LARGER * small.host_bytes
+        plan_of(), arena_bytes=LARGER * small.arena_bytes, host_bytes=LARGER * small.host_bytes
     )
-    for plan, stream in zip((small, larger), _streams(), strict=True):
+    for plan, stream in zip((small, larger), own_streams(), strict=True):
         with torch.cuda.stream(stream):
-            yield from _step(plan)
+            yield from step_of(plan)
 
 
 def frames_freed_behind_the_last_step() -> Iterator[Result]:
@@ -85,17 +85,17 @@ def frames_freed_behind_the_last_step() -> Iterator[Result]:
 
     Host memory is pageable in these: the end of pinned memory would wait for the device.
     """
-    plan = _plan(host_store="shm")
+    plan = plan_of(host_store="shm")
     plan.reserve()
-    with torch.cuda.stream(_streams()[0]):
-        yield from _step(plan)
+    with torch.cuda.stream(own_streams()[0]):
+        yield from step_of(plan)
     yield from _new_memory_where_frames_were(plan)
 
 
 def host_frames_freed_behind_the_last_step() -> Iterator[Result]:
-    plan = _plan()
-    with torch.cuda.stream(_streams()[0]):
-        yield from _step(plan)
+    plan = plan_of()
+    with torch.cuda.stream(own_streams()[0]):
+        yield from step_of(plan)
     _forget(plan)
 
 
@@ -103,38 +103,39 @@ def _new_memory_where_frames_were(plan: StepPlan) -> Iterator[Result]:
     """On the current stream; it is written at once."""
     _forget(plan)
     for _ in range(LARGER):
-        yield _new_memory(plan)
+        yield new_memory(plan.arena_bytes)
 
 
-def _new_memory(plan: StepPlan) -> Result:
-    made = torch.full((plan.arena_bytes,), 3, dtype=torch.uint8, device=CUDA)
+def new_memory(size_bytes: int) -> Result:
+    """What torch's allocator gives is written at once."""
+    made = torch.full((size_bytes,), 3, dtype=torch.uint8, device=CUDA)
     return made, torch.tensor(3)
 
 
 def reserved_on_another_stream_and_freed() -> Iterator[Result]:
-    plan = _plan(poison=True, host_store="shm")
+    plan = plan_of(poison=True, host_store="shm")
     plan.reserve()
-    with torch.cuda.stream(_streams()[0]):
+    with torch.cuda.stream(own_streams()[0]):
         plan.reserve()
     yield from _new_memory_where_frames_were(plan)
 
 
 def a_step_then_a_reserve_that_poisons() -> Iterator[Result]:
-    first, second = _streams()
+    first, second = own_streams()
     with torch.cuda.stream(first):
-        yield from _step(_plan())
+        yield from step_of(plan_of())
     with torch.cuda.stream(second):
-        _plan(poison=True, host_store="shm").reserve()
+        plan_of(poison=True, host_store="shm").reserve()
 
 
 def _whole(**options: object) -> None:
-    list(_step(_plan(**options)))
+    list(step_of(plan_of(**options)))
 
 
 def _dropped(**options: object) -> None:
     """A forward that nobody goes on with; its copy is still to be waited for."""
     forward = (moving.DOUBLE, moving.START_OFFLOAD, moving.SHIFT)
-    moving.forward(_plan(forward=forward, **options), moving.values(3).to(CUDA))
+    moving.forward(plan_of(forward=forward, **options), moving.values(3).to(CUDA))
 
 
 def _broken(**options: object) -> None:
@@ -148,11 +149,11 @@ def _broken(**options: object) -> None:
         moving.with_run(call, breaks) if call is moving.SHIFT else call for call in moving.FORWARD
     )
     with contextlib.suppress(Broken):
-        moving.forward(_plan(forward=forward, **options), moving.values(3).to(CUDA))
+        moving.forward(plan_of(forward=forward, **options), moving.values(3).to(CUDA))
 
 
 def _reserved(**options: object) -> None:
-    _plan(poison=True, **options).reserve()
+    plan_of(poison=True, **options).reserve()
 
 
 ENDS = (_whole, _dropped, _broken, _reserved)
@@ -162,11 +163,11 @@ ENDS = (_whole, _dropped, _broken, _reserved)
 def frames_shared_after_each_end() -> Iterator[Result]:
     """The next step works on the same frame, and has a host frame of another kind."""
     for end in ENDS:
-        first, second = _streams()
+        first, second = own_streams()
         with torch.cuda.stream(first):
             end()
         with torch.cuda.stream(second):
-            yield from _step(_plan(host_store="shm"))
+            yield from step_of(plan_of(host_store="shm"))
         torch.cuda.synchronize()
         _forget()
 
@@ -174,14 +175,14 @@ def frames_shared_after_each_end() -> Iterator[Result]:
 def host_frames_shared_after_each_end() -> Iterator[Result]:
     """The next step has a frame of its own, because another step holds the last one's."""
     for end in ENDS:
-        first, second, third = _streams(3)
+        first, second, third = own_streams(3)
         with torch.cuda.stream(first):
             end()
         with torch.cuda.stream(third):
-            kept = _plan(forward=(moving.DOUBLE, moving.SHIFT, moving.TOTAL), host_bytes=0)
+            kept = plan_of(forward=(moving.DOUBLE, moving.SHIFT, moving.TOTAL), host_bytes=0)
             held = moving.forward(kept, moving.values(3).to(CUDA))
         with torch.cuda.stream(second):
-            yield from _step(_plan())
+            yield from step_of(plan_of())
         del held
         torch.cuda.synchronize()
         _forget()
@@ -189,34 +190,34 @@ def host_frames_shared_after_each_end() -> Iterator[Result]:
 
 def the_same_stream_after_each_end() -> Iterator[Result]:
     for end in ENDS:
-        with torch.cuda.stream(_streams()[0]):
+        with torch.cuda.stream(own_streams()[0]):
             end()
-            yield from _step(_plan())
+            yield from step_of(plan_of())
 
 
 def new_memory_after_each_end() -> Iterator[Result]:
     """Frames were made on the default stream, which makes new memory where they were."""
     for end in ENDS:
-        plan = _plan(host_store="shm")
+        plan = plan_of(host_store="shm")
         plan.reserve()
-        with torch.cuda.stream(_streams()[0]):
+        with torch.cuda.stream(own_streams()[0]):
             end(host_store="shm")
         _forget()
         yield from _new_memory_where_frames_were(plan)
 
 
 def an_early_exception() -> Iterator[Result]:
-    first, second = _streams()
+    first, second = own_streams()
     with torch.cuda.stream(first):
         _broken(schedule="early")
     with torch.cuda.stream(second):
-        yield from _step(_plan(schedule="early"))
+        yield from step_of(plan_of(schedule="early"))
 
 
 def a_graph_that_is_retained() -> Iterator[Result]:
-    plan = _plan()
+    plan = plan_of()
     x, g = moving.values(0), moving.values(1)
-    with torch.cuda.stream(_streams()[0]):
+    with torch.cuda.stream(own_streams()[0]):
         _, handle = moving.forward(plan, x.to(CUDA))
         for keep in (True, False):
             found = moving.backward(plan, handle, g.to(CUDA), keep_graph=keep)
@@ -237,9 +238,9 @@ def a_graph_that_is_retained_and_breaks() -> Iterator[Result]:
         moving.with_run(call, breaks_once) if call is moving.TIMES_B else call
         for call in moving.BACKWARD
     )
-    plan = _plan(backward=backward)
+    plan = plan_of(backward=backward)
     x, g = moving.values(0), moving.values(1)
-    with torch.cuda.stream(_streams()[0]):
+    with torch.cuda.stream(own_streams()[0]):
         _, handle = moving.forward(plan, x.to(CUDA))
         with contextlib.suppress(Broken):
             moving.backward(plan, handle, g.to(CUDA), keep_graph=True)
@@ -248,9 +249,9 @@ def a_graph_that_is_retained_and_breaks() -> Iterator[Result]:
 
 def beyond_the_planned_steps() -> Iterator[Result]:
     """The second forward before a backward gets frames in ordinary memory, which go at its end."""
-    plan = _plan()
+    plan = plan_of()
     held = []
-    for seed, stream in enumerate(_streams()):
+    for seed, stream in enumerate(own_streams()):
         with torch.cuda.stream(stream):
             x, g = moving.values(seed), moving.values(seed + 5)
             _, handle = moving.forward(plan, x.to(CUDA))
@@ -258,10 +259,7 @@ def beyond_the_planned_steps() -> Iterator[Result]:
     for stream, handle, g, wanted in reversed(held):
         with torch.cuda.stream(stream):
             yield moving.backward(plan, handle, g.to(CUDA)), wanted
-            yield (
-                torch.full((plan.arena_bytes,), 3, dtype=torch.uint8, device=CUDA),
-                torch.tensor(3),
-            )
+            yield new_memory(plan.arena_bytes)
 
 
 def early() -> Iterator[Result]:
@@ -285,17 +283,17 @@ def stalls_measured() -> Iterator[Result]:
 
 
 def _on_streams(**options: object) -> Iterator[Result]:
-    plan = _plan(**options)
-    for stream in _streams():
+    plan = plan_of(**options)
+    for stream in own_streams():
         with torch.cuda.stream(stream):
-            yield from _step(plan)
+            yield from step_of(plan)
 
 
 def two_live_steps() -> Iterator[Result]:
     """Two forwards, each with its own frames, then their backwards, the first one first."""
-    plan = _plan(max_inflight=2)
+    plan = plan_of(max_inflight=2)
     held = []
-    for seed, stream in enumerate(_streams()):
+    for seed, stream in enumerate(own_streams()):
         with torch.cuda.stream(stream):
             x, g = moving.values(seed), moving.values(seed + 5)
             _, handle = moving.forward(plan, x.to(CUDA))
@@ -305,7 +303,7 @@ def two_live_steps() -> Iterator[Result]:
             yield moving.backward(plan, handle, g.to(CUDA)), wanted
 
 
-SCENARIOS: tuple[Scenario, ...] = (
+STEPS: tuple[Scenario, ...] = (
     one_stream,
     two_streams,
     two_streams_with_other_frames,
@@ -361,5 +359,5 @@ def _forget(plan: StepPlan | None = None) -> None:
     arena = arena_of(CUDA)
     keys = {key for slab in arena._slabs for key in slab._tables}
     keys |= {key for store in arena.host.stores for key in store.plans}
-    for key in keys if plan is None else {plan.key}:
+    for key in keys or {0} if plan is None else {plan.key}:  # also slabs that no plan has used
         arena.forget(key)

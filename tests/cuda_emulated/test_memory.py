@@ -9,6 +9,7 @@ import memo_compile
 from memo_compile.lowering.cublas import LT_KIB, workspaces_bytes
 from tests import models
 from tests.cuda_emulated.device_calls import counts, pinned_bytes
+from tests.cuda_emulated.training_scenarios import small_chunks
 
 POLICIES = ("auto", "save", "full-recompute", "full-offload", "memo", "greedy")
 BUILDERS = (models.llama, models.gpt2, models.t5, models.qwen3_moe)
@@ -17,9 +18,9 @@ MOST_APART = 0.005
 
 
 class Training:
-    """A model on the device, in bfloat16, and steps of it."""
+    """A model on the device, in bfloat16, and steps of it, with ``update`` of its optimizer."""
 
-    def __init__(self, builder, **options) -> None:
+    def __init__(self, builder, update=None, **options) -> None:
         torch._dynamo.reset()
         gc.collect()  # plans of earlier models hold frames
         torch.manual_seed(0)
@@ -29,6 +30,10 @@ class Training:
         self.model, inputs, self.loss = builder(seq=64)
         self.model.to("cuda", torch.bfloat16)
         self.inputs = {key: value.cuda() for key, value in inputs.items()}
+        self.optimizer = None
+        if update is not None:
+            adamw = torch.optim.AdamW(self.model.parameters())
+            self.optimizer = memo_compile.offload(adamw, update=update)
         # Kernels compute nothing here, so that no tile is believed.
         fixed = {"strict": True, "optimizer_state_bytes_per_parameter": 0, "token_tiles": 1}
         self.planned = torch.compile(self.model, backend="memo", options=fixed | options)
@@ -39,6 +44,8 @@ class Training:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         self.loss(self.planned, **self.inputs).backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - self.foreign_bytes
 
@@ -85,6 +92,25 @@ def require_as_planned(builder, lowering, policy):
     assert abs(peak - planned) <= MOST_APART * planned, (policy, peak, planned)
     assert (copies > 0) == (plan.offloaded_bytes > 0), policy  # each holds up the host
     assert pinned_bytes() >= plan.host_bytes, policy
+
+
+@pytest.mark.parametrize(
+    ("update", "weights"), [("device", "device"), ("host", "device"), ("host", "host")]
+)
+def test_training_state_takes_the_memory_that_was_planned(update, weights):
+    """Gradients, the update and what it borrows are a part of the step."""
+    with small_chunks():
+        training = Training(models.llama, update, lowering="aten", weights=weights)
+        before = pinned_bytes()
+        peaks = [training.step() for _ in range(3)]
+        parameters_bytes = sum(each.nbytes for each in training.model.parameters())
+        assert pinned_bytes() - before >= 2 * parameters_bytes
+    (plan,) = memo_compile.report().plans[-1:]
+    assert plan.check.ok
+    assert plan.fixed.state_on_host == 2 * parameters_bytes
+    assert (plan.fixed.parameters_on_host > 0) == (weights == "host")
+    planned = plan.peak_bytes - plan.fixed.libraries
+    assert abs(max(peaks[1:]) - planned) <= MOST_APART * planned, (peaks, planned, plan.fixed)
 
 
 def test_cublas_keeps_what_is_counted_for_it(workspaces):

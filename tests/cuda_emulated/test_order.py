@@ -5,7 +5,8 @@ import pytest
 from tests.cuda_emulated import kernels
 from tests.cuda_emulated.device_calls import run_at_once
 from tests.cuda_emulated.mutations import all_sites, is_seen
-from tests.cuda_emulated.scenarios import SCENARIOS, failure
+from tests.cuda_emulated.scenarios import failure
+from tests.cuda_emulated.training_scenarios import SCENARIOS
 from tests.cuda_emulated.waits import FOUND, is_exempt
 
 SEEDS = range(3)

@@ -1,4 +1,7 @@
-"""Every wait, event, ``record_stream`` and order of a lane in the runtime; and without some."""
+"""Every wait, event, ``record_stream`` and order of a lane; and the runtime without some.
+
+What is meant by the runtime is ``memo_runtime``, and the updates of ``memo_compile.offload``.
+"""
 
 import contextlib
 import fnmatch
@@ -13,9 +16,10 @@ import memo_runtime
 import torch
 from memo_runtime.copies import CopyEngine, Ticket, _CudaLanes
 
+from memo_compile import training_state
 from tests.cuda_emulated.device_calls import new_stream
 
-ROOT = str(Path(memo_runtime.__file__).parent)
+ROOTS = {str(Path(package.__file__).parent) for package in (memo_runtime, training_state)}
 FOUND = (
     (torch.cuda.Stream, "wait_event"),
     (torch.cuda.Stream, "record_event"),
@@ -24,6 +28,7 @@ FOUND = (
     (torch.cuda, "synchronize"),
     (torch.Tensor, "record_stream"),
     (CopyEngine, "wait"),
+    (CopyEngine, "wait_on_host"),
     (CopyEngine, "settle"),
     (_CudaLanes, "start"),
 )
@@ -38,7 +43,7 @@ def _site(name: str) -> Site:
     lines, frame = [name], sys._getframe(2)
     while frame is not None:
         path, _, file = frame.f_code.co_filename.rpartition("/")
-        if path == ROOT:
+        if path in ROOTS:
             function = f"{file.removesuffix('.py')}.{frame.f_code.co_name}"
             lines.append(f"{function}:{frame.f_lineno}")
         frame = frame.f_back
@@ -111,6 +116,7 @@ _KNOWN = "EARLY: the order of the frames knows the stream that computes"
 _RELEASED = "copies.settle < copies.settle < leases.settle < leases._end < leases.release"
 _SETTLED = "the host has waited for all copies of the step, and nothing else uses a host frame"
 _WAITED = "at the end of a whole backward its plan has waited for all copies"
+_HOST_WAITS = "the host waits for the copy's end besides"
 EXEMPT = {
     "Stream.record_event < copies.copy_now < *": _OWN,
     "Stream.wait_event < copies.finish < copies.begin < *": _OWN,
@@ -119,6 +125,9 @@ EXEMPT = {
     f"Stream.record_event < stream_order.end < host_store.release < {_END} < run_step.*": _SETTLED,
     "Stream.wait_event < stream_order.begin < host_store.acquire < leases.lease_frame"
     " < run_step._planned_lease < run_step.reserve": "it does nothing with the host frame",
+    "CopyEngine.wait < copies.wait_on_host < *": _HOST_WAITS,
+    "Stream.wait_event < copies.finish < copies.wait < copies.wait_on_host < *": _HOST_WAITS,
+    "CopyEngine.wait < gradient_homes.take < *": _HOST_WAITS,
     f"CopyEngine.settle < leases.settle < {_BACKWARD}": _WAITED,
     f"CopyEngine.settle < leases.settle < leases._end < leases.release < {_BACKWARD}": _WAITED,
 }
