@@ -236,8 +236,8 @@ class _Replay:
         borrowed = self.problem.fixed.update
         if not borrowed:
             return
-        if not self.plan.releases_pages:  # it lies in the arena, which stays
-            borrowed = max(borrowed, self.plan.arena_bytes)
+        if not self.plan.releases_pages:  # it lies beside the arena, which stays
+            borrowed += self.plan.arena_bytes
         need = self.constant_bytes + borrowed + self.outside_bytes
         if need > self.plan.peak_bytes:
             self._complain(f"the update needs {need} B, the peak says {self.plan.peak_bytes}")

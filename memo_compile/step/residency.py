@@ -121,19 +121,26 @@ def _with_slack(problem: Problem, step_peak: int, arena_bytes: int) -> int:
 
 
 def _update_bytes(problem: Problem, arena_bytes: int, ordinary: "OrdinaryMemory") -> int:
-    """What there is while the optimizer updates, of the step's own: gradients, what it borrows."""
+    """What there is while the optimizer updates, of the step's own: gradients, what it borrows.
+
+    An arena whose pages stay comes on top: state that the first update makes, and what every update
+    makes meanwhile, lie beside it.
+    """
     if not problem.fixed.update:
         return 0
-    arena = problem.fixed.update
-    if not problem.releases_pages:
-        arena = max(arena, arena_bytes)
-    return arena + sum(ordinary.after[-1:])
+    stays = 0 if problem.releases_pages else arena_bytes
+    return stays + problem.fixed.update + sum(ordinary.after[-1:])
 
 
 def idle_after_step_bytes(problem: Problem, plan: Plan) -> int:
-    """What the optimizer may borrow of the arena when the backward has ended, within the peak."""
-    slack = heap_slack(plan.peak_bytes - step_constant_bytes(problem))
-    rest = plan.peak_bytes - step_constant_bytes(problem) - (slack if problem.releases_pages else 0)
+    """What the optimizer may borrow of the arena when the backward has ended, within the peak.
+
+    0 where its pages stay, so that updates are as small as they can be.
+    """
+    if not problem.releases_pages:
+        return 0
+    step_bytes = plan.peak_bytes - step_constant_bytes(problem)
+    rest = step_bytes - heap_slack(step_bytes)
     return max(0, min(plan.arena_bytes, rest - sum(ordinary_bytes(problem).after[-1:])))
 
 

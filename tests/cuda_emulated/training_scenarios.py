@@ -41,7 +41,7 @@ MICROBATCHES = 5
 
 
 @contextlib.contextmanager
-def small_chunks() -> Iterator[None]:
+def small_chunks(least_bytes: int = CHUNK_BYTES) -> Iterator[None]:
     """Updates in several chunks. The optimizer is tried on the CPU, whose kernels all compute."""
 
     def on_cpu(
@@ -50,7 +50,7 @@ def small_chunks() -> Iterator[None]:
         return traits_of(optimizer, group, dtype, torch.device("cpu"))
 
     with (
-        mock.patch.object(sizes, "LEAST_CHUNK_BYTES", CHUNK_BYTES),
+        mock.patch.object(sizes, "LEAST_CHUNK_BYTES", least_bytes),
         mock.patch.object(offloaded_optimizer, "traits_of", on_cpu),
     ):
         yield
