@@ -89,7 +89,7 @@ def frames_freed_behind_the_last_step() -> Iterator[Result]:
     plan.reserve()
     with torch.cuda.stream(own_streams()[0]):
         yield from step_of(plan)
-    yield from _new_memory_where_frames_were(plan)
+    yield from new_memory_where_frames_were(plan)
 
 
 def host_frames_freed_behind_the_last_step() -> Iterator[Result]:
@@ -99,7 +99,7 @@ def host_frames_freed_behind_the_last_step() -> Iterator[Result]:
     _forget(plan)
 
 
-def _new_memory_where_frames_were(plan: StepPlan) -> Iterator[Result]:
+def new_memory_where_frames_were(plan: StepPlan) -> Iterator[Result]:
     """On the current stream; it is written at once."""
     _forget(plan)
     for _ in range(LARGER):
@@ -117,7 +117,7 @@ def reserved_on_another_stream_and_freed() -> Iterator[Result]:
     plan.reserve()
     with torch.cuda.stream(own_streams()[0]):
         plan.reserve()
-    yield from _new_memory_where_frames_were(plan)
+    yield from new_memory_where_frames_were(plan)
 
 
 def a_step_then_a_reserve_that_poisons() -> Iterator[Result]:
@@ -203,7 +203,7 @@ def new_memory_after_each_end() -> Iterator[Result]:
         with torch.cuda.stream(own_streams()[0]):
             end(host_store="shm")
         _forget()
-        yield from _new_memory_where_frames_were(plan)
+        yield from new_memory_where_frames_were(plan)
 
 
 def an_early_exception() -> Iterator[Result]:

@@ -5,8 +5,8 @@ halves of them, so that every kernel of an update gives the same.
 """
 
 import contextlib
+import dataclasses
 import functools
-import gc
 from collections.abc import Iterator
 from typing import Any, NoReturn
 from unittest import mock
@@ -23,11 +23,13 @@ from memo_compile.training_state import offloaded_optimizer, sizes, update
 from memo_compile.training_state.traits import StateTraits, traits_of
 from tests.cuda_emulated.scenarios import (
     CUDA,
+    LARGER,
     STEPS,
     Broken,
     Result,
     Scenario,
     new_memory,
+    new_memory_where_frames_were,
     own_streams,
     plan_of,
     step_of,
@@ -150,24 +152,32 @@ def updates_between_steps_of_another_stream() -> Iterator[Result]:
             del training
 
 
-def _breaks(*_: object) -> NoReturn:
-    raise Broken
+def frames_freed_behind_an_update() -> Iterator[Result]:
+    """The frame is of the default stream, where new memory may lie where it was."""
+    plan = plan_of(host_store="shm")
+    plan = dataclasses.replace(plan, arena_bytes=LARGER * plan.arena_bytes)
+    plan.reserve()
+    with small_chunks(), torch.cuda.stream(*own_streams(1)):
+        training = Training("device")
+        for _ in range(2):
+            training.backward()
+            training.step()
+    yield from new_memory_where_frames_were(plan)
 
 
 def _broken_update(where: str) -> Iterator[Result]:
-    """The optimizer raises while the next chunk is on its way; all its memory is used again."""
+    """The optimizer raises while the next chunk is on its way; a step and a checkpoint follow."""
     with small_chunks(), torch.cuda.stream(*own_streams(1)):
         training = Training(where)
         training.backward()
         training.step()
         training.backward()
-        with mock.patch.object(update, "run_update", _breaks), contextlib.suppress(Broken):
+        breaks = mock.patch.object(update, "run_update", side_effect=[None, Broken])
+        with breaks, contextlib.suppress(Broken):
             training.step()
         yield from step_of(plan_of())
-        del training
-        gc.collect()
-        for number in ELEMENTS * 2:
-            yield new_memory(4 * number)
+        for parameter in training.parameters:
+            yield parameter.detach().fill_(3), torch.tensor(3)
 
 
 def an_update_on_the_device_that_breaks() -> Iterator[Result]:
@@ -281,6 +291,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     updates_on_the_device_of_weights_on_the_host,
     updates_on_the_host_of_weights_there,
     updates_between_steps_of_another_stream,
+    frames_freed_behind_an_update,
     an_update_on_the_device_that_breaks,
     an_update_on_the_host_that_breaks,
     a_gradient_whose_copy_is_interrupted,

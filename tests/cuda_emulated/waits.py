@@ -44,7 +44,9 @@ def _site(name: str) -> Site:
     while frame is not None:
         path, _, file = frame.f_code.co_filename.rpartition("/")
         if path in ROOTS:
-            function = f"{file.removesuffix('.py')}.{frame.f_code.co_name}"
+            code = frame.f_code
+            name = code.co_qualname if code.co_name == "execute" else code.co_name
+            function = f"{file.removesuffix('.py')}.{name}"
             lines.append(f"{function}:{frame.f_lineno}")
         frame = frame.f_back
     return tuple(lines)
@@ -117,6 +119,10 @@ _RELEASED = "copies.settle < copies.settle < leases.settle < leases._end < lease
 _SETTLED = "the host has waited for all copies of the step, and nothing else uses a host frame"
 _WAITED = "at the end of a whole backward its plan has waited for all copies"
 _HOST_WAITS = "the host waits for the copy's end besides"
+_STREAM_WAITS = "the stream waits besides, and what uses these bytes next is behind it"
+_HOST_WAITED = "the host has waited for the stream that computes when the update began"
+_NO_ORDER = "each copy of an update, and of a weight, is waited for before its bytes are used again"
+_STARTED = "copies._start < copies.begin"
 EXEMPT = {
     "Stream.record_event < copies.copy_now < *": _OWN,
     "Stream.wait_event < copies.finish < copies.begin < *": _OWN,
@@ -125,6 +131,12 @@ EXEMPT = {
     f"Stream.record_event < stream_order.end < host_store.release < {_END} < run_step.*": _SETTLED,
     "Stream.wait_event < stream_order.begin < host_store.acquire < leases.lease_frame"
     " < run_step._planned_lease < run_step.reserve": "it does nothing with the host frame",
+    f"Stream.record_event < stream_order.end < host_store.release < {_END} < leases.drop": _SETTLED,
+    f"_CudaLanes.start < {_STARTED} < update._begin < *": _NO_ORDER,
+    f"_CudaLanes.start < {_STARTED} < leases.issue < instructions.issue"
+    " < instructions.StartReload.execute < run_step._execute < run_step.run_forward": _NO_ORDER,
+    f"Stream.*_event < copies.start < {_STARTED} < update._begin < host_update.*": _HOST_WAITED,
+    "Event.synchronize < copies.wait_on_host < host_update._wait < update._finish < *": _STREAM_WAITS,
     "CopyEngine.wait < copies.wait_on_host < *": _HOST_WAITS,
     "Stream.wait_event < copies.finish < copies.wait < copies.wait_on_host < *": _HOST_WAITS,
     "CopyEngine.wait < gradient_homes.take < *": _HOST_WAITS,

@@ -33,10 +33,9 @@ SHRINK_ATTEMPTS = 60
 MAX_SHRUNK = 20
 """Failures of one run that are made smaller; a run with more has bugs that hide each other."""
 
-COLUMNS = (
-    *("planned", "tiled", "sliced", "moved", "recomputed", "infeasible", "stepped aside"),
-    *("state on host", "gradients on host", "weights on host"),
-)
+COLUMNS = ("planned", "tiled", "sliced", "moved", "recomputed", "infeasible", "stepped aside")
+ON_HOST = ("state on host", "gradients on host", "weights on host")
+"""Counted, but not in the table."""
 
 
 class Tally:
@@ -75,7 +74,7 @@ class Tally:
             "first_seed": self.seed,
             "seconds": round(seconds),
             "models": self.num_models,
-            **{name: self.counts[name] for name in ("runs", *COLUMNS)},
+            **{name: self.counts[name] for name in ("runs", *COLUMNS, *ON_HOST)},
             "refused_by_eager_torch": self.num_invalid,
             "stepped_aside_because": dict(self.reasons.most_common()),
             "plain_inductor_wrong": dict(self.torch_wrong),

@@ -167,7 +167,7 @@ def test_a_model_on_the_host_is_planned_so_without_an_option():
 class Adapted(nn.Module):
     """A frozen layer, and beside it a product of two small matrices that are trained (LoRA)."""
 
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
         self.down = nn.Linear(base.in_features, rank, bias=False)
