@@ -119,7 +119,7 @@ _RELEASED = "copies.settle < copies.settle < leases.settle < leases._end < lease
 _SETTLED = "the host has waited for all copies of the step, and nothing else uses a host frame"
 _WAITED = "at the end of a whole backward its plan has waited for all copies"
 _HOST_WAITS = "the host waits for the copy's end besides"
-_STREAM_WAITS = "the stream waits besides, and what uses these bytes next is behind it"
+_STREAM = "the stream waits besides, and what uses these bytes next is behind it"
 _HOST_WAITED = "the host has waited for the stream that computes when the update began"
 _NO_ORDER = "each copy of an update, and of a weight, is waited for before its bytes are used again"
 _STARTED = "copies._start < copies.begin"
@@ -136,7 +136,7 @@ EXEMPT = {
     f"_CudaLanes.start < {_STARTED} < leases.issue < instructions.issue"
     " < instructions.StartReload.execute < run_step._execute < run_step.run_forward": _NO_ORDER,
     f"Stream.*_event < copies.start < {_STARTED} < update._begin < host_update.*": _HOST_WAITED,
-    "Event.synchronize < copies.wait_on_host < host_update._wait < update._finish < *": _STREAM_WAITS,
+    "Event.synchronize < copies.wait_on_host < host_update._wait < update._finish < *": _STREAM,
     "CopyEngine.wait < copies.wait_on_host < *": _HOST_WAITS,
     "Stream.wait_event < copies.finish < copies.wait < copies.wait_on_host < *": _HOST_WAITS,
     "CopyEngine.wait < gradient_homes.take < *": _HOST_WAITS,
