@@ -37,7 +37,7 @@ from memo_compile.driver.around import has_fsdp_modules
 from memo_compile.driver.assemble import Assembly
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.left_whole import REPORT, is_bug, refused
-from memo_compile.driver.owners import telling
+from memo_compile.driver.owners import with_owners
 from memo_compile.driver.pipeline import assemble
 from memo_compile.driver.probe import TilingProbes
 from memo_compile.driver.stages import CapturedStep, CutStep, PlanRequest
@@ -281,7 +281,7 @@ def plan_graph(
     )
     job_rank().agree(step, config.ranks_timeout_s)
     state.add_plan(planned.assembly.reported)
-    return telling(Retiled(gm, plan, planned) if retiles else planned.run, example_inputs)
+    return with_owners(Retiled(gm, plan, planned) if retiles else planned.run, example_inputs)
 
 
 def _planned(

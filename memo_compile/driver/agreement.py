@@ -190,9 +190,7 @@ class JobRank:
         """Publishes why this rank will run no planned step of the graph ``key``.
 
         Raises RanksDisagree: this rank would step aside to plain Inductor, which may order
-        collectives otherwise, while another rank runs its plan. (It may, where all had agreed on
-        those collectives before.) A rank that planned the graph in an earlier attempt may be about
-        to refuse it now: for that it has ``timeout_s`` seconds.
+        collectives otherwise, while another runs its plan; ``timeout_s`` as of ``_rank_with_plan``.
         """
         if self.num_ranks < 2:
             return
@@ -302,7 +300,7 @@ class JobRank:
                 return
             for rank, (order, record) in missing.items():
                 self._require_not_refused(step, rank, record, is_late=is_late)
-                if order in self.record.orders:
+                if order in self.record.orders:  # else a rank that this one waits for waits for it
                     self._require_equal_order(step, order, rank, record, is_late=is_late)
             if is_late:
                 raise RanksDisagree(
@@ -351,10 +349,10 @@ class JobRank:
         refusal, attempt = record.refused.get(step.key), self.attempts.get(step.key, 0)
         if refusal is None or (refusal.attempt < attempt and not is_late):
             return
-        what = f"in place of {step.name} ({self.record.orders[0].first}): {refusal.why}"
+        instead_of = f"in place of {step.name} ({self.record.orders[0].first}): {refusal.why}"
         if refusal.steps_aside:
-            raise RankSteppedAside(f"rank {rank} runs plain Inductor {what}")
-        raise RanksDisagree(f"rank {rank} raised {what}")
+            raise RankSteppedAside(f"rank {rank} runs plain Inductor {instead_of}")
+        raise RanksDisagree(f"rank {rank} raised {instead_of}")
 
     def _require_equal_order(
         self, step: RankStep, order: GroupOrder, rank: int, record: RankRecord, *, is_late: bool
@@ -369,19 +367,20 @@ class JobRank:
             if other.group_name != order.group_name or other.key in self.record.begins:
                 continue
             pairs = enumerate(itertools.zip_longest(order.collectives, other.collectives), start=1)
-            number, mine, there = next(
+            number, text_here, text_there = next(
                 (number, _text(ours), _text(theirs))
                 for number, (ours, theirs) in pairs
                 if ours is None or theirs is None or ours.what != theirs.what
             )
             raise RanksDisagree(
-                f"{step.name}: collective {number} among ranks {list(order.ranks)} is {mine} on "
-                f"rank {self.rank} and {there} on rank {rank}; all of them must compile the same "
-                "model, in the same order of graphs, with the same shapes and options"
+                f"{step.name}: collective {number} among ranks {list(order.ranks)} is {text_here} "
+                f"on rank {self.rank} and {text_there} on rank {rank}; all of them must compile "
+                "the same model, in the same order of graphs, with the same shapes and options"
             )
 
 
 _Missing = dict[int, tuple[GroupOrder, RankRecord]]
+"""Rank -> the order that it should begin and does not, and what it publishes."""
 
 _job_ranks: weakref.WeakKeyDictionary[Any, JobRank] = weakref.WeakKeyDictionary()
 """Process group of the whole job -> this rank; gone after ``destroy_process_group``."""

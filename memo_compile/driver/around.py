@@ -22,42 +22,42 @@ from memo_compile.torch_private.distributed import ShardedParameter, sharded_par
 
 
 def parameters_around(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """The other parameters of the largest module that has all of ``parameters``.
+    """Returns the other parameters of the largest module that has all of ``parameters``.
 
     Nothing leads from a block to the model around it, so that all modules of the process are looked
     at: that takes a tenth of a second or two, once for each plan of a group.
     """
-    own = {id(parameter) for parameter in parameters}
+    ids = {id(parameter) for parameter in parameters}
     largest: list[nn.Parameter] = []
-    for _, others in _modules():
-        if len(others) > len(largest) and own <= {id(parameter) for parameter in others}:
-            largest = others
-    return [parameter for parameter in largest if id(parameter) not in own]
+    for _, of_module in _modules():
+        if len(of_module) > len(largest) and ids <= {id(parameter) for parameter in of_module}:
+            largest = of_module
+    return [parameter for parameter in largest if id(parameter) not in ids]
 
 
 def compiled_alike(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters of each block of a model that is compiled like the one with ``parameters``.
+    """Returns the parameters of each block that is compiled like the one with ``parameters``.
 
     Those are modules of one class that are compiled one by one, with parameters of the same shapes.
     """
-    own = {id(parameter) for parameter in parameters}
-    around = [found for found in _modules() if own and own <= {id(each) for each in found[1]}]
-    blocks = [found for found in around if dynamo.is_compiled_alone(found[0])]
+    ids = {id(parameter) for parameter in parameters}
+    around = [pair for pair in _modules() if ids and ids <= {id(each) for each in pair[1]}]
+    blocks = [pair for pair in around if dynamo.is_compiled_alone(pair[0])]
     if not blocks:
         return []
-    block, of_block = min(blocks, key=lambda found: len(found[1]))
-    model, _ = max(around, key=lambda found: len(found[1]))
-    alike = (each for each in model.modules() if type(each) is type(block))
-    compiled = [list(each.parameters()) for each in alike if dynamo.is_compiled_alone(each)]
-    shapes = [parameter.shape for parameter in of_block]
-    return [found for found in compiled if [each.shape for each in found] == shapes]
+    block, block_parameters = min(blocks, key=lambda pair: len(pair[1]))
+    model, _ = max(around, key=lambda pair: len(pair[1]))
+    alike = (module for module in model.modules() if type(module) is type(block))
+    compiled = [list(module.parameters()) for module in alike if dynamo.is_compiled_alone(module)]
+    shapes = [parameter.shape for parameter in block_parameters]
+    return [of_module for of_module in compiled if [each.shape for each in of_module] == shapes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedBytes:
     """What ``fully_shard()`` holds of a model on this rank."""
 
-    own: int
+    held: int
     """This rank's shards of all parameters, and parameters that are not sharded."""
     trained: int
     """Those of them that get gradients."""
@@ -66,69 +66,71 @@ class ShardedBytes:
 
 
 def sharded_around(parameters: Sequence[nn.Parameter]) -> ShardedBytes | None:
-    """The sharded model that gathers ``parameters``; None: they are of no such model.
+    """Measures the sharded model that gathers ``parameters``; None: they are of no such model.
 
     Only some of them need to be gathered now.
     """
     if not has_fsdp_modules():
         return None
-    own = {id(parameter) for parameter in parameters}
-    found = [model for model in _modules() if own & {id(parameter) for parameter in model[1]}]
-    if not found:
+    ids = {id(parameter) for parameter in parameters}
+    around = [pair for pair in _modules() if ids & {id(parameter) for parameter in pair[1]}]
+    if not around:
         return None
-    model, all_of_them = max(found, key=lambda each: len(each[1]))
-    parts = [part for part in model.modules() if _is_sharded(part)]
+    model, all_parameters = max(around, key=lambda pair: len(pair[1]))
     sharded: dict[int, ShardedParameter] = {}
-    """A parameter that ``fully_shard()`` manages, its shard or as it is gathered."""
-    for each in itertools.chain.from_iterable(map(sharded_parameters, parts)):
+    """Id of a shard, or of the parameter as it is gathered -> the sharded parameter."""
+    for each in itertools.chain.from_iterable(
+        sharded_parameters(module) for module in model.modules() if _is_sharded(module)
+    ):
         sharded |= {id(form): each for form in (each.shard, each.gathered) if form is not None}
-    if sharded.keys().isdisjoint(map(id, all_of_them)):
+    if sharded.keys().isdisjoint(map(id, all_parameters)):
         return None
 
-    def held(parameter: nn.Parameter) -> int:
-        known = sharded.get(id(parameter))
-        return local_bytes(parameter if known is None else known.shard)
+    def held_bytes(parameter: nn.Parameter) -> int:
+        entry = sharded.get(id(parameter))
+        return local_bytes(parameter if entry is None else entry.shard)
 
-    def gathered(some: Sequence[nn.Parameter]) -> int:
-        return sum(sharded[id(each)].gathered_bytes for each in some if id(each) in sharded)
+    def gathered_bytes(several: Sequence[nn.Parameter]) -> int:
+        return sum(sharded[id(each)].gathered_bytes for each in several if id(each) in sharded)
 
     return ShardedBytes(
-        own=sum(map(held, all_of_them)),
-        trained=sum(held(each) for each in all_of_them if each.requires_grad),
-        gathered=max(0, gathered(all_of_them) - gathered(parameters)),
+        held=sum(map(held_bytes, all_parameters)),
+        trained=sum(held_bytes(each) for each in all_parameters if each.requires_grad),
+        gathered=max(0, gathered_bytes(all_parameters) - gathered_bytes(parameters)),
     )
 
 
 def fixed_beside(
-    found: Sequence[nn.Parameter], config: MemoConfig, gathered: int | None = None
+    parameters: Sequence[nn.Parameter], config: MemoConfig, gathered: int | None = None
 ) -> FixedBytes:
     """Bytes that the members of a group and the model around them hold beside the group's frame.
 
-    ``found`` are the members' parameters. Gradients of others count from the beginning on, since a
-    group does not see when they are made. Of a sharded model ``gathered`` bytes of ``found`` were
-    there at once; None: all of them may be. Inputs, buffers and libraries are not among them.
+    ``parameters`` are the members'. Gradients of others count from the beginning on: a group does
+    not see when they are made. Of a sharded model ``gathered`` bytes of ``parameters`` were there
+    at once; None: all may be. Inputs, buffers and libraries are not counted.
     """
-    own = [each for each in apart(found) if each.requires_grad]
-    own_bytes = sum(map(local_bytes, staying(own)))
-    sharded = sharded_around(found)
-    parameters = apart([*found, *parameters_around(found)])
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    held_bytes = sum(map(local_bytes, parameters))
+    of_members = apart(parameters)
+    new_bytes = sum(map(local_bytes, staying([each for each in of_members if each.requires_grad])))
+    sharded = sharded_around(parameters)
+    of_model = apart([*parameters, *parameters_around(parameters)])
+    trained = [parameter for parameter in of_model if parameter.requires_grad]
+    held_bytes = sum(map(local_bytes, of_model))
     trained_bytes = sum(map(local_bytes, staying(trained)))
-    if sharded is not None:
-        most = sum(map(local_bytes, apart(found)))
-        held_bytes = sharded.own + sharded.gathered + (most if gathered is None else gathered)
-        trained_bytes = sharded.trained
     state = OptimizerState.of(trained, local_bytes)
-    if sharded is not None and trained:
-        count = trained_bytes // trained[0].element_size()
-        assumed_bytes = OPTIMIZER_TENSORS * trained_bytes
-        state = replace(state, assumed_bytes=assumed_bytes, num_on_device=count)
+    if sharded is not None:  # what its modules show changes as parameters are gathered and freed
+        all_gathered = sum(map(local_bytes, of_members))
+        held_bytes = sharded.held + sharded.gathered
+        held_bytes += all_gathered if gathered is None else gathered
+        trained_bytes = sharded.trained
+        if trained:
+            count = trained_bytes // trained[0].element_size()
+            assumed_bytes = OPTIMIZER_TENSORS * trained_bytes
+            state = replace(state, assumed_bytes=assumed_bytes, num_on_device=count)
     return FixedBytes(
         parameters=held_bytes,
-        gradients=trained_bytes + (0 if sharded is None else own_bytes),
+        gradients=trained_bytes + (0 if sharded is None else new_bytes),
         optimizer_state=state.device_bytes(config.optimizer_state_bytes_per_parameter),
-        new_gradients=own_bytes,
+        new_gradients=new_bytes,
         state_on_host=state.host_bytes,
         gradients_on_host=state.gradients_on_host,
         update=state.update_bytes,
@@ -152,7 +154,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _modules() -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """All modules of the process, and their parameters.
+    """Yields all modules of the process, each with its parameters.
 
     No list of all objects outlives the one call that makes it, which runs no Python code: while a
     list holds a tuple that another thread is just making from a generator, Python raises
@@ -160,10 +162,10 @@ def _modules() -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """
     classes = frozenset(_with_subclasses(nn.Module))
     objects = itertools.chain.from_iterable(map(operator.call, (gc.get_objects,)))
-    there = set(filter(classes.__contains__, map(type, objects)))
-    for found in gc.get_referrers(*there):
-        if type(found) in there:
-            yield found, list(found.parameters())
+    used_classes = set(filter(classes.__contains__, map(type, objects)))
+    for referrer in gc.get_referrers(*used_classes):
+        if type(referrer) in used_classes:
+            yield referrer, list(referrer.parameters())
 
 
 def _with_subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
@@ -178,5 +180,5 @@ def local_bytes(tensor: torch.Tensor) -> int:
 
 
 def apart(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """One for each storage: tied weights count once."""
-    return list({own.untyped_storage()._cdata: own for own in parameters}.values())
+    """Returns one of ``parameters`` for each storage: tied weights count once."""
+    return list({each.untyped_storage()._cdata: each for each in parameters}.values())

@@ -205,7 +205,7 @@ class Assembly:
         )
         try:
             with dynamo.nothing_else_compiles():
-                planned = plan_step(self.lowered, config, request, self.known)
+                planned = plan_step(self.known, config, request)
         except Infeasible:
             self.unplanned_request = request
             raise
@@ -324,11 +324,12 @@ class Assembly:
         if heap is None or budget is None or self._said_unplanned_memory:
             return
         fixed = self.plan.fixed  # what may exist before the step, and may be made beside it
-        beyond = heap.beyond_bytes - (fixed.gradients - fixed.new_gradients) - fixed.earlier_outputs
-        seen_bytes = self.plan.peak_bytes + max(0, beyond - COUNTED_LATE_BYTES)
+        before_step = (fixed.gradients - fixed.new_gradients) + fixed.earlier_outputs
+        unplanned = heap.beyond_bytes - before_step
+        seen_bytes = self.plan.peak_bytes + max(0, unplanned - COUNTED_LATE_BYTES)
         if seen_bytes > budget * (1 + TOLERANCE):
             self._said_unplanned_memory = True
-            state.warn_once(taken_beyond(beyond, self._failed_warmups))
+            state.warn_once(taken_beyond(unplanned, self._failed_warmups))
 
     def _require_room_beside_others(self) -> None:
         """Raises Infeasible if a forward beyond the planned frames does not fit beside them."""
@@ -367,22 +368,23 @@ class Assembly:
             step_results = held_bytes(problem, self.lowered.cut.forward.results)
             planned_results += problem.live_steps * step_results
             counted_args = []
-        held = max(0, self._results.turn(counted_args) - planned_results)
+        held = max(0, self._results.begin_backward(counted_args) - planned_results)
         if is_part:
             return
-        second = plan.fixed.new_gradients if ran_before(self.step, args) else 0
+        second_gradients = plan.fixed.new_gradients if ran_before(self.step, args) else 0
         staying = 0
         if self._leaving and (stays or is_captured()):
             problem = self._problem_with(self._existing_bytes, ())
             staying = max(0, self._peak_with(self._existing_bytes, ()) - plan.peak_bytes)
         copied = retained_peak_bytes(problem, plan) - plan.peak_bytes if keep_graph else 0
-        peak, budget = plan.peak_bytes + held + second + staying + copied, plan.budget_bytes
+        peak = plan.peak_bytes + held + second_gradients + staying + copied
+        budget = plan.budget_bytes
         if budget is not None and peak > budget:
             message = no_room(
                 peak,
                 budget,
                 held=held,
-                second_gradients=second,
+                second_gradients=second_gradients,
                 staying=staying,
                 copied=copied,
                 keeps_outputs=problem.keeps_outputs,
@@ -464,9 +466,10 @@ class Assembly:
         """Returns the last request, with less memory granted than what was refused."""
         if isinstance(refused, ArenaError):
             step_bytes = self.plan.peak_bytes - step_constant_bytes(self.problem)
-            granted = self.request.granted_step_bytes
-            least = step_bytes if granted is None else min(granted, step_bytes)
-            return replace(self.request, granted_step_bytes=least - self.plan.arena_bytes // 4)
+            if self.request.granted_step_bytes is not None:
+                step_bytes = min(self.request.granted_step_bytes, step_bytes)
+            granted = step_bytes - self.plan.arena_bytes // 4
+            return replace(self.request, granted_step_bytes=granted)
         host_bytes = self.problem.host_bytes
         granted = min(self.request.granted_host_bytes or host_bytes, host_bytes) * 3 // 4
         return replace(self.request, granted_host_bytes=granted)
@@ -487,41 +490,42 @@ class Assembly:
     def _count_earlier_tensors(self, leaves: Sequence[Any], *, is_early: bool) -> None:
         """Counts gradients and results of earlier steps that exist beside those of this step.
 
-        At compile time there are none, and nobody knows whether the user will keep them. A step
-        that no longer fits its budget is replanned. Raises Infeasible: no plan fits.
+        At compile time there are none, and nobody knows whether the user keeps them. A step that
+        no longer fits its budget is replanned. ``leaves`` are the inputs in front of all gates;
+        ``is_early``: their gradients may leave early. Raises Infeasible: no plan fits.
         """
-        existing, is_alone = gradient_bytes(leaves), self.step.live == 0
+        existing_bytes, is_alone = gradient_bytes(leaves), self.step.live == 0
         leaving = self.gradients.leaving(leaves) if is_early else ()
-        if is_alone and not existing and set(leaving) - set(self.request.leaving):
+        if is_alone and not existing_bytes and set(leaving) - set(self.request.leaving):
             self._plan_with_leaving(leaving)
-        earlier = lasting = 0  # bytes of earlier results; those that this forward's do not replace
+        held_bytes = lasting_bytes = 0  # earlier results; those that this forward's do not replace
         if is_alone and self.plan.budget_bytes is not None:
-            earlier, lasting = self._results.begin()
-            without = self._planned_without_earlier
-            if not lasting and self.plan.fixed.earlier_outputs and without is not None:
-                self._rebind(without)
+            held_bytes, lasting_bytes = self._results.begin()
+            smaller_plan = self._planned_without_earlier
+            if not lasting_bytes and self.plan.fixed.earlier_outputs and smaller_plan is not None:
+                self._rebind(smaller_plan)
         plan = self.plan
         fixed = replace(
             plan.fixed,
-            gradients=max(plan.fixed.gradients, gradients_at_once(self.problem, existing)),
-            earlier_outputs=max(plan.fixed.earlier_outputs, lasting),
+            gradients=max(plan.fixed.gradients, gradients_at_once(self.problem, existing_bytes)),
+            earlier_outputs=max(plan.fixed.earlier_outputs, lasting_bytes),
         )
-        new_earlier = fixed.earlier_outputs - plan.fixed.earlier_outputs
-        peak = max(plan.peak_bytes, self._peak_with(existing, leaving) + new_earlier)
+        more_bytes = fixed.earlier_outputs - plan.fixed.earlier_outputs
+        peak = max(plan.peak_bytes, self._peak_with(existing_bytes, leaving) + more_bytes)
         if is_alone and plan.budget_bytes is not None and peak > plan.budget_bytes:
-            may_be_replaced = earlier <= self.problem.rebound_bytes
-            self._plan_with(existing, leaving, lasting, may_be_replaced=may_be_replaced)
+            may_be_replaced = held_bytes <= self.problem.rebound_bytes
+            self._plan_with(existing_bytes, leaving, lasting_bytes, may_be_replaced=may_be_replaced)
         elif peak > plan.peak_bytes or fixed != plan.fixed:
             self.plan = replace(plan, fixed=fixed, peak_bytes=peak)
             self._report()
-        self._existing_bytes, self._leaving = existing, leaving
+        self._existing_bytes, self._leaving = existing_bytes, leaving
         if self.step.heap is not None and is_alone:
-            replaced = max(0, earlier - self.plan.fixed.earlier_outputs)
+            replaced = max(0, held_bytes - self.plan.fixed.earlier_outputs)
             self.step.heap.replaced_bytes = min(replaced, self.problem.rebound_bytes)
 
     def _plan_with_leaving(self, leaving: tuple[int, ...]) -> None:
         """Replans a step that moves something, once hooks were seen to use gradients up."""
-        if self.plan.budget_bytes is None or self.plan.timeline is None:
+        if self.plan.budget_bytes is None or self.plan.timeline is None:  # it moves nothing
             return
         with contextlib.suppress(Infeasible):  # where it was planned for kept gradients too
             self._rebind(self._replan(leaving=leaving))
@@ -620,10 +624,11 @@ class Assembly:
         self._rebind(self._replan(replace(self.request, outside_loss=True)))
 
     def _bind_replanned(self, planned: PlannedStep) -> None:
-        old = self.step
+        """Binds ``planned`` for later steps, and frees the frames of the plan before."""
+        old_step = self.step
         config = self.request.applied_to(self.config)
         self._use(planned, bind_step(planned, self.lowered.cut, config))
-        arena_of(old.device).forget(old.key)  # a backward still to come allocates them again
+        arena_of(old_step.device).forget(old_step.key)  # a backward to come allocates them again
         self._report()
 
     def _count(self, counted: StepCounters) -> None:

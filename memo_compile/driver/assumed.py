@@ -18,7 +18,7 @@ from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlanRequest
 from memo_compile.errors import Infeasible, without_frames
 from memo_compile.step.joint_step import JointStep, num_user_results
-from memo_compile.step.problem import FixedBytes, Half
+from memo_compile.step.problem import Half
 from memo_compile.units import format_enough
 
 IN_ALL = (
@@ -39,94 +39,27 @@ class BlockInfeasible(Infeasible):
         self.of_all = of_all
 
 
-def fixed_of(
-    lowered: LoweredStep,
-    config: MemoConfig,
-    parameters: Sequence[torch.nn.Parameter],
-    num_members: int,
-    gathered: int | None = None,
-) -> FixedBytes:
-    """Returns what all members of a group hold beside the frame, without the group's inputs."""
-    single = lowered.cut.facts.fixed_bytes(0)
-    fixed = fixed_beside(parameters, config, gathered)
-    libraries = lowered.problem.fixed.libraries
-    return replace(fixed, buffers=num_members * single.buffers, libraries=libraries)
-
-
 def assumed_of(
     lowered: LoweredStep,
     config: MemoConfig,
     parameters: Sequence[Sequence[torch.nn.Parameter]],
     args: Sequence[Any],
 ) -> JointStep:
-    """Returns the joint step of blocks with ``parameters``; the first is called with ``args``."""
-    all_parameters = [parameter for member in parameters for parameter in member]
-    fixed = fixed_of(lowered, config, all_parameters, len(parameters))
-    fixed = replace(fixed, inputs=lowered.cut.facts.fixed_bytes(0).inputs)
-    forward, backward = lowered.problem.halves
-    num_tangents = len(lowered.problem.tangents)
-    return assumed_joint(forward, backward, args, fixed, len(parameters), num_tangents)
-
-
-def of_block(
-    error: Infeasible, lowered: LoweredStep, config: MemoConfig, known: StepKnowledge
-) -> Infeasible:
-    """Returns ``error``, or a BlockInfeasible if it refuses one of several blocks compiled alike.
-
-    Not for a block that FSDP2 shards: only a step shows how much it gathers at once.
-    """
-    args = lowered.cut.facts.inputs()
-    given = _parameters(args)
-    alike = compiled_alike(given)
-    if error.floor_bytes is None or len(alike) < 2 or sharded_around(given) is not None:
-        return error
-    joint = assumed_of(lowered, config, alike, args)
-    alone = without_frames(error)
-    return BlockInfeasible(alone, lambda: _of_all(alone, joint, lowered, config, known))
-
-
-def is_part_of_sharded(lowered: LoweredStep) -> bool:
-    """True for a part of a model that ``fully_shard()`` shards."""
-    given = _parameters(lowered.cut.facts.inputs())
-    return bool(given) and sharded_around(given) is not None and bool(parameters_around(given))
-
-
-def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
-    return [value for value in args if isinstance(value, torch.nn.Parameter)]
-
-
-def _of_all(
-    error: Infeasible,
-    joint: JointStep,
-    lowered: LoweredStep,
-    config: MemoConfig,
-    known: StepKnowledge,
-) -> Infeasible:
-    """The refusal of the joint step of all; ``error``, of one block, where its floor is higher."""
-    try:
-        plan_step(lowered, config.at_any_speed(), PlanRequest(joint=joint), known)
-    except Infeasible as of_all:
-        if (of_all.floor_bytes or 0) > (error.floor_bytes or 0):
-            alone = format_enough(error.floor_bytes or 0)
-            text = f"{of_all}. {IN_ALL.format(joint.num_members, alone)}"
-            return Infeasible(text, floor_bytes=of_all.floor_bytes)
-    return error
-
-
-def assumed_joint(
-    forward: Half,
-    backward: Half,
-    args: Sequence[Any],
-    fixed: FixedBytes,
-    num_members: int,
-    num_tangents: int,
-) -> JointStep:
     """Returns the joint step of a chain of blocks: each reads what the block before has made.
 
-    A result is freed when the next block has run, and so is the gradient of an input. The first
-    step is watched; where it runs otherwise it is planned again.
+    A result is freed when the next block has run, and so is the gradient of an input. Each block
+    has its entry of ``parameters``; the first is called with ``args``. The first step is watched;
+    where it runs otherwise it is planned again.
     """
-    last = 2 * num_members - 1
+    of_block, num_members = lowered.cut.facts.fixed_bytes(0), len(parameters)
+    fixed = replace(
+        fixed_beside([parameter for member in parameters for parameter in member], config),
+        buffers=num_members * of_block.buffers,
+        libraries=lowered.problem.fixed.libraries,
+        inputs=of_block.inputs,
+    )
+    forward, backward = lowered.problem.halves
+    last = 2 * num_members - 1  # index of the last half: F0 F1 .. Fn-1 Bn-1 .. B0
     gone = [
         (half, position, half + 1)
         for half in range(num_members)
@@ -137,8 +70,54 @@ def assumed_joint(
         for half in range(num_members, last)
         for position in _gradients_of_inputs(args, backward)
     ]
+    num_tangents = len(lowered.problem.tangents)
     passed = [(half, at) for half in range(num_members + 1, last + 1) for at in range(num_tangents)]
     return JointStep(graphs=(0,) * num_members, fixed=fixed, gone=tuple(gone), passed=tuple(passed))
+
+
+def explained_for_block(
+    error: Infeasible, config: MemoConfig, knowledge: StepKnowledge
+) -> Infeasible:
+    """Returns ``error``, or a BlockInfeasible if it refuses one of several blocks compiled alike.
+
+    Not for a block that FSDP2 shards: only a step shows how much it gathers at once.
+    """
+    args = knowledge.lowered.cut.facts.inputs()
+    parameters = _parameters(args)
+    alike = compiled_alike(parameters)
+    if error.floor_bytes is None or len(alike) < 2 or sharded_around(parameters) is not None:
+        return error
+    joint = assumed_of(knowledge.lowered, config, alike, args)
+    alone = without_frames(error)
+    return BlockInfeasible(alone, lambda: _refusal_of_all(alone, joint, config, knowledge))
+
+
+def is_part_of_sharded(lowered: LoweredStep) -> bool:
+    """True for a part of a model that ``fully_shard()`` shards."""
+    parameters = _parameters(lowered.cut.facts.inputs())
+    is_sharded = bool(parameters) and sharded_around(parameters) is not None
+    return is_sharded and bool(parameters_around(parameters))
+
+
+def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
+    return [value for value in args if isinstance(value, torch.nn.Parameter)]
+
+
+def _refusal_of_all(
+    error: Infeasible, joint: JointStep, config: MemoConfig, knowledge: StepKnowledge
+) -> Infeasible:
+    """Returns the refusal of the ``joint`` step of all blocks, or ``error``, which refuses one.
+
+    Whichever has the higher floor; ``error`` also where the joint step fits.
+    """
+    try:
+        plan_step(knowledge, config.at_any_speed(), PlanRequest(joint=joint))
+    except Infeasible as joint_error:
+        if (joint_error.floor_bytes or 0) > (error.floor_bytes or 0):
+            alone = format_enough(error.floor_bytes or 0)
+            text = f"{joint_error}. {IN_ALL.format(joint.num_members, alone)}"
+            return Infeasible(text, floor_bytes=joint_error.floor_bytes)
+    return error
 
 
 def _gradients_of_inputs(args: Sequence[Any], backward: Half) -> Iterator[int]:

@@ -42,7 +42,7 @@ class MemorySampler:
     _stop: threading.Event | None = None
 
     def begin(self) -> int:
-        """Look from now on; returns the bytes that are there now."""
+        """Looks from now on; returns the bytes that are there now."""
         self.end()
         self.most_bytes = now = self.read()
         stop = self._stop = threading.Event()
@@ -50,7 +50,7 @@ class MemorySampler:
         return now
 
     def end(self) -> int:
-        """The most bytes that were seen; nobody looks any more."""
+        """Stops looking; returns the most bytes that were seen."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
@@ -58,7 +58,7 @@ class MemorySampler:
         return self.most_bytes
 
     def read(self) -> int:
-        """The bytes that are there now."""
+        """Returns the bytes that are there now."""
         before = self._apart_bytes()
         for _ in range(MAX_READS):  # another rank may be sending into them
             now, after = anonymous_bytes(), self._apart_bytes()
@@ -68,11 +68,11 @@ class MemorySampler:
         return now - after
 
     def _apart_bytes(self) -> int:
-        return sum(resident_bytes(own.data_ptr(), own.nbytes()) for own in self.apart)
+        return sum(resident_bytes(part.data_ptr(), part.nbytes()) for part in self.apart)
 
 
 def _look(sampler: "weakref.ref[MemorySampler]", stop: threading.Event) -> None:
-    """Look at memory until someone stops it, or nobody is there who wants to know."""
+    """Samples memory until ``stop`` is set, or ``sampler`` is gone."""
     began = time.monotonic()
     pause = SAMPLE_S
     while not stop.wait(pause):
@@ -97,16 +97,19 @@ class Between:
     """What was measured between the halves of a step so far."""
 
     sampler: MemorySampler = field(default_factory=MemorySampler)
-    found: dict[int, TakenBetween] = field(default_factory=dict)
+    taken: dict[int, TakenBetween] = field(default_factory=dict)
     """By the index of the half that followed."""
     _after: int | None = None
+    """Bytes that were there when the last half had ended; None: the next one has begun."""
     _num_frames: int = 0
     _freed_bytes: int = 0
+    """The arguments of ``begin``."""
 
     def begin(self, num_frames: int, freed_bytes: int) -> None:
-        """A half has ended, which freed ``freed_bytes`` of what the user's code had taken.
+        """Looks at memory from now on: a half has ended.
 
-        ``num_frames`` live steps have memory of their own.
+        It freed ``freed_bytes`` of what the user's code had taken; ``num_frames`` live steps have
+        memory of their own.
         """
         trim_heap()
         self._num_frames, self._freed_bytes = num_frames, freed_bytes
@@ -118,21 +121,23 @@ class Between:
         return self._after is not None
 
     def end(self, half: int, freed_bytes: int, num_frames: int, gathered_bytes: int = 0) -> None:
-        """``half`` begins. Of what halves had made ``freed_bytes`` are gone since ``begin``.
+        """Notes what was taken before ``half``, which begins now.
 
-        ``gathered_bytes`` more of parameters are there, which the plan counts all the time. Where a
-        live step's frame went as well nobody knows how much of it was in memory: then no less is
-        there than before.
+        Of what halves had made ``freed_bytes`` are gone since ``begin``, and ``gathered_bytes`` of
+        parameters have come, which the plan counts all the time. Where a live step's frame went as
+        well nobody knows how much of it was in memory: then no less is there than before.
         """
-        after, self._after = self._after, None
-        if after is None:
+        after_bytes, self._after = self._after, None
+        if after_bytes is None:
             return
-        most = self.sampler.end() - max(0, gathered_bytes)
+        most_bytes = self.sampler.end() - max(0, gathered_bytes)
         trim_heap()
-        left = self.sampler.read() - after + freed_bytes - gathered_bytes
+        left_bytes = self.sampler.read() - after_bytes + freed_bytes - gathered_bytes
         if num_frames != self._num_frames:
-            left = max(0, left)
-        self.found[half] = TakenBetween(max(0, most - after), left - self._freed_bytes)
+            left_bytes = max(0, left_bytes)
+        self.taken[half] = TakenBetween(
+            max(0, most_bytes - after_bytes), left_bytes - self._freed_bytes
+        )
 
     def stop(self) -> None:
         """Nothing more is looked at."""
@@ -140,21 +145,21 @@ class Between:
         self._after = None
 
     def interludes(self, made: Mapping[int, int], given: Mapping[int, int]) -> Iterator[Interlude]:
-        """What was measured, in whole units, and gradients that were made.
+        """Yields what was measured, in whole units, and gradients that were made.
 
         ``made``: half -> bytes of gradients of other modules that are there from then on.
         ``given``: half -> bytes that are there when it begins and that the plan counts in it.
         """
-        level = counted = gradients = 0
-        for half in sorted({*self.found, *made}):
-            before, stays = level - gradients, 0
+        held = gradients = counted = 0  # so far: measured; gradients in it; of the rest, yielded
+        for half in sorted({*self.taken, *made}):
+            held_before, stays = held - gradients, 0
             gradients += made.get(half, 0)
             most = 0
-            if half in self.found:
-                measured = self.found[half]
-                most = _in_units(before + measured.most_bytes - counted)
-                level = max(0, level + measured.left_bytes)
-                stays = _in_units(level - gradients - given.get(half, 0)) - counted
+            if half in self.taken:
+                measured = self.taken[half]
+                most = _in_units(held_before + measured.most_bytes - counted)
+                held = max(0, held + measured.left_bytes)
+                stays = _in_units(held - gradients - given.get(half, 0)) - counted
                 counted += stays
             left = made.get(half, 0) + stays
             most = max(most, left)
@@ -163,6 +168,6 @@ class Between:
 
 
 def _in_units(num_bytes: int) -> int:
-    """What is counted of ``num_bytes`` that were measured."""
+    """Returns what is counted of ``num_bytes`` that were measured."""
     whole = -(-num_bytes // MEASURED_BYTES) * MEASURED_BYTES
     return whole if num_bytes >= IGNORED_BYTES else 0

@@ -175,6 +175,7 @@ class Binder:
         return [self._buffer_views(call) for call in self.problem.calls]
 
     def _buffer_views(self, call: StepCall) -> list[FrameView]:
+        """Returns a view for each buffer; one that lies in another value is a part of its view."""
         if call.kind is CallKind.RELOAD:
             return [_view(*self.places[call.outputs[0]])]
         if call.kind in (CallKind.OFFLOAD, CallKind.WAIT):
@@ -190,7 +191,7 @@ class Binder:
                 views.append(_view(self.plan.offsets[f"{call.name}/{buffer.name}"], spec))
             elif target.value in self.places:
                 views.append(_view(self.places[target.value][0] + target.offset_bytes, spec))
-            else:
+            else:  # the value lies in ordinary memory
                 views.append(replace(_view(0, spec), in_frame=False))
         return views
 
@@ -213,7 +214,7 @@ class Binder:
         read: list[str] = []
         for _, call in self.calls_of(number):
             if call.kind is not CallKind.WAIT:
-                read += [*call.inputs, *(target.value for target in call.into)]
+                read += call.touched
             provided.update(call.outputs)
         read += [value for value in half.results if value is not None]
         return tuple(value for value in dict.fromkeys(read) if value not in provided)
@@ -230,13 +231,13 @@ class _Half:
         self.leased = binder.leased.get(half.member, ())
         self.results = dict.fromkeys(value for value in half.results if value is not None)
         self.kept = {*self.results, *(self.leased if half.phase is Phase.FORWARD else ())}
+        """Values that outlive the half, whatever reads them last."""
         names = [*half.constants, *half.arguments, *self.leased]
         self.last: dict[str, int] = {}
         """Value -> the last call that reads it or writes into it."""
         for index, call in self.calls:
-            used = [*call.inputs, *(target.value for target in call.into)]
-            names += [*used, *call.outputs]
-            self.last.update(dict.fromkeys(used, index))
+            names += [*call.touched, *call.outputs]
+            self.last.update(dict.fromkeys(call.touched, index))
         names += [half.handle, *self.results]
         self.registers = {value: number for number, value in enumerate(dict.fromkeys(names))}
 
@@ -252,11 +253,11 @@ class _Half:
         return RunHalf(
             num_registers=len(self.registers),
             constants=tuple((self.registers[key], constants[key]) for key in half.constants),
-            arguments=self._at(half.arguments),
+            arguments=self._registers_of(half.arguments),
             calls=(*shown, *(self._instruction(index, call) for index, call in self.calls)),
             owners=(*(half.member for _ in shown), *(call.member for _, call in self.calls)),
             results=tuple(None if v is None else self.registers[v] for v in half.results),
-            leased=self._at(self.leased),
+            leased=self._registers_of(self.leased),
             checked=self._checked() if is_forward else (),
             read_later=self._read_later() if is_forward else (),
             visible=self._visible() if is_forward else (),
@@ -289,13 +290,13 @@ class _Half:
             return {}
         forward, _ = self.problem.halves
         checked = dict.fromkeys(binder.sources.get(value, value) for value in self.leased)
-        given = (value for value in half.arguments if value != half.handle)
+        gradients = (value for value in half.arguments if value != half.handle)
         return {
             "ready": tuple(self._num_calls_to(index) for index in ready),
             "read_until": self._until(forward.arguments),
             "guarded": tuple(
                 (self.registers[value], until)
-                for value in given
+                for value in gradients
                 if (until := self._num_calls_to(binder.last_uses.get(value, -1)))
             ),
             "checked_until": self._until(v for v in checked if v in forward.arguments),
@@ -316,19 +317,19 @@ class _Half:
             value
             for _, call in self.calls
             if call.kind in RUNS
-            for value in (*call.inputs, *(target.value for target in call.into))
+            for value in call.touched
             if self.binder.reloaded_in.get(value, self.number) != self.number
         )
         calls = enumerate(self.problem.calls)
-        reloads = {call.outputs[0]: at for at, call in calls if call.kind is CallKind.RELOAD}
-        return tuple(self._show(reloads[value], value) for value in read)
-
-    def _show(self, index: int, value: str) -> ShowReloaded:
-        return ShowReloaded(
-            table=index,
-            output=self.registers[value],
-            offload=self._offload_of(self.problem.calls[index]),
-            frame_offset_bytes=self.binder.places[value][0],
+        reload_at = {call.outputs[0]: at for at, call in calls if call.kind is CallKind.RELOAD}
+        return tuple(
+            ShowReloaded(
+                table=reload_at[value],
+                output=self.registers[value],
+                offload=self._offload_of(self.problem.calls[reload_at[value]]),
+                frame_offset_bytes=self.binder.places[value][0],
+            )
+            for value in read
         )
 
     def _offload_of(self, reload: StepCall) -> int | None:
@@ -336,24 +337,24 @@ class _Half:
         offload = self.binder.offload_of.get(reload.name)
         return None if offload is None else self.binder.numbers[offload]
 
-    def _at(self, values: Iterable[str]) -> tuple[int, ...]:
+    def _registers_of(self, values: Iterable[str]) -> tuple[int, ...]:
         return tuple(self.registers[value] for value in values)
 
     def _checked(self) -> tuple[int, ...]:
         """Returns the registers of the step's inputs that the lease keeps, whole or as a view."""
         sources = self.binder.sources
         kept = dict.fromkeys(sources.get(value, value) for value in self.leased)
-        return self._at(value for value in kept if value in self.half.arguments)
+        return self._registers_of(value for value in kept if value in self.half.arguments)
 
     def _read_later(self) -> tuple[int, ...]:
         """Returns the registers of the step's inputs that its backward is given as well."""
-        given = {
+        of_backward = {
             value
             for half in self.problem.halves
             if half.phase is Phase.BACKWARD and half.member == self.half.member
             for value in half.arguments
         }
-        return self._at(value for value in self.half.arguments if value in given)
+        return self._registers_of(value for value in self.half.arguments if value in of_backward)
 
     def _visible(self) -> tuple[int, ...]:
         """Returns the registers of leased values that lie in the memory of the user's results."""
@@ -364,19 +365,19 @@ class _Half:
             if output.storage is Storage.EXTERNAL
         }
         sources = self.binder.sources
-        return self._at(v for v in self.leased if sources.get(v, v) in external)
+        return self._registers_of(v for v in self.leased if sources.get(v, v) in external)
 
     def _instruction(self, index: int, call: StepCall) -> Instruction:
         """Returns ``call`` as an instruction of the runtime."""
         numbers, dying = self.binder.numbers, self.binder.dying.get(index, [])
         if call.kind is CallKind.OFFLOAD:
             value = call.inputs[0]
-            return StartOffload(copy=self._range(call, value), input=self.registers[value])
+            return StartOffload(copy=self._copy_range(call, value), input=self.registers[value])
         if call.kind is CallKind.RELOAD:
             value = call.outputs[0]
             is_for_member = call.member == self.half.member
             return StartReload(
-                copy=self._range(call, value),
+                copy=self._copy_range(call, value),
                 table=index,
                 output=self.registers[value] if is_for_member else None,
                 offload=self._offload_of(call),
@@ -406,10 +407,11 @@ class _Half:
             return 0
         if following >= self.binder.half_starts[self.number + 1]:
             return 0
-        before, most, after = (held[following] for held in self.binder.ordinary)
-        return max(0, most - max(before, after))
+        before, highest, after = (held[following] for held in self.binder.ordinary)
+        return max(0, highest - max(before, after))
 
-    def _range(self, call: StepCall, value: str) -> CopyRange:
+    def _copy_range(self, call: StepCall, value: str) -> CopyRange:
+        """Returns which bytes of ``value``, whose buffer is in the frame, ``call`` copies where."""
         assert call.copy is not None, f"{call.name} copies nothing"
         return CopyRange(
             number=self.binder.numbers[call.name],
@@ -420,6 +422,7 @@ class _Half:
         )
 
     def _issue(self, index: int, call: StepCall) -> IssueCollective:
+        """Returns the instruction that begins the collective of ``call``."""
         lowered = self.binder.planned.lowered[call.region]
         (output,), (layout,) = lowered.profile.outputs, lowered.profile.output_layouts
         assert lowered.collective is not None, f"{call.name} begins nothing"
@@ -444,6 +447,7 @@ class _Half:
     def _wait_for_ranks(
         self, index: int, call: StepCall, dying: list[tuple[int, int, int]]
     ) -> WaitCollective:
+        """Returns the instruction that waits for a collective; ``dying``: ``_dying_inputs``."""
         assert call.waits_for is not None, f"{call.name} waits for nothing"
         dead = dict.fromkeys(v for v in (*call.inputs, *call.outputs) if self._is_dead(v, index))
         return WaitCollective(
@@ -451,7 +455,7 @@ class _Half:
             resident_bytes=self.plan.resident_bytes[index],
             in_flight=self.registers[call.inputs[0]],
             output=self.registers[call.outputs[0]],
-            drop=self._at(dead),
+            drop=self._registers_of(dead),
             dying=tuple((offset, size) for _, offset, size in dying),
         )
 
@@ -460,6 +464,7 @@ class _Half:
         return self.last.get(value, -1) <= index and value not in self.kept
 
     def _run(self, index: int, call: StepCall, dying: list[tuple[int, int, int]]) -> RunCall:
+        """Returns the instruction that runs a region; ``dying``: ``_dying_inputs``."""
         lowered, places = self.binder.planned.lowered[call.region], self.binder.places
         dead = {v for v in (*call.inputs, *call.outputs) if self._is_dead(v, index)}
         recomputes = call.kind is CallKind.RECOMPUTE
@@ -470,10 +475,10 @@ class _Half:
             views=self.binder.views.get(index, ()),
             resident_bytes=resident_bytes,
             table=index,
-            inputs=self._at(call.inputs),
-            outputs=self._at(call.outputs),
-            drop=self._at(value for value in dict.fromkeys(call.inputs) if value in dead),
-            unread=self._at(value for value in call.outputs if value in dead),
+            inputs=self._registers_of(call.inputs),
+            outputs=self._registers_of(call.outputs),
+            drop=self._registers_of(value for value in dict.fromkeys(call.inputs) if value in dead),
+            unread=self._registers_of(value for value in call.outputs if value in dead),
             copies=tuple(  # the results for the user whose storage lies in the arena
                 position
                 for position, value in enumerate(call.outputs)
@@ -517,11 +522,11 @@ def _places(planned: PlannedStep, sources: Mapping[str, str]) -> dict[str, tuple
     A reloaded value is viewed as its buffer's bytes; the runtime takes the layout from the value
     that was offloaded. A weight has the layout in which the step is given it.
     """
-    given = dict(_given(planned.problem))
+    given_layouts = dict(_given_layouts(planned.problem))
     places: dict[str, tuple[int, ViewSpec]] = {}
     for value in arena_values(planned.problem):
         call = planned.problem.calls[value.call]
-        layout = given.get(call.inputs[0]) if call.inputs else None
+        layout = given_layouts.get(call.inputs[0]) if call.inputs else None
         if call.kind is CallKind.RELOAD and layout is not None:
             dtype = getattr(torch, layout.dtype)
             spec = ViewSpec(dtype=dtype, size=layout.size, stride=layout.stride)
@@ -534,7 +539,7 @@ def _places(planned: PlannedStep, sources: Mapping[str, str]) -> dict[str, tuple
     return places | aliases_of
 
 
-def _given(problem: Problem) -> Iterator[tuple[str, Layout | None]]:
+def _given_layouts(problem: Problem) -> Iterator[tuple[str, Layout | None]]:
     """Yields what the halves are given, with its layout."""
     for half in problem.halves:
         yield from half.given().items()
@@ -545,16 +550,17 @@ def _views(
 ) -> Iterator[tuple[int, tuple[InputView, ...]]]:
     """Yields (call, its inputs that are read in another layout than that in which they exist)."""
     halves = {(half.phase, half.member): half for half in problem.halves}
-    calls, given = {call.name: call for call in problem.calls}, dict(_given(problem))
+    calls = {call.name: call for call in problem.calls}
+    given_layouts = dict(_given_layouts(problem))
     layouts: dict[str, Layout | None] = {}
+    """In which each value was made, or was given to the half that runs."""
     entered = None
     for index, call in enumerate(problem.calls):
-        key = call.half
-        if call.kind in RUNS and key != entered:
-            entered = key
-            layouts.update(halves[key].given())
+        if call.kind in RUNS and call.half != entered:
+            entered = call.half
+            layouts.update(halves[entered].given())
         if call.kind is CallKind.RELOAD:  # in the layout of what was offloaded, or of the weight
-            of_weight = given.get(call.inputs[0]) if call.inputs else None
+            of_weight = given_layouts.get(call.inputs[0]) if call.inputs else None
             source = call.inputs[0] if call.inputs else calls[offload_of[call.name]].inputs[0]
             layouts[call.outputs[0]] = of_weight or layouts.get(source)
             continue

@@ -144,11 +144,12 @@ _REGIONS = ("regions", "layer_regions", "whole_regions")
 
 
 def _half_record(cut: Cut) -> HalfRecord:
+    """Returns ``cut`` as data. Raises UnsupportedGraph: it holds tensors."""
     if cut.constants:
         raise UnsupportedGraph("the graph carries tensors of its own")
     fields = fields_like(cut, HalfRecord) | {"half_graph": graph_record(cut.half_graph)}
     for kind in _REGIONS:
-        fields[kind] = {name: region_record(of) for name, of in fields[kind].items()}
+        fields[kind] = {name: region_record(region) for name, region in fields[kind].items()}
     saved = cut.leased if cut.phase is Phase.FORWARD else ()
     return HalfRecord(**fields, saved={value: _saved(cut, value) for value in saved})
 
@@ -167,16 +168,16 @@ def _half_again(record: HalfRecord, fakes: StaticFakes) -> Cut:
     fields = fields_like(record, Cut) | {"half_graph": graph_of_record(record.half_graph, fakes)}
     for kind in _REGIONS:
         fields[kind] = {name: region_of_record(of, fakes) for name, of in fields[kind].items()}
-    nodes = {value: _saved_again(of, fakes) for value, of in record.saved.items()}
+    nodes = {value: _saved_again(records, fakes) for value, records in record.saved.items()}
     return Cut(**fields, constants={}, nodes=nodes)
 
 
 def _saved_again(records: Sequence[NodeRecord], fakes: StaticFakes) -> fx.Node:
     graph = fx.Graph()
-    made: dict[str, fx.Node] = {}
+    nodes: dict[str, fx.Node] = {}
     for record in records:
-        made[record.name] = add_node(graph, record, made, fakes)
-    return made[records[-1].name]
+        nodes[record.name] = add_node(graph, record, nodes, fakes)
+    return nodes[records[-1].name]
 
 
 def _require_whole(step: CutStep, record: CaptureRecord) -> None:

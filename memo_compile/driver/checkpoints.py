@@ -18,9 +18,10 @@ class CheckpointedForward(NamedTuple):
     """One forward, or several in one checkpoint."""
 
     keys: tuple[int | None, ...]
+    """Of each forward ``step_watch.first_key``: which module it is of."""
     parameters: tuple[ref[Any], ...]
     inputs: Mapping[int, int]
-    """As of the watch: the checkpoint keeps them."""
+    """Storage -> bytes of what they were given; the checkpoint keeps it."""
 
 
 @dataclass(slots=True)
@@ -35,12 +36,15 @@ class CheckpointRound:
     """Those that ran in the backward, and had not been seen before."""
 
     def begin(self, key: int | None, *, in_backward: bool) -> tuple[CheckpointedForward, ...]:
-        """A step begins with the forward of ``key``; returns the unseen round that is over now."""
+        """Notes that a step begins with the forward of ``key``.
+
+        Returns the round that ran unseen, if its first forward comes again: then it is over.
+        """
         if not in_backward and any(key in step.keys for step in self.dropped):
             self.dropped, self.num_dropped = (), 0  # the backward of the round before did not come
         if in_backward and any(key in step.keys for step in self._unseen):
-            over, self._unseen = self._unseen, ()
-            return over
+            last_round, self._unseen = self._unseen, ()
+            return last_round
         return ()
 
     def is_open(self, *, in_backward: bool) -> bool:
@@ -52,7 +56,7 @@ class CheckpointRound:
         return in_backward and 0 < self.num_dropped == len(self.dropped)
 
     def end(self, step: CheckpointedForward, *, has_backward: bool, in_backward: bool) -> None:
-        """A step has ended; it began in a backward, or not."""
+        """Notes that ``step`` has ended, which began in a backward or not."""
         if None in step.keys:
             return
         others = tuple(each for each in self.dropped if set(each.keys).isdisjoint(step.keys))

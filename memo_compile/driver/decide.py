@@ -79,14 +79,14 @@ def decide(
             if library.lower(error.problem) or only_lowered:
                 continue
             if any([library.lower(problem) for problem in error.candidates_within_budget]):
-                continue
+                continue  # some only seemed not to fit: their regions were estimates
             raise
-        before = len(library.refused)
-        if not library.lower(choice.problem):
+        num_refused_before = len(library.refused)
+        if not library.lower(choice.problem):  # it calls lowered regions only
             return choice
-        if len(library.refused) != before:
+        if len(library.refused) != num_refused_before:  # a region that it calls cannot be used
             continue
-        known = confirmed(choice, step, budget_bytes=budget_bytes, recompute=library, place=place)
-        if known is not None:
-            return known
+        exact = confirmed(choice, step, budget_bytes=budget_bytes, recompute=library, place=place)
+        if exact is not None:
+            return exact
     raise AssertionError("every round lowers a region, and there are not so many")

@@ -109,14 +109,14 @@ def declared_around(args: Sequence[Any]) -> list[list[torch.nn.Parameter]]:
     Each list is in the order of ``args``. Empty: the call is of no declared group's first module,
     or the modules have different numbers of parameters.
     """
-    given = [value for value in args if isinstance(value, torch.nn.Parameter)]
+    first_parameters = [value for value in args if isinstance(value, torch.nn.Parameter)]
     for group in _declared.groups:
         by_module = group.parameters()
-        if not given or not by_module:
+        if not first_parameters or not by_module:
             continue
         places = {id(parameter): at for at, parameter in enumerate(by_module[0])}
         counts = {len(parameters) for parameters in by_module}
-        if all(id(parameter) in places for parameter in given) and len(counts) == 1:
-            order = [places[id(parameter)] for parameter in given]
+        if all(id(parameter) in places for parameter in first_parameters) and len(counts) == 1:
+            order = [places[id(parameter)] for parameter in first_parameters]
             return [[parameters[at] for at in order] for parameters in by_module]
     return []

@@ -111,7 +111,10 @@ class Gating:
     """By which inputs need a gradient, and which share memory: the parts of ``_half``."""
 
     def gated(self, half: RunHalf, args: Sequence[Any]) -> Sequence[Any]:
-        """Returns ``args`` behind gates, for the graph whose backward is ``half``."""
+        """Returns ``args`` behind gates, for the graph whose backward is ``half``.
+
+        As they are where gradients are no pairs with ``args``, or all leave in one part.
+        """
         if not torch.is_grad_enabled() or len(half.ready) != len(args):
             return args
         if half is not self._half:
@@ -220,9 +223,10 @@ def own_leaves(args: Sequence[Any]) -> list[Any]:
 
 
 def _leaf(value: Any) -> Any:
+    """Returns the leaf in front of the gate that ``value`` has passed; ``value`` if of none."""
     node = value.grad_fn if isinstance(value, torch.Tensor) else None
     if not isinstance(getattr(node, "gates", None), Gates):
         return value
-    edges = node.next_functions  # type: ignore[union-attr]
+    edges = node.next_functions  # type: ignore[union-attr]  # the last are those of the inputs
     behind = edges[value.output_nr - 1 - len(node.gates.parts[node.number].inputs)][0]  # type: ignore[union-attr]
     return getattr(behind, "variable", value)

@@ -233,6 +233,7 @@ class GraphFacts:
         )
 
     def _libraries_bytes(self, *, tunes: bool) -> int:
+        """Returns what CUDA's libraries take, and Inductor while it tunes kernels."""
         if self.device.type != "cuda":
             return 0
         if self.gpu is not None:

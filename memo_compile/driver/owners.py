@@ -19,7 +19,7 @@ _owners: contextvars.ContextVar[Mapping[int, torch.nn.Parameter]] = contextvars.
 """In the call that runs now: id of a tensor -> the parameter that it is inside of."""
 
 
-def telling(run: Callable[..., Any], example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def with_owners(run: Callable[..., Any], example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Wraps ``run`` so that ``owned`` works while it runs; not where no input is a subclass."""
     if not any(map(_parts, example_inputs)):
         return run

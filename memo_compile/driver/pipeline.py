@@ -25,7 +25,7 @@ from memo_compile.analysis.joint_units import backward_positions, forward_positi
 from memo_compile.config import MemoConfig
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.assemble import Assembly
-from memo_compile.driver.assumed import is_part_of_sharded, of_block
+from memo_compile.driver.assumed import explained_for_block, is_part_of_sharded
 from memo_compile.driver.bind import bind_step
 from memo_compile.driver.declared import stages_around
 from memo_compile.driver.donation import with_donations, wrongly_taken
@@ -77,39 +77,40 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
     is_part = stages_around(lowered.cut.facts.inputs()).num_stages > 0
     if is_part or request.joint is not None:
         lowered, config = _weights_where_they_are(lowered, config)
-    known = StepKnowledge(lowered=lowered, config=config)
-    gradients = GradientWatch(known.trained())
-    alone, own = replace(request, joint=None, may_be_part=False), config
+    knowledge = StepKnowledge(lowered=lowered, config=config)
+    gradients = GradientWatch(knowledge.trained())
+    graph_request, graph_config = replace(request, joint=None, may_be_part=False), config
     if request.joint is not None:  # the group obeys the budget; by itself runs what is beyond it
-        own = replace(config.at_any_speed(), memory_budget=None)
-        known = known.gathering_again() or known
-    first = _part_at_first if is_part else _planned_at_first
+        graph_config = replace(config.at_any_speed(), memory_budget=None)
+        knowledge = knowledge.gathering_again() or knowledge
+    first_plan = _part_at_first if is_part else _planned_at_first
     try:
-        known, (planned, alone) = fastest(
-            known, lambda some: first(some.lowered, own, alone, some, gradients)
+        knowledge, (planned, graph_request) = fastest(
+            knowledge, lambda variant: first_plan(variant, graph_config, graph_request, gradients)
         )
     except Infeasible as error:
-        if alone != PlanRequest() or request.joint is not None:
+        if graph_request != PlanRequest() or request.joint is not None:  # a later plan's request
             raise error from None
         if not (request.may_be_part and is_part_of_sharded(lowered)):
-            raise of_block(error, lowered, own, known) from None
+            raise explained_for_block(error, graph_config, knowledge) from None
         is_part = True
-        known, (planned, alone) = fastest(
-            known, lambda some: _part_at_first(some.lowered, own, alone, some, gradients)
+        knowledge, (planned, graph_request) = fastest(
+            knowledge,
+            lambda variant: _part_at_first(variant, graph_config, graph_request, gradients),
         )
-    lowered = known.lowered
-    joint = None if request.joint is None else plan_step(lowered, config, request, known)
+    joint = None if request.joint is None else plan_step(knowledge, config, request)
     if joint is None and not is_part:
-        require_fast(planned.plan, config, known)
+        require_fast(planned.plan, config, knowledge)
+    cut = knowledge.lowered.cut
     if planned.problem.host_weights:
-        move_to_host(lowered.cut, planned.problem.host_weights, config)
+        move_to_host(cut, planned.problem.host_weights, config)
     assembly = Assembly(
-        lowered=lowered,
+        lowered=knowledge.lowered,
         config=config.at_any_speed(),
-        known=known,
-        request=alone,
+        known=knowledge,
+        request=graph_request,
         planned=planned,
-        step=bind_step(planned, lowered.cut, request.applied_to(config)),
+        step=bind_step(planned, cut, request.applied_to(config)),
         gradients=gradients,
         joint=joint,
     )
@@ -131,65 +132,63 @@ def _weights_where_they_are(
 
 
 def fastest(
-    known: StepKnowledge, planned: Callable[[StepKnowledge], tuple[PlannedStep, T]]
+    knowledge: StepKnowledge, planned: Callable[[StepKnowledge], tuple[PlannedStep, T]]
 ) -> tuple[StepKnowledge, tuple[PlannedStep, T]]:
-    """The faster one of what ``planned`` makes of a step that keeps gathered weights, or does not.
+    """Plans a step that keeps gathered weights, and one that gathers them again, by ``planned``.
 
-    Raises:
-        TooSlow, Infeasible, InvalidPlan: both fail; with the smaller floor.
+    Returns the faster of the two. Raises TooSlow, Infeasible, InvalidPlan: both fail; with the
+    smaller floor.
     """
-    if known.lowered.again is None:
-        return known, planned(known)
+    if knowledge.lowered.again is None:
+        return knowledge, planned(knowledge)
     plans: list[tuple[StepKnowledge, tuple[PlannedStep, T]]] = []
     failed: list[TooSlow | Infeasible | InvalidPlan] = []
-    own: StepKnowledge | None = known
-    while own is not None:
+    variant: StepKnowledge | None = knowledge
+    while variant is not None:
         try:
-            plans.append((own, planned(own)))
+            plans.append((variant, planned(variant)))
         except (TooSlow, Infeasible, InvalidPlan) as error:
             if isinstance(error, InvalidPlan):
-                what = "keeps gathered weights" if own is known else "gathers weights again"
-                say_dropped(f"{own.name}: the step that {what} is left out", error)
+                is_first = variant is knowledge
+                does = "keeps gathered weights" if is_first else "gathers weights again"
+                say_dropped(f"{variant.name}: the step that {does} is left out", error)
             failed.append(error)
-        own = own.gathering_again()
+        variant = variant.gathering_again()
     if not plans:
         raise min(failed, key=_floor_first)
-    return min(plans, key=lambda pair: _seconds(pair[0], pair[1][0].plan))
+    return min(plans, key=lambda pair: _step_seconds(pair[0], pair[1][0].plan))
 
 
-def _seconds(known: StepKnowledge, plan: Plan) -> float:
+def _step_seconds(knowledge: StepKnowledge, plan: Plan) -> float:
     """Of the step by ``plan``; one that nobody simulated keeps everything, and waits nowhere."""
     seconds = plan.compute_s if plan.step_s is None else plan.step_s
-    return known.compute_s() if seconds is None else seconds
+    return knowledge.compute_s() if seconds is None else seconds
 
 
 def _floor_first(error: MemoError) -> float:
+    """Returns the floor that ``error`` names, to sort by: a TooSlow has a plan, so first."""
     if isinstance(error, InvalidPlan):
         return math.inf
     floor_bytes = error.floor_bytes if isinstance(error, Infeasible) else 0
     return math.inf if floor_bytes is None else floor_bytes
 
 
-def first_request(known: StepKnowledge) -> PlanRequest:
+def first_request(knowledge: StepKnowledge) -> PlanRequest:
     """What is to be expected of a step that has not run."""
-    return PlanRequest(leaving=_leaving_at_first(known, GradientWatch(known.trained())))
+    return PlanRequest(leaving=_leaving_at_first(knowledge, GradientWatch(knowledge.trained())))
 
 
-def _leaving_at_first(known: StepKnowledge, gradients: GradientWatch) -> tuple[int, ...]:
+def _leaving_at_first(knowledge: StepKnowledge, gradients: GradientWatch) -> tuple[int, ...]:
     """Inputs, by position, whose gradients will be gone once autograd has them."""
-    cut = known.lowered.cut
+    cut = knowledge.lowered.cut
     inputs = cut.facts.inputs()
     if len(inputs) != len(cut.backward.results):  # layers were copied: those traced stand for all
         return gradients.all_leaving(inputs)
-    return gradients.leaving(inputs, expected=known.config.gradients)
+    return gradients.leaving(inputs, expected=knowledge.config.gradients)
 
 
 def _part_at_first(
-    lowered: LoweredStep,
-    config: MemoConfig,
-    request: PlanRequest,
-    known: StepKnowledge,
-    gradients: GradientWatch,
+    knowledge: StepKnowledge, config: MemoConfig, request: PlanRequest, gradients: GradientWatch
 ) -> tuple[PlannedStep, PlanRequest]:
     """As ``_planned_at_first``, for a part of a step that is planned whole later; refuses nothing.
 
@@ -200,8 +199,8 @@ def _part_at_first(
 
     def within(bound: float | str | None) -> tuple[PlannedStep, PlanRequest]:
         bounded = replace(config.at_any_speed(), memory_budget=bound)
-        planned, expecting = _planned_at_first(lowered, bounded, request, known, gradients)
-        return replace(planned, plan=replace(planned.plan, budget_bytes=None)), expecting
+        planned, planned_for = _planned_at_first(knowledge, bounded, request, gradients)
+        return replace(planned, plan=replace(planned.plan, budget_bytes=None)), planned_for
 
     try:
         return within(config.memory_budget)
@@ -214,29 +213,26 @@ def _part_at_first(
 
 
 def _planned_at_first(
-    lowered: LoweredStep,
-    config: MemoConfig,
-    request: PlanRequest,
-    known: StepKnowledge,
-    gradients: GradientWatch,
+    knowledge: StepKnowledge, config: MemoConfig, request: PlanRequest, gradients: GradientWatch
 ) -> tuple[PlannedStep, PlanRequest]:
-    """The plan, and the request with what is to be expected of gradients.
+    """Returns a step's first plan, and ``request`` with what is to be expected of gradients.
 
     Hooks are taken to use gradients up where each parameter has one and nothing else fits: that
     they do not shows in the first step, before it breaks the budget.
     """
-    added = _leaving_at_first(known, gradients)
-    request = replace(request, leaving=request.leaving or added)
+    leaving = request.leaving or _leaving_at_first(knowledge, gradients)
+    request = replace(request, leaving=leaving)
     try:
-        return plan_step(lowered, config, request, known), request
+        return plan_step(knowledge, config, request), request
     except Infeasible:
-        inputs = lowered.cut.facts.inputs()
-        is_known = len(inputs) == len(lowered.cut.backward.results)
-        used_up = gradients.may_be_used_up(inputs) if is_known else ()
-        if set(used_up) <= set(request.leaving):
+        cut = knowledge.lowered.cut
+        inputs = cut.facts.inputs()
+        has_all_inputs = len(inputs) == len(cut.backward.results)  # else layers were copied
+        used_up = gradients.may_be_used_up(inputs) if has_all_inputs else ()
+        if set(used_up) <= set(leaving):
             raise
     request = replace(request, leaving=used_up)
-    planned = plan_step(lowered, config, request, known)
+    planned = plan_step(knowledge, config, request)
     gradients.used_up = frozenset(used_up)
     state.add_note(
         "the plan counts on hooks that use gradients up while the backward runs "
@@ -249,10 +245,9 @@ def cut_step(
     step: CapturedStep, config: MemoConfig, accepts: Callable[[RegionTiling], bool]
 ) -> CutStep:
     """Both halves as regions and their calls; wide chains in tiles, where ``accepts`` allows."""
-    tiles = config.token_tiles or 1
+    tiles, above_bytes = config.token_tiles or 1, config.attempt.tile_above_bytes
 
     def tiled(whole: Cut) -> Cut:
-        above_bytes = config.attempt.tile_above_bytes
         return tile_cut(whole, tiles, step.runner, accepts, say_dropped, above_bytes=above_bytes)
 
     with state.noting() as notes:
@@ -284,8 +279,8 @@ def lower_step(
     graphs = with_donations(step)
     regions = lower_regions(graphs.values(), config, step.runner)
     if wrong := wrongly_taken(step_problem(step, regions, config)):
-        kept = [replace(graphs[name], donated=()) for name in wrong]
-        regions |= lower_regions(kept, config, step.runner)
+        undonated = [replace(graphs[name], donated=()) for name in wrong]
+        regions |= lower_regions(undonated, config, step.runner)
     if for_cuda:
         regions = with_workspaces(regions, step.regions)
     problem = step_problem(step, regions, config)
@@ -298,13 +293,12 @@ def lower_step(
     if config.memory_budget is not None:
         device_bytes = hardware.memory_bytes if hardware else step.facts.device_bytes()
         again = instead(problem, config.budget_bytes(device_bytes))
-    lowering_s = time.perf_counter() - start
     return LoweredStep(
         cut=step,
         regions=regions,
         problem=problem,
+        lowering_s=time.perf_counter() - start,
         whole=whole_step(step),
-        lowering_s=lowering_s,
         again=again,
     )
 
@@ -335,6 +329,7 @@ def _cut_half(
     *,
     joins: bool,
 ) -> Cut:
+    """Cuts a half into regions: ``positions`` say of each node in which unit's turn it runs."""
     gm = step.runner.run(gm, [TokensApart()], stage=phase.value)
     request = CutRequest(
         gm=gm,

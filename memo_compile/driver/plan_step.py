@@ -17,7 +17,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.agreement import JobRank, job_rank
 from memo_compile.driver.joint_knowledge import JointKnowledge
 from memo_compile.driver.knowledge import StepKnowledge
-from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
+from memo_compile.driver.stages import PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import StepPlanner, plan_known
 from memo_compile.errors import Infeasible, MemoError, TooSlow
 from memo_compile.file_store import digest_of
@@ -34,43 +34,40 @@ SharedStep = StepKnowledge | JointKnowledge
 """A step that ranks may plan for each other."""
 
 
-def plan_step(
-    lowered: LoweredStep, config: MemoConfig, request: PlanRequest, known: StepKnowledge
-) -> PlannedStep:
+def plan_step(knowledge: StepKnowledge, config: MemoConfig, request: PlanRequest) -> PlannedStep:
     """Returns a checked plan for ``request``: this rank's, or the one that an equal rank has made.
 
-    ``known`` caches what later plans of this step use again (measured seconds, recompute regions).
-    Raises Infeasible: no plan fits.
+    ``knowledge`` is of the step, and caches what its later plans use again (measured seconds,
+    recompute regions). Raises Infeasible: no plan fits.
     """
-    assert known.lowered is lowered, "``known`` is of another step"
     if request.joint is None:
-        return plan_shared(known, config, request)
-    return plan_shared(JointKnowledge(graphs=[known], joint=request.joint), config, request)
+        return plan_shared(knowledge, config, request)
+    return plan_shared(JointKnowledge(graphs=[knowledge], joint=request.joint), config, request)
 
 
-def plan_shared(known: SharedStep, config: MemoConfig, request: PlanRequest) -> PlannedStep:
+def plan_shared(knowledge: SharedStep, config: MemoConfig, request: PlanRequest) -> PlannedStep:
     """As ``plan_step``, of a step of one graph or of several."""
-    if not known.is_shared():
-        return plan_known(known, config, request)
+    if not knowledge.is_shared():
+        return plan_known(knowledge, config, request)
     rank, start_s = job_rank(), time.perf_counter()
-    key, planner = rank.ask(_question(known, config, request))
+    key, planner = rank.ask(_question(knowledge, config, request))
     if planner == rank.rank:
-        return _plan_for_all_ranks(known, config, request, rank, key)
+        return _plan_for_all_ranks(knowledge, config, request, rank, key)
     text = rank.answer_of(planner, key, config.ranks_timeout_s)
     answer = _unpacked(text) if text is not None else RankAnswer()
     if answer.costs is not None:
-        known.take_costs(answer.costs, request.applied_to(config).host_store)
+        knowledge.take_costs(answer.costs, request.applied_to(config).host_store)
     if answer.refusal is not None:
         raise answer.refusal.error(planner)
-    if answer.plan is None:
-        return plan_known(known, config, request)
+    if answer.plan is None:  # the planner failed, or has ended
+        return plan_known(knowledge, config, request)
     try:
-        planned = _adopted(known, config, request, answer.plan)
+        planned = _adopted(knowledge, config, request, answer.plan)
     except MemoError as error:
         state.warn_once(
-            f"{known.name}: planned otherwise than on rank {planner}: {error}. {STILL_RIGHT}"
+            f"{knowledge.name}: planned otherwise than on rank {planner}: {error}. {STILL_RIGHT}"
         )
-        return plan_known(known, config, request)
+        return plan_known(knowledge, config, request)
     return replace(planned, planning_s=time.perf_counter() - start_s)
 
 
@@ -128,49 +125,49 @@ def _unpacked(text: str) -> RankAnswer:
     return answer
 
 
-def _question(known: SharedStep, config: MemoConfig, request: PlanRequest) -> str:
+def _question(knowledge: SharedStep, config: MemoConfig, request: PlanRequest) -> str:
     """Returns a digest of what a plan depends on: ranks with equal digests run one plan.
 
     Left out are measured seconds and free memory, which differ on equal ranks, and the options that
     change no decision: where ranks offload to, and what each of them writes.
     """
-    host_kind = request.applied_to(config).host_kind(known.device_type).partition(":")[0]
+    host_kind = request.applied_to(config).host_kind(knowledge.device_type).partition(":")[0]
     deciding = replace(config, host_store="auto", dump=None, debug=(), strict=False, cache=True)
     return digest_of(
         [
-            plain(known.requested(request)),
+            plain(knowledge.requested(request)),
             plain(replace(request, host_store=None)),
             plain(deciding),
             host_kind,
-            known.collective_s(),
+            knowledge.collective_s(),
         ]
     )
 
 
 def _plan_for_all_ranks(
-    known: SharedStep, config: MemoConfig, request: PlanRequest, rank: JobRank, key: str
+    knowledge: SharedStep, config: MemoConfig, request: PlanRequest, rank: JobRank, key: str
 ) -> PlannedStep:
     """Plans the step here, and sends the plan, or why there is none, to the ranks that wait."""
     answer, host_store = RankAnswer(), request.applied_to(config).host_store
     try:
         with state.noting() as notes:
-            step = plan_known(known, config, request)
+            step = plan_known(knowledge, config, request)
         plan = SentPlan(problem=step.problem, plan=step.plan, moves=step.moves, notes=tuple(notes))
-        answer = RankAnswer(plan=plan, costs=known.known_costs(host_store))
+        answer = RankAnswer(plan=plan, costs=knowledge.known_costs(host_store))
         return step
     except (Infeasible, TooSlow) as error:
         refusal = SentRefusal.of(error)
-        answer = RankAnswer(refusal=refusal, costs=known.known_costs(host_store))
+        answer = RankAnswer(refusal=refusal, costs=knowledge.known_costs(host_store))
         raise
     finally:
         rank.answer(key, _packed(answer))
 
 
 def _adopted(
-    known: SharedStep, config: MemoConfig, request: PlanRequest, sent: SentPlan
+    knowledge: SharedStep, config: MemoConfig, request: PlanRequest, sent: SentPlan
 ) -> PlannedStep:
     """Returns the plan of another rank for this rank's step. Raises as ``StepPlanner.as_told``."""
-    planner = StepPlanner.of(known, config, request)
+    planner = StepPlanner.of(knowledge, config, request)
     planned = planner.as_told(sent.problem, sent.plan, sent.moves)
     for note in sent.notes:
         state.add_note(note)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from memo_runtime.leases import leases
 
-from memo_compile.driver.around import parameters_around
+from memo_compile.driver.around import apart, parameters_around
 from memo_compile.driver.between import Between
 from memo_compile.driver.checkpoints import CheckpointedForward
 from memo_compile.driver.declared import stages_around
@@ -100,6 +100,7 @@ class StepWatch:
     calls: list[HalfCall] = field(default_factory=list)
     """The halves that began, in order."""
     passed: set[tuple[HalfCall, int]] = field(default_factory=set)
+    """(half, position of an argument) that another half has made, or that stays measured."""
     results: list[_Result] = field(default_factory=list)
     inputs: dict[int, int] = field(default_factory=dict)
     """Storage -> bytes of what forwards were given and no half had made; parameters excepted."""
@@ -150,12 +151,12 @@ class StepWatch:
     """Bytes of members' parameters that were there when the user's code began."""
 
     def keep(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """``storages`` are there before the step and behind it. Called before the first half."""
+        """Leaves ``storages`` out, which are there before and after the step. Called first."""
         self.kept = frozenset(storage._cdata for storage in storages)
         self.between.sampler.apart = tuple(storages)
 
     def begin(self, half: HalfCall, args: Sequence[Any], part: "StepPart | None" = None) -> None:
-        """A half is about to run on ``args``; of a forward ``part`` is the graph."""
+        """Notes that a half is about to run on ``args``; of a forward ``part`` is the graph."""
         is_backward, _ = half
         args = args if is_backward else owned(args)
         self._note_order(is_backward=is_backward)
@@ -172,26 +173,26 @@ class StepWatch:
         self.samples &= not is_backward or len(self.members) > 1  # one alone is no group
         if self.samples and index == 1:
             gc.collect()  # what waits for it is not the step's, and would hide what is taken
-        made: set[int] = set()
+        made_storages: set[int] = set()
         for result in self.results:
             if not result.is_gone and result.storage.expired():
                 result.is_gone = True
             if not result.is_gone:
                 result.alive_at = index
                 if not result.is_given:
-                    made.add(result.storage.cdata)
+                    made_storages.add(result.storage.cdata)
         if part is not None:
             member = _member(part, args)
             member.share = stages_around(args).share if self.is_pipeline else None
-            if not self.is_pipeline or member.key not in self.keys:  # later it has some of its own
+            if not self.is_pipeline or member.key not in self.keys:  # later ones are this step's
                 self._note_existing(_parameters(args))
             self.members.append(member)
         if self.learns:
             self._look_at_parameters(index, is_backward=is_backward)
-        self._note_given(index, args, made)
+        self._note_given(index, args, made_storages)
 
     def _note_order(self, *, is_backward: bool) -> None:
-        """A half begins: see whether a checkpoint has dropped the last forward, or runs one again.
+        """Notes whether a checkpoint has dropped the last forward, or runs one again by this half.
 
         What it drops is gone before anything else runs.
         """
@@ -204,19 +205,19 @@ class StepWatch:
         runs_again = not is_backward and not self.in_backward and autograd.in_backward()
         self.has_reruns |= bool(self.left_out) or runs_again
 
-    def _note_given(self, index: int, args: Sequence[Any], made: Set[int]) -> None:
-        """Note what a half is given: by other halves, in storages ``made``, or by the user."""
+    def _note_given(self, index: int, args: Sequence[Any], made_storages: Set[int]) -> None:
+        """Notes what a half is given: by other halves, in ``made_storages``, or by the user."""
         half = self.calls[index]
         is_backward, member = half
         names = self.graph_of(member).backward.arguments if is_backward else ()
         tangent_bytes = self.graph_of(member).tangent_bytes if is_backward else {}
-        given = set()
+        given_storages = set()
         for position, value in enumerate(args):
             if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
                 continue
             storage = value.untyped_storage()
-            given.add(storage._cdata)
-            if storage._cdata in made:
+            given_storages.add(storage._cdata)
+            if storage._cdata in made_storages:
                 self.passed.add((half, position))
             elif storage._cdata in self.kept:
                 self.inputs[storage._cdata] = storage.nbytes()
@@ -226,96 +227,93 @@ class StepWatch:
             elif names[position] in tangent_bytes:
                 for reference, num_bytes in autograd.storages_of([value]):
                     self.tangents.append(_Tangent(index, half, position, reference, num_bytes))
-        self._given = frozenset(given)
+        self._given = frozenset(given_storages)
 
     def end(self, half: HalfCall, results: Sequence[Any]) -> None:
-        """The half has returned ``results``."""
+        """Follows the ``results`` that ``half`` has returned."""
         if len(self.calls) >= MAX_CALLS or (self.is_brief and not half[0]):
             return
         index = len(self.calls) - 1
         for result in self.results:  # what went while the half ran is not freed by what follows
             result.is_gone |= result.storage.expired()
-        known = set(self._given)
+        seen_storages = set(self._given)
         for position, value in enumerate(results):
             for storage, num_bytes in autograd.storages_of([value]):
-                is_given = storage.cdata in known
-                known.add(storage.cdata)
+                is_given = storage.cdata in seen_storages
+                seen_storages.add(storage.cdata)
                 self.results.append(_Result(half, position, storage, num_bytes, index, is_given))
         self._given = frozenset()
         if self.samples and not self.is_step():  # else all halves have run: it is over
-            freed = (own.num_bytes for own in self.tangents if own.is_freed_in(index))
+            freed = (each.num_bytes for each in self.tangents if each.is_freed_in(index))
             self.between.begin(leases.num_live(), sum(freed))
-            self._gathered = self._parameters_there()
+            self._gathered = self._present_bytes()
 
     def stop(self) -> None:
-        """Nothing more is looked at."""
+        """Looks at nothing more."""
         self.between.stop()
 
     def forget_memory(self) -> None:
-        """A graph was compiled while the step ran: what that took of memory is not the step's."""
+        """Forgets what was measured: a graph was compiled while the step ran, in its memory."""
         self.stop()
         self.samples, self.learns = False, True
-        self.between.found.clear()
+        self.between.taken.clear()
 
     def end_interlude(self, arriving: Sequence[torch.nn.Parameter] = ()) -> None:
-        """The user's code has ended: what is taken from now on is not its.
+        """Ends an interlude: what is taken from now on is not the user's code's.
 
         ``arriving`` are parameters of the member that begins. What FSDP2 has gathered is no user's.
         """
         if not self.between.is_open:
             return
         index = len(self.calls)
-        gone = (own for own in self.results if not (own.is_gone or own.is_given))
-        freed_bytes = sum(own.num_bytes for own in gone if own.storage.expired())
-        gathered = self._parameters_there(arriving) - self._gathered
+        present = (result for result in self.results if not (result.is_gone or result.is_given))
+        freed_bytes = sum(result.num_bytes for result in present if result.storage.expired())
+        gathered = self._present_bytes(arriving) - self._gathered
         self.between.end(index, freed_bytes, leases.num_live(), gathered)
-        self._note_what_stays(index)
-
-    def _note_what_stays(self, index: int) -> None:
-        """Gradients that the user's code holds on to: measured like all that it holds."""
-        for own in self.tangents:
-            is_known = own.call in self.between.found
-            if own.call == index - 1 and is_known and not own.storage.expired():
-                self.passed.add((own.half, own.position))
+        for tangent in self.tangents:  # one that user code holds on to is in what was measured
+            is_measured = tangent.call in self.between.taken
+            if tangent.call == index - 1 and is_measured and not tangent.storage.expired():
+                self.passed.add((tangent.half, tangent.position))
 
     def _look_at_parameters(self, index: int, *, is_backward: bool) -> None:
+        """Notes gradients, and what is gathered, when call ``index`` begins."""
         if is_backward:
             self._look_for_gradients(index)
         elif len(self.members) == 2 and not self.checkpointed:
             self._look_around()
-        self.most_gathered = max(self.most_gathered, self._parameters_there())
+        self.most_gathered = max(self.most_gathered, self._present_bytes())
 
     def _look_around(self) -> None:
-        """Remember which parameters of the model around the first two members have no gradient."""
-        found = [own for own in (reference() for reference in self.parameters()) if own is not None]
-        trained = [own for own in parameters_around(found) if own.requires_grad]
-        apart = {own.untyped_storage()._cdata: own for own in trained}.values()
-        self.around = [weakref.ref(own) for own in apart if own.grad is None]
-        self._note_existing(apart)
+        """Notes which parameters of the model around the first two members have no gradient."""
+        around = parameters_around(list(_alive(self.parameters())))
+        trained = apart([parameter for parameter in around if parameter.requires_grad])
+        self.around = [weakref.ref(parameter) for parameter in trained if parameter.grad is None]
+        self._note_existing(trained)
 
     def _note_existing(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.existing += [
-            (weakref.ref(own), gradient_bytes([own])) for own in parameters if own.grad is not None
+            (weakref.ref(parameter), gradient_bytes([parameter]))
+            for parameter in parameters
+            if parameter.grad is not None
         ]
 
     def existing_gradient_bytes(self) -> int:
         """Bytes of gradients that were there before the step."""
-        found = ((reference(), num_bytes) for reference, num_bytes in self.existing)
-        return sum({id(own): num_bytes for own, num_bytes in found if own is not None}.values())
+        pairs = ((reference(), num_bytes) for reference, num_bytes in self.existing)
+        return sum({id(each): num_bytes for each, num_bytes in pairs if each is not None}.values())
 
     def _look_for_gradients(self, index: int) -> None:
         """Notes for call ``index`` which parameters of ``around`` have a gradient by now."""
-        members = {id(own()) for own in self.parameters()}
-        waiting = []
-        for reference in self.around:
-            own = reference()
-            if own is None or id(own) in members:
+        member_ids = {id(reference()) for reference in self.parameters()}
+        without_gradient = []
+        for parameter in _alive(self.around):
+            if id(parameter) in member_ids:
                 continue
-            if own.grad is not None:
-                self.made.append((index, gradient_bytes([own])))
+            if parameter.grad is not None:
+                self.made.append((index, gradient_bytes([parameter])))
             else:
-                waiting.append(reference)
-        self.around = waiting
+                without_gradient.append(weakref.ref(parameter))
+        self.around = without_gradient
 
     @property
     def is_ordered(self) -> bool:
@@ -351,21 +349,18 @@ class StepWatch:
         gradients = (result for result in self.results if result.half[0])
         return sum(result.num_bytes for result in gradients if not result.storage.expired())
 
-    def _parameters_there(self, arriving: Sequence[torch.nn.Parameter] = ()) -> int:
-        """Bytes of members' parameters, and of ``arriving``, where FSDP2 gathers them; else none.
+    def _present_bytes(self, arriving: Sequence[torch.nn.Parameter] = ()) -> int:
+        """Returns the bytes of members' parameters, and of ``arriving``, that are there now.
 
-        It keeps a parameter and frees its memory.
+        FSDP2 gathers a parameter's memory and frees it; 0 without FSDP2.
         """
         if not self.follows_parameters:
             return 0
-        alive = (*(reference() for reference in self.parameters()), *arriving)
-        found = (
-            part
-            for own in alive
-            if own is not None
-            for part in autograd.inner_tensors(own) or [own]
-        )
-        storages = {part.untyped_storage()._cdata: part.untyped_storage() for part in found}
+        storages = {
+            part.untyped_storage()._cdata: part.untyped_storage()
+            for parameter in (*_alive(self.parameters()), *arriving)
+            for part in autograd.inner_tensors(parameter) or [parameter]
+        }
         return sum(storage.nbytes() for storage in storages.values())
 
     @property
@@ -378,12 +373,12 @@ class StepWatch:
         return self.members[number].part.graph
 
     def parameters(self) -> tuple[weakref.ref[Any], ...]:
-        """Of all members; what two of them share is there twice."""
-        return tuple(own for member in self.members for own in member.parameters)
+        """References to those of all members; what two of them share is there twice."""
+        return tuple(reference for member in self.members for reference in member.parameters)
 
     @property
     def num_dropped(self) -> int:
-        """Of how many forwards that a checkpoint dropped these are some, run again; 0: of none."""
+        """How many forwards a checkpoint dropped, some of which these are, run again; 0: none."""
         keys = {key for step in self.checkpointed for key in step.keys}
         is_run_again = len(self.checkpointed) > 1 and keys.issuperset(self.keys)
         return len(self.checkpointed) if is_run_again else 0
@@ -408,54 +403,53 @@ class StepWatch:
 
         They are of several modules or of several graphs, and their backwards come in the opposite
         order. One module is enough where a checkpoint has dropped forwards of several and runs them
-        again bit by bit: each bit is a step, which the others are like, once these are told. In a
-        pipeline they are microbatches of each stage, in any order. Where a checkpoint has some run
-        again while others wait, in any order as well.
+        again bit by bit: each bit is a step like the others. In a pipeline they are microbatches of
+        each stage, in any order; so too where a checkpoint reruns some while others wait.
         """
         if self.is_mixed:
             return False
-        count, are_several = self.num_members, len({*self.parts}) > 1
+        count, has_several_graphs = self.num_members, len({*self.parts}) > 1
         if self.is_pipeline:
-            is_of_one = len({*self.keys}) == 1 and None not in self.keys
+            is_one_module = len({*self.keys}) == 1 and None not in self.keys
             is_whole = count >= max(2, self.num_forwards) and self.has_run()
-            return is_whole and (is_of_one or self.is_part or are_several)
-        if not (are_several or self.are_apart):
+            return is_whole and (is_one_module or self.is_part or has_several_graphs)
+        if not (has_several_graphs or self.are_apart):
             return False
         if self.has_reruns:
             return count > 1 and self.has_run()
-        is_told = bool(self.checkpointed) or not self.in_backward
-        is_one_of_several = (count > 1 and is_told) or self.num_dropped > 0
-        return is_one_of_several and self.order == nested_order(count)
+        is_round_known = bool(self.checkpointed) or not self.in_backward
+        may_be_step = (count > 1 and is_round_known) or self.num_dropped > 0
+        return may_be_step and self.order == nested_order(count)
 
     def joint(self, fixed: FixedBytes) -> JointStep:
-        """What was seen, for a plan; ``fixed`` is of all members, without their inputs.
+        """Returns what was seen, for a plan; ``fixed`` is of all members, without their inputs.
 
         Gradients of other modules count from when they were seen. Those that were there already
         when the step began are in ``fixed``.
         """
         parts = self.parts[: self.num_members]
         numbers = {part: number for number, part in enumerate(dict.fromkeys(parts))}
-        made = self._gradients_made()
+        gradients = self._gradients_made()
         inputs = dict(self.inputs)
         for step in self.checkpointed:
             inputs |= step.inputs
         fixed = replace(
             fixed,
             inputs=sum(inputs.values()),
-            new_gradients=fixed.new_gradients + sum(made.values()),
+            new_gradients=fixed.new_gradients + sum(gradients.values()),
         )
         return JointStep(
             graphs=tuple(numbers[part] for part in parts),
             fixed=fixed,
             gone=tuple(self._gone()),
             passed=tuple(sorted(self._passed())),
-            interludes=tuple(self.between.interludes(made, self._given_gradients())),
+            interludes=tuple(self.between.interludes(gradients, self._given_gradients())),
             shares=self._shares(),
             order=self.order if self.is_ordered else (),
         )
 
     def _gone(self) -> Iterator[tuple[int, int, int]]:
-        """As of ``JointStep``. The backward of a forward that was dropped leaves nothing."""
+        """Yields ``JointStep.gone``. The backward of a forward that was dropped leaves nothing."""
         number = {half: at for at, half in enumerate(self.calls)}
         for result in self.results:
             is_backward, member = result.half
@@ -468,18 +462,19 @@ class StepWatch:
                 yield half, position, half
 
     def _passed(self) -> set[tuple[int, int]]:
-        """As of ``JointStep``. The backward of a forward that was dropped is given nothing."""
+        """Returns ``JointStep.passed``. The backward of a dropped forward is given nothing."""
         number = {half: at for at, half in enumerate(self.calls)}
-        found = set()
+        passed = set()
         for half, position in self.passed:
-            graph = self.graph_of(half[1])
-            name = graph.backward.arguments[position] if half[0] else ""
+            is_backward, member = half
+            graph = self.graph_of(member)
+            name = graph.backward.arguments[position] if is_backward else ""
             if name in graph.tangent_bytes:
-                found.add((number[half], list(graph.tangent_bytes).index(name)))
+                passed.add((number[half], list(graph.tangent_bytes).index(name)))
         for member in self.left_out:
             num_tangents = len(self.graph_of(member).tangent_bytes)
-            found |= {(number[True, member], position) for position in range(num_tangents)}
-        return found
+            passed |= {(number[True, member], position) for position in range(num_tangents)}
+        return passed
 
     @property
     def order(self) -> HalfOrder:
@@ -487,26 +482,30 @@ class StepWatch:
         return tuple((member, is_backward) for is_backward, member in self.calls)
 
     def _shares(self) -> tuple[float, ...]:
-        found = [member.share for member in self.members]
-        return tuple(share for share in found if share is not None) if None not in found else ()
+        shares = [member.share for member in self.members]
+        return tuple(share for share in shares if share is not None) if None not in shares else ()
 
     def _gradients_made(self) -> Mapping[int, int]:
         """Half before which gradients of other modules appear -> bytes; the end for the rest."""
-        found: collections.Counter[int] = collections.Counter()
+        bytes_at: collections.Counter[int] = collections.Counter()
         for index, num_bytes in self.made:
-            found[index] += num_bytes
-        for own in (reference() for reference in self.around):
-            if own is not None:
-                found[len(self.calls)] += own.nbytes
-        return found
+            bytes_at[index] += num_bytes
+        for parameter in _alive(self.around):
+            bytes_at[len(self.calls)] += parameter.nbytes
+        return bytes_at
 
     def _given_gradients(self) -> Mapping[int, int]:
         """Backward -> bytes of gradients that the user's code gave to it and let go of."""
-        found: collections.Counter[int] = collections.Counter()
-        for own in self.tangents:
-            if (own.half, own.position) not in self.passed:
-                found[own.call] += own.num_bytes
-        return found
+        bytes_at: collections.Counter[int] = collections.Counter()
+        for tangent in self.tangents:
+            if (tangent.half, tangent.position) not in self.passed:
+                bytes_at[tangent.call] += tangent.num_bytes
+        return bytes_at
+
+
+def _alive(references: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
+    """Yields what ``references`` lead to, without what is freed."""
+    return (value for value in (reference() for reference in references) if value is not None)
 
 
 def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
@@ -514,9 +513,9 @@ def _parameters(args: Sequence[Any]) -> list[torch.nn.Parameter]:
 
 
 def key_of(parameter: torch.nn.Parameter) -> int:
-    """Where a parameter lies; of one that FSDP2 gathers anew in each step always the same.
+    """Identifies a parameter by its storage; one that FSDP2 gathers anew in each step has one key.
 
-    Its address is no such thing: parameters of two blocks may be gathered in the same place.
+    An address is no such key: parameters of two blocks may be gathered in the same place.
     """
     return hash((parameter.untyped_storage()._cdata, parameter.storage_offset()))
 

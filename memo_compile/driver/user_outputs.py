@@ -62,15 +62,14 @@ def assume_held(
 
     With ``outputs="auto"`` and a budget, all large ones count as held.
     """
-    cautious = config.outputs == "auto" and config.memory_budget is not None
-    if not cautious and config.outputs != "held":
+    is_cautious = config.outputs == "auto" and config.memory_budget is not None
+    if not is_cautious and config.outputs != "held":
         return problem
     held, num_others = held_bytes(problem, results), config.microbatches - 1
-    fixed = problem.fixed
-    inputs = fixed.inputs * config.microbatches
+    inputs = problem.fixed.inputs * config.microbatches
     return replace(
         problem,
-        fixed=replace(fixed, inputs=inputs, earlier_outputs=held * num_others),
+        fixed=replace(problem.fixed, inputs=inputs, earlier_outputs=held * num_others),
         keeps_outputs=held > 0,
         rebound_bytes=0 if num_others else held,
         loss_bytes=_loss_bytes(result_gradients(backward), config),
@@ -163,7 +162,7 @@ Held = list[tuple[Any, int]]
 class ResultWatch:
     """Follows the large results of one graph's forwards; keeps none of them alive.
 
-    Its methods are called in this order: ``begin``, ``returned``, ``turn``, ``end``.
+    Its methods are called in this order: ``begin``, ``returned``, ``begin_backward``, ``end``.
     """
 
     _last: Held = field(default_factory=list)
@@ -191,13 +190,13 @@ class ResultWatch:
         """After a forward: follows its large results."""
         self._last += _large(results)
 
-    def turn(self, counted: Sequence[Any]) -> int:
+    def begin_backward(self, counted: Sequence[Any]) -> int:
         """Before a backward: returns the bytes of results that are held and not in ``counted``."""
         self._earlier = _alive(self._earlier)
         earlier = _sum(self._earlier)
         self._replaced_bytes = self._at_entry_bytes - earlier
-        elsewhere = {storage.cdata for storage, _ in _large(counted)}
-        last = [held for held in _alive(self._last) if held[0].cdata not in elsewhere]
+        counted_storages = {storage.cdata for storage, _ in _large(counted)}
+        last = [held for held in _alive(self._last) if held[0].cdata not in counted_storages]
         return earlier + _sum(last)
 
     def end(self) -> int:
@@ -207,6 +206,7 @@ class ResultWatch:
 
 
 def _large(values: Sequence[Any]) -> Held:
+    """Returns the storages of large tensors among ``values``."""
     return [storage for storage in autograd.storages_of(values) if storage[1] > LARGE_RESULT_BYTES]
 
 

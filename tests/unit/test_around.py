@@ -19,7 +19,7 @@ from memo_compile.driver.around import (
     parameters_around,
     sharded_around,
 )
-from memo_compile.driver.owners import owned, telling
+from memo_compile.driver.owners import owned, with_owners
 
 
 def test_a_thread_that_makes_tuples_is_left_alone():
@@ -72,7 +72,7 @@ def test_a_gathered_parameter_counts_as_a_shard_and_as_gathered(ranks, is_gather
     whole = 8 * 8 * 4
     found = sharded_around([model[0].weight])
     assert found == ShardedBytes(
-        own=2 * whole // 4, trained=2 * whole // 4, gathered=whole // num_tensor
+        held=2 * whole // 4, trained=2 * whole // 4, gathered=whole // num_tensor
     )
 
 
@@ -88,10 +88,10 @@ def test_what_is_inside_a_parameter_is_known_while_it_is_called_with(ranks):
     parameter = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0)]))
     plain, inside = torch.zeros(3), parameter._local_tensor
     seen = []
-    run = telling(lambda *args: seen.append(owned([plain, inside])), [plain, parameter])
+    run = with_owners(lambda *args: seen.append(owned([plain, inside])), [plain, parameter])
     run(plain, parameter)
     assert seen[0][0] is plain
     assert seen[0][1] is parameter
     assert owned([inside])[0] is inside
     untold = seen.append
-    assert telling(untold, [plain]) is untold
+    assert with_owners(untold, [plain]) is untold
