@@ -79,7 +79,7 @@ def decide(
             if library.lower(error.problem) or only_lowered:
                 continue
             if any([library.lower(problem) for problem in error.candidates_within_budget]):
-                continue  # some only seemed not to fit: their regions were estimates
+                continue  # their placed peaks may fall once estimated regions are lowered
             raise
         num_refused_before = len(library.refused)
         if not library.lower(choice.problem):  # it calls lowered regions only

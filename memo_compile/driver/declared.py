@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -59,20 +59,16 @@ class DeclaredStages:
         return None
 
 
-@dataclass(slots=True)
-class _Declared:
-    groups: list[DeclaredGroup] = field(default_factory=list)
-    stages: list[DeclaredStages] = field(default_factory=list)
-
-
-_declared = _Declared()
+_groups: list[DeclaredGroup] = []
+_stages: list[DeclaredStages] = []
 
 
 def declare(modules: Sequence[torch.nn.Module]) -> None:
     """Declares ``modules`` as a group."""
-    alive = [group for group in _declared.groups if group.parameters()]
+    global _groups
+    alive = [group for group in _groups if group.parameters()]
     group = DeclaredGroup(modules=tuple(weakref.ref(module) for module in modules))
-    _declared.groups = [*alive, group]
+    _groups = [*alive, group]
 
 
 def declare_stages(
@@ -82,19 +78,20 @@ def declare_stages(
     kept: Callable[[], Sequence[torch.UntypedStorage]] = tuple,
 ) -> None:
     """Declares ``modules`` as one rank's stages; the other arguments as in ``DeclaredStages``."""
-    alive = [stages for stages in _declared.stages if not stages.is_gone()]
+    global _stages
+    alive = [stages for stages in _stages if not stages.is_gone()]
     refs = tuple(weakref.ref(module) for module in modules)
     stages = DeclaredStages(
         modules=refs, num_microbatches=num_microbatches, shares=shares, kept=kept
     )
-    _declared.stages = [*alive, stages]
+    _stages = [*alive, stages]
 
 
 def stages_around(args: Sequence[Any]) -> Stages:
     """Returns the stages of the rank, one of which is called with ``args``."""
     first = next((value for value in args if isinstance(value, torch.nn.Parameter)), None)
     if first is not None:
-        for stages in _declared.stages:
+        for stages in _stages:
             at = stages.index_of(first)
             if at is not None:
                 num_stages = len(stages.modules)
@@ -110,7 +107,7 @@ def declared_around(args: Sequence[Any]) -> list[list[torch.nn.Parameter]]:
     or the modules have different numbers of parameters.
     """
     first_parameters = [value for value in args if isinstance(value, torch.nn.Parameter)]
-    for group in _declared.groups:
+    for group in _groups:
         by_module = group.parameters()
         if not first_parameters or not by_module:
             continue

@@ -35,18 +35,19 @@ class GradientWatch:
 
         ``expected`` is the option ``gradients``, where no step runs yet.
         """
-        counts = {"auto": _is_added, "fresh": lambda leaf: False, "accumulated": _is_leaf}[expected]
+        by_option = {"auto": _is_added, "fresh": lambda leaf: False, "accumulated": _is_leaf}
+        will_be_added = by_option[expected]
         return tuple(
             at
             for at in sorted(self.trained - self._stayed)
-            if at in self.used_up or _goes_home(leaves[at]) or counts(leaves[at])
+            if at in self.used_up or _goes_home(leaves[at]) or will_be_added(leaves[at])
         )
 
     def all_leaving(self, leaves: Sequence[Any]) -> Positions:
-        """All that may leave early, if every trained one of ``leaves`` goes to the host."""
+        """Returns all that may leave early, if every trained one of ``leaves`` goes to the host."""
         trained = [leaf for leaf in leaves if _is_leaf(leaf)]
-        goes = bool(trained) and all(map(_goes_home, trained))
-        return tuple(sorted(self.trained)) if goes else ()
+        all_go = bool(trained) and all(map(_goes_home, trained))
+        return tuple(sorted(self.trained)) if all_go else ()
 
     def may_be_used_up(self, leaves: Sequence[Any]) -> Positions:
         """Returns all that may leave early, if each has a hook that may use it up; else none."""
@@ -114,6 +115,7 @@ class HandedGradients:
 
 
 def _is_leaf(value: Any) -> bool:
+    """True for a tensor to whose ``.grad`` autograd adds."""
     return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
 
 

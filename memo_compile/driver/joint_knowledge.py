@@ -43,26 +43,26 @@ class RegionsOfGraphs:
     def estimated(self, key: RecomputeKey) -> Estimated:
         """The region of ``key`` before it is lowered. Raises UnsupportedGraph: there is none."""
         graph, name = in_graph(key.class_key)
-        found = self.makers[graph].estimated(replace(key, class_key=name))
-        return found._replace(profile=replace(found.profile, name=key.region))
+        estimate = self.makers[graph].estimated(replace(key, class_key=name))
+        return estimate._replace(profile=replace(estimate.profile, name=key.region))
 
     def lowered(self, keys: Sequence[RecomputeKey]) -> Mapping[RecomputeKey, Lowered | str]:
         """Each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
-        found: dict[RecomputeKey, Lowered | str] = {}
+        results: dict[RecomputeKey, Lowered | str] = {}
+        named = {key: in_graph(key.class_key) for key in keys}
         for number, maker in enumerate(self.makers):
-            named = {key: in_graph(key.class_key) for key in keys}
-            of_graph = {
+            keys_in_graph = {
                 key: replace(key, class_key=name)
                 for key, (graph, name) in named.items()
                 if graph == number
             }
-            made = maker.lowered(list(of_graph.values()))
-            for key, in_its_graph in of_graph.items():
-                found[key] = result = made[in_its_graph]
+            results_in_graph = maker.lowered(list(keys_in_graph.values()))
+            for key, key_in_graph in keys_in_graph.items():
+                results[key] = result = results_in_graph[key_in_graph]
                 if not isinstance(result, str):
                     profile = replace(result.profile, name=key.region)
-                    found[key] = result._replace(profile=profile)
-        return found
+                    results[key] = result._replace(profile=profile)
+        return results
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class JointKnowledge:
     def movable(self, problem: Problem, host_store: str) -> MovableStep:
         """``problem`` as layers with slots."""
         steps = [graph.movable(graph.lowered.problem, host_store) for graph in self.graphs]
-        return joint_layers(steps, self.joint, problem, joint_costs([own.costs for own in steps]))
+        return joint_layers(steps, self.joint, problem, joint_costs([step.costs for step in steps]))
 
     def library(self, host_store: str) -> RecomputeLibrary:
         """The step's recompute regions; those of one graph count for all of its plans."""
@@ -173,12 +173,12 @@ class JointKnowledge:
     def known_costs(self, host_store: str) -> StepCosts | None:
         """The seconds of all regions; None where no decision needed them."""
         costs = [graph.known_costs(host_store) for graph in self.graphs]
-        found = [known for known in costs if known is not None]
-        return joint_costs(found) if len(found) == len(costs) else None
+        known_costs = [of_graph for of_graph in costs if of_graph is not None]
+        return joint_costs(known_costs) if len(known_costs) == len(costs) else None
 
     def take_costs(self, costs: StepCosts, host_store: str) -> None:
         """From now on ``costs`` count, which another rank has measured of an equal step."""
         for number, graph in enumerate(self.graphs):
             named = ((in_graph(name), seconds) for name, seconds in costs.region_s.items())
-            region_s = {own.name: seconds for own, seconds in named if own.graph == number}
+            region_s = {region.name: s for region, s in named if region.graph == number}
             graph.take_costs(replace(costs, region_s=region_s), host_store)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from memo_runtime.arena import arena_of
@@ -75,12 +75,12 @@ class JointMembers:
         is_assumed: bool,
         num_dropped: int = 0,
     ) -> "JointMembers":
-        """The members, which have ``parameters``."""
-        all_of_them = (*parameters, *parameters_around(parameters))
+        """Returns the members, which have ``parameters``."""
+        of_model = (*parameters, *parameters_around(parameters))
         return cls(
             joint=joint,
             keys=keys,
-            parameters=tuple(weakref.ref(parameter) for parameter in all_of_them),
+            parameters=tuple(weakref.ref(parameter) for parameter in of_model),
             is_assumed=is_assumed,
             num_dropped=num_dropped,
         )
@@ -92,7 +92,7 @@ class JointMembers:
 
 
 def joint_request(parts: Sequence["StepPart"], members: JointMembers) -> PlanRequest:
-    """What is asked of a plan of ``members``, which are of ``parts``."""
+    """Returns what a plan of ``members``, which are of ``parts``, must count."""
     fixed = members.joint.fixed
     counted = replace(fixed, gradients=fixed.gradients + members.existing_bytes)
     host_store = parts[0].assembly.request.host_store
@@ -117,36 +117,37 @@ class JointStepPlan:
     """What the last steps were, where they are others than planned, and how many steps."""
 
     @classmethod
-    def made(
-        cls,
-        parts: tuple["StepPart", ...],
-        members: JointMembers,
-        instead_of: Sequence["JointStepPlan"] = (),
-    ) -> "JointStepPlan":
-        """Planned and bound, its memory taken once that of ``instead_of`` is given back.
+    def plan_and_bind(
+        cls, parts: tuple["StepPart", ...], members: JointMembers, replaced: Sequence[Self] = ()
+    ) -> Self:
+        """Plans ``members``, frees the memory of the ``replaced`` plans, and takes that of the new.
 
         Raises Infeasible: no plan fits the budget, and those stay.
         """
-        graphs = tuple(dict.fromkeys(parts))
+        graphs, config = tuple(dict.fromkeys(parts)), parts[0].assembly.config
         for part in graphs:
             part.assembly.known.collectives.take()
         request = joint_request(parts, members)
         assert request.joint is not None, "it is of a joint step"
-        known = JointKnowledge(graphs=[part.assembly.known for part in graphs], joint=request.joint)
+        knowledge = [part.assembly.known for part in graphs]
         try:
             with dynamo.nothing_else_compiles():
-                planned = plan_shared(known, request.applied_to(parts[0].assembly.config), request)
+                planned = plan_shared(
+                    JointKnowledge(graphs=knowledge, joint=request.joint),
+                    request.applied_to(config),
+                    request,
+                )
         except Infeasible as error:
             raise _explained(error, parts, members) from None
-        for plan in instead_of:
+        for plan in replaced:
             plan.forget()
-        return cls.bound_to(parts, members, planned)
+        return cls.bind(parts, members, planned)
 
     @classmethod
-    def bound_to(
+    def bind(
         cls, parts: tuple["StepPart", ...], members: JointMembers, planned: PlannedStep
-    ) -> "JointStepPlan":
-        """What is ``planned`` for ``members``, its memory taken."""
+    ) -> Self:
+        """Binds what is ``planned`` for ``members`` to the runtime, and takes its memory."""
         graphs, first = tuple(dict.fromkeys(parts)), parts[0].assembly
         config = first.request.applied_to(first.config)
         bound = bind_group(planned, [part.assembly.lowered.cut for part in parts], config)
@@ -199,22 +200,22 @@ class JointStepPlan:
         return all(any(part is other for other in planned) for part in parts)
 
     def place_of(self, part: "StepPart", key: int | None) -> int | None:
-        """Which member a forward of ``part`` is, whose first parameter lies at ``key``.
+        """Returns which member a forward of ``part`` is, whose first parameter lies at ``key``.
 
         None: it is none, because the plan has no place for it, or that is taken. Members of one
         graph are alike: one whose parameter nobody knows takes the next place.
         """
         step, keys = self.step if self.is_live else None, self.members.keys
-        known = [at for at, other in enumerate(self.parts) if other is part]
-        free = [at for at in known if step is None or step.takes(at)]
-        if key is not None and key in {keys[at] for at in known}:
+        of_graph = [at for at, other in enumerate(self.parts) if other is part]
+        free = [at for at in of_graph if step is None or step.takes(at)]
+        if key is not None and key in {keys[at] for at in of_graph}:
             free = [at for at in free if keys[at] == key]
         return free[0] if free else None
 
     def begin_forward(
         self, member: int, *, follows: bool, stays: bool
     ) -> Callable[[list[Any]], list[Any]]:
-        """Take the member's place, in a frame that is taken if none is live; returns what runs it.
+        """Takes the member's place, in a new frame if none is live; returns what runs it.
 
         ``follows`` and ``stays`` as of ``GroupPlan.begin``.
         """
@@ -233,7 +234,7 @@ class JointStepPlan:
         return run
 
     def require_room(self, part: "StepPart") -> None:
-        """Raise Infeasible if a forward that the plan has no place for does not fit beside it."""
+        """Raises Infeasible if a forward that the plan has no place for does not fit beside it."""
         plan, budget = self.planned.plan, self.planned.plan.budget_bytes
         state.add_note(
             f"a forward is no member of its step, which is planned with {len(self.parts)}: it runs "
@@ -251,12 +252,12 @@ class JointStepPlan:
             )
 
     def forget(self) -> None:
-        """No step runs by this plan any more."""
+        """Frees the memory of a plan by which no step runs any more."""
         arena_of(self.bound.members[0].device).forget(self.bound.members[0].key)
         state.group_is_gone(self.reported)
 
     def _dump(self, folder: str | None) -> None:
-        """The plan and its pictures, beside the dumps of its graphs."""
+        """Writes the plan and its pictures, beside the dumps of its graphs."""
         if folder is None:
             return
         name = f"{self.planned.plan.name}-group"
@@ -266,6 +267,7 @@ class JointStepPlan:
             log.warning("memo: the plan of a joint step could not be written: %s", error)
 
     def _count(self, counted: StepCounters) -> None:
+        """Reports what the step that just ended has moved."""
         before = self.reported
         self.reported = replace(
             before,
@@ -276,7 +278,7 @@ class JointStepPlan:
         state.replace_group(before, self.reported)
 
     def _require_room_for_copy(self) -> None:
-        """Raise Infeasible if a copy of the frame does not fit."""
+        """Raises Infeasible if a copy of the frame does not fit."""
         plan, budget = self.planned.plan, self.planned.plan.budget_bytes
         if budget is not None and plan.peak_bytes + plan.arena_bytes > budget:
             raise Infeasible(
@@ -288,13 +290,13 @@ class JointStepPlan:
 
 
 def _alone_bytes(part: "StepPart") -> int:
-    """What a forward that waits for its backward takes by the graph's own plan."""
+    """Returns what a forward that waits for its backward takes by the graph's own plan."""
     plan = part.assembly.plan
     return plan.arena_bytes + plan.fixed.outputs
 
 
 def _explained(error: Infeasible, parts: Sequence["StepPart"], members: JointMembers) -> Infeasible:
-    """``error``, which also says what does not fit together."""
+    """Returns ``error``, which also says what does not fit together."""
     if any(part.is_stage for part in parts):
         about = f". {_OF_PIPELINE.format(len(parts))}"
     elif len({*parts}) > 1:

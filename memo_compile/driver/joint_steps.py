@@ -27,7 +27,7 @@ from memo_compile.driver.early_gradients import own_leaves
 from memo_compile.driver.facts import allocated_bytes, gradient_bytes
 from memo_compile.driver.joint_plan import JointMembers, JointStepPlan, joint_request
 from memo_compile.driver.separate_parts import are_alike, fit_separately
-from memo_compile.driver.step_watch import StepWatch, first_key, key_of
+from memo_compile.driver.step_watch import StepWatch, alive_values, first_key, key_of
 from memo_compile.errors import Infeasible, MemoError, without_frames
 from memo_compile.reporting import state
 from memo_compile.step.problem import FixedBytes
@@ -87,7 +87,7 @@ class Entry(NamedTuple):
     runs: Callable[[list[Any]], list[Any]] | None = None
     """Runs a forward that is a member of a joint step; None: it is none."""
     is_watched: bool = False
-    """It is none yet, and may turn out to be one."""
+    """The forward is no member yet, and may turn out to be one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +95,7 @@ class JointSteps:
     """The step that runs now of some graphs, what was seen of it, and the plans of joint steps."""
 
     is_of_all: bool = False
-    """It sees all graphs of the process, and leaves steps of one graph to that graph's watcher."""
+    """Sees all graphs of the process, and leaves steps of one graph to that graph's watcher."""
     plans: "dict[StepPart, JointStepPlan]" = field(default_factory=dict)
     """The plan that a graph's forwards are members of."""
     _parts: "weakref.WeakSet[StepPart]" = field(default_factory=weakref.WeakSet)
@@ -129,9 +129,9 @@ class JointSteps:
     """Held while a half begins or ends and while a joint step is planned, not while it runs."""
 
     def add(self, part: "StepPart") -> None:
-        """A graph was compiled. What that takes is not the step's.
+        """Takes over a graph that was compiled, without counting the compilation's memory.
 
-        Nor is a forward that nobody can run backward any more: who catches a refusal tries again.
+        Ends forwards that nobody can run backward any more: who catches a refusal tries again.
         """
         if self._any_live():
             autograd.free_stopped_backward()
@@ -143,14 +143,14 @@ class JointSteps:
         self._take_changes()
 
     def remove(self, part: "StepPart") -> None:
-        """No step of a graph will run any more."""
+        """Forgets a graph of which no step will run any more."""
         self._changes.append((part, False))
         self._take_changes()
 
     def _take_changes(self) -> None:
-        """See what was compiled, or is gone; now, or when the next half begins.
+        """Processes ``_changes`` now, or if the lock is taken when the next half begins.
 
-        Nobody waits for the lock with Dynamo's in hand: who plans holds this one, and wants that.
+        A caller that holds Dynamo's lock must not wait: who plans holds this one, and wants that.
         """
         if not self._lock.acquire(blocking=False):
             return
@@ -158,19 +158,20 @@ class JointSteps:
             while self._changes:
                 part, is_new = self._changes.popleft()
                 if is_new:
-                    self._compiled(part)
+                    self._add_now(part)
                 else:
-                    self._gone(part)
+                    self._remove_now(part)
         finally:
             self._lock.release()
 
-    def _compiled(self, part: "StepPart") -> None:
+    def _add_now(self, part: "StepPart") -> None:
         self._parts.add(part)
         self._num_watched = self._num_unplannable = 0
         if self._watch is not None:
             self._watch.forget_memory()
 
-    def _gone(self, part: "StepPart") -> None:
+    def _remove_now(self, part: "StepPart") -> None:
+        """Forgets ``part``, the step that runs of it, and its plan."""
         self._parts.discard(part)
         self._unlearned = {key: seen for key, seen in self._unlearned.items() if part not in key}
         if self._watch is not None and part in self._watch.parts:
@@ -180,13 +181,16 @@ class JointSteps:
             self._drop(self.plans[part])
 
     def begin_forward(self, part: "StepPart", args: Sequence[Any], stages: Stages) -> Entry:
-        """A forward of ``part`` is about to run on ``args``. Raises Infeasible: no plan fits."""
+        """Notes that a forward of ``part`` is about to run on ``args``, and says by which plan.
+
+        Raises Infeasible: no plan fits.
+        """
         with self._lock:
             self._take_changes()
             leaves = own_leaves(args)
             watch, number = self._enter(part, leaves, stages)
             plan, member = self._member(part, watch, number)
-            if plan is not None and member is None and number:
+            if plan is not None and member is None and number:  # stopped steps may have the places
                 autograd.free_stopped_backward()
                 leases.end_refused()
                 if not self._any_live():
@@ -204,7 +208,7 @@ class JointSteps:
             return Entry(watch, number, runs)
 
     def end_forward(self, part: "StepPart", entry: Entry, results: Sequence[Any]) -> None:
-        """A forward has returned ``results``."""
+        """Notes that a forward has returned ``results``."""
         half = part.assembly.lowered.problem.halves[0]
         lease = leases.find(results[half.results.index(half.handle)])
         with self._lock:
@@ -214,7 +218,7 @@ class JointSteps:
             entry.watch.end((False, entry.number), results)
 
     def begin_backward(self, lease: int | None, args: Sequence[Any]) -> Entry | None:
-        """A backward is about to run on ``args``; None: it is of no step that is watched."""
+        """Notes that a backward is about to run on ``args``; None: it is of no watched step."""
         with self._lock:
             self._take_changes()
             entry = None if lease is None else self._halves.get(lease)
@@ -224,14 +228,14 @@ class JointSteps:
             return entry
 
     def end_backward(self, entry: Entry | None, results: Sequence[Any]) -> None:
-        """The backward has returned ``results``."""
+        """Notes that the backward has returned ``results``, and plans if the step is over."""
         if entry is not None:
             with self._lock:
                 entry.watch.end((True, entry.number), results)
                 self._learn_at_end(entry.watch)
 
     def end_interlude(self) -> None:
-        """A half is about to begin: what others do for it is not the user's."""
+        """Ends the user's code between two halves: what is done for the next half is not its."""
         with self._lock:
             if self._watch is not None:
                 self._watch.end_interlude()
@@ -256,9 +260,9 @@ class JointSteps:
         return None not in watch.keys if watch.is_pipeline else watch.are_apart
 
     def hand_over(self, *, is_part: bool) -> None:
-        """The steps of the graph are planned with those of others from now on, or no more.
+        """Drops this graph's plans: from now on its steps are planned with other graphs' or alone.
 
-        ``is_part``: what they leave over is no joint step, if it is of a pipeline.
+        ``is_part``: with other graphs'; what is left over is no joint step, if of a pipeline.
         """
         self._is_part = is_part
         seen, self._watch = self._watch, None
@@ -271,7 +275,7 @@ class JointSteps:
     def _enter(
         self, part: "StepPart", leaves: Sequence[Any], stages: Stages
     ) -> tuple[StepWatch, int]:
-        """A forward begins, of the live step or of the next one: its watch, and its number."""
+        """Notes a forward of the live step or of the next one; returns its watch and its number."""
         watch = self._watch
         if watch is None or not self._any_live():
             watch = self._begin_step(part, leaves, stages)
@@ -282,14 +286,14 @@ class JointSteps:
     def _member(
         self, part: "StepPart", watch: StepWatch, number: int
     ) -> tuple[JointStepPlan | None, int | None]:
-        """The plan that ``part`` has, and which member of it the forward is; None: none."""
+        """Returns the plan that ``part`` has, and which member of it the forward is; None: none."""
         plan = self.plans.get(part)
         if plan is None or watch.is_mixed:
             return plan, None
         return plan, plan.place_of(part, watch.members[number].key)
 
     def _begin_step(self, part: "StepPart", leaves: Sequence[Any], stages: Stages) -> StepWatch:
-        """No step is live: what was seen of the last one is planned for.
+        """Plans for what was seen of steps before, none of which is live, and watches a new one.
 
         Raises Infeasible: no plan fits the budget, now and before each step until one does.
         """
@@ -305,7 +309,7 @@ class JointSteps:
                 continue
             if self._plans_of(parts):  # if no other one fits the budget, that one stays
                 self._unlearned.pop(parts, None)
-            self._learn(unlearned)
+            self._learn(unlearned)  # a first plan that fails is tried again before the next step
             self._unlearned.pop(parts, None)
         if not self.is_of_all:
             self._begin_alone(part, leaves, stages, seen)
@@ -315,7 +319,7 @@ class JointSteps:
         return self._watch
 
     def _end_step(self, seen: StepWatch | None, leaves: Sequence[Any]) -> None:
-        """The last step has ended, which may be one of those that checkpoints run again.
+        """Ends the last step, which may be one of those that checkpoints run again.
 
         The one that begins now reads ``leaves``.
         """
@@ -340,34 +344,39 @@ class JointSteps:
     def _begin_alone(
         self, part: "StepPart", leaves: Sequence[Any], stages: Stages, seen: StepWatch | None
     ) -> None:
-        """Plan what is known of a graph's joint step before any of it has run."""
+        """Plans a graph's joint step, if it is declared or was compiled anew in other tiles.
+
+        Where steps that ran were no joint ones, the graph's own plan keeps the budget from now on.
+        """
         assembly = part.assembly
         if part in self.plans:
             return
-        is_over = seen is not None and not seen.is_step()
-        if stages.num_stages == 1:
-            is_over = self._num_watched >= MAX_WATCHED
-        if is_over and not self._is_part and stages.num_stages < 2:
+        runs_by_itself = seen is not None and not seen.is_step()
+        if stages.num_stages == 1:  # the first steps of a stage may be cut short
+            runs_by_itself = self._num_watched >= MAX_WATCHED
+        if runs_by_itself and not self._is_part and stages.num_stages < 2:
             assembly.keep_budget()  # nobody else does
         if assembly.joint is not None and assembly.members is not None:  # compiled in other tiles
             parts = (part,) * assembly.members.joint.num_members
-            self._take(JointStepPlan.bound_to(parts, assembly.members, assembly.joint))
+            self._take(JointStepPlan.bind(parts, assembly.members, assembly.joint))
         elif seen is None and len(declared := declared_around(leaves)) > 1:
             joint = assumed_of(assembly.lowered, assembly.config, declared, leaves)
             keys = tuple(key_of(parameters[0]) for parameters in declared)
-            all_of_them = [parameter for parameters in declared for parameter in parameters]
-            members = JointMembers.of(joint, keys, all_of_them, is_assumed=True)
+            of_all = [parameter for parameters in declared for parameter in parameters]
+            members = JointMembers.of(joint, keys, of_all, is_assumed=True)
             self._plan((part,) * joint.num_members, members)
 
     def _watch_of_step(self, part: "StepPart", stages: Stages, seen: StepWatch | None) -> StepWatch:
-        """What sees the step that begins with a forward of ``part``."""
+        """Returns what sees the step that begins with a forward of ``part``."""
         plan, in_backward = self.plans.get(part), autograd.in_backward()
         is_new = plan is None or plan.members.is_assumed
         may_plan = is_new and stages.num_stages < 2
         if self.is_of_all:
-            is_one = len(self._parts) < 2 and stages.num_stages < 2
-            is_others = seen is not None and {*seen.parts} == {part} and part in part.alone.plans
-            may_plan = is_new and not (is_one or is_others)
+            is_only_graph = len(self._parts) < 2 and stages.num_stages < 2
+            is_planned_alone = (
+                seen is not None and {*seen.parts} == {part} and part in part.alone.plans
+            )
+            may_plan = is_new and not (is_only_graph or is_planned_alone)
         is_first = may_plan and self._num_watched < MAX_WATCHED
         watch = StepWatch(
             samples=is_first and part.assembly.step.device.type == "cpu",
@@ -386,7 +395,7 @@ class JointSteps:
         return watch
 
     def _learn_at_end(self, seen: StepWatch) -> None:
-        """Plan for what was seen as soon as all of a step has run, so that no later step does it.
+        """Plans what was seen as soon as all of a step has run, so that no later step does it.
 
         What planning takes of a CPU's memory would be on top of the next step; so would other
         tiles. An error waits for that step, which plans again: there it is the user's.
@@ -419,11 +428,10 @@ class JointSteps:
         return seen.is_part or len({*seen.parts}) > 1 or bool(self._plans_of(seen.parts))
 
     def _plans_of(self, parts: Iterable["StepPart"]) -> list[JointStepPlan]:
-        found = (self.plans[part] for part in parts if part in self.plans)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(self.plans[part] for part in parts if part in self.plans))
 
     def _learn(self, seen: StepWatch, existing: int | None = None) -> None:
-        """Plan what was seen, where no plan serves it, beside ``existing`` bytes of gradients.
+        """Plans what was seen, where no plan serves it, beside ``existing`` bytes of gradients.
 
         None: those that there are now. Raises Infeasible: no plan fits the budget.
         """
@@ -432,36 +440,39 @@ class JointSteps:
         if not self._concerns(seen) or not (seen.learns or plans):
             return
         if plans and plans[0].members.num_dropped and seen.in_backward and not seen.is_first_again:
-            return
+            return  # a later step of a checkpoint's round, whose first one is planned for
         if not (seen.is_step() and are_alike(parts)):
             if self.is_of_all and seen.has_run() and not plans:
                 self._leave_apart(seen)
             return
-        step = parts, seen.order if seen.is_ordered else (), seen.num_dropped
-        if len(plans) == 1 and plans[0].serves(*step):
+        kind = parts, seen.order if seen.is_ordered else (), seen.num_dropped
+        if len(plans) == 1 and plans[0].serves(*kind):
             plans[0].deviating = (None, 0)
             self._confirm(plans[0], seen, existing)
-        elif self._is_wanted(seen, step, plans):
+        elif self._is_wanted(seen, kind, plans):
             if seen.num_dropped:
                 existing = seen.existing_gradient_bytes()
             self._plan_seen(seen, existing)
 
-    def _is_wanted(self, seen: StepWatch, step: object, plans: Sequence[JointStepPlan]) -> bool:
-        """True where a step that no plan serves is to be planned; ``plans`` are of its graphs."""
+    def _is_wanted(self, seen: StepWatch, kind: object, plans: Sequence[JointStepPlan]) -> bool:
+        """True where a step that no plan serves is to be planned; ``plans`` are of its graphs.
+
+        ``kind`` is equal for steps that one plan would serve.
+        """
         if plans:
-            return any(plan.members.is_assumed for plan in plans) or _persists(step, plans)
+            return any(plan.members.is_assumed for plan in plans) or _persists(kind, plans)
         needs_none = self.is_of_all and not seen.is_pipeline
         return not (needs_none and fit_separately(seen.parts, seen.keys))
 
     def _plan_seen(self, seen: StepWatch, existing: int | None) -> None:
-        """Plan a step that was seen. Raises Infeasible: no plan fits the budget.
+        """Plans a step that was seen. Raises Infeasible: no plan fits the budget.
 
         Not yet for the first step of a pipeline's rank: graphs were compiled in it, and torch made
         what it makes once. The next one shows what runs between the halves, and so the floor.
         """
         parts = seen.parts[: seen.num_members]
         try:
-            self._plan(parts, self._members(seen), existing)
+            self._plan(parts, self._members_of(seen), existing)
         except Infeasible:
             is_last = self._num_watched >= PIPELINE_LOOKS or not self._is_on_cpu(parts)
             if not (self.is_of_all and seen.is_pipeline) or is_last:
@@ -469,11 +480,11 @@ class JointSteps:
             state.warn_once(NOT_YET)
 
     def _confirm(self, plan: JointStepPlan, seen: StepWatch, existing: int | None) -> None:
-        """Plan again what was assumed so far, if what lies between the members is otherwise."""
-        members, is_seen = plan.members, seen.samples or not self._is_on_cpu(plan.parts)
-        if not (members.is_assumed and is_seen) or seen.parts != plan.parts:
+        """Plans again what was assumed so far, if what lies between the members is otherwise."""
+        members, is_measured = plan.members, seen.samples or not self._is_on_cpu(plan.parts)
+        if not (members.is_assumed and is_measured) or seen.parts != plan.parts:
             return
-        as_seen = self._members(seen)
+        as_seen = self._members_of(seen)
         if as_seen.joint != members.joint:
             self._plan(plan.parts, as_seen, existing)
         else:
@@ -484,15 +495,13 @@ class JointSteps:
         """True where what the user's code takes between the halves can be measured."""
         return parts[0].assembly.step.device.type == "cpu"
 
-    def _members(self, seen: StepWatch) -> JointMembers:
-        """The step that was seen, as it is planned."""
-        alive = [reference() for reference in seen.parameters()]
-        parameters = [parameter for parameter in alive if parameter is not None]
+    def _members_of(self, seen: StepWatch) -> JointMembers:
+        """Returns the step that was seen, as it is planned."""
+        parameters = [*alive_values(seen.parameters())]
         trained = (each for each in apart(parameters) if each.requires_grad)
         trained_bytes = sum(map(allocated_bytes, trained))
         for step in seen.checkpointed if seen.num_dropped else ():
-            dropped = (reference() for reference in step.parameters)
-            parameters += [parameter for parameter in dropped if parameter is not None]
+            parameters += alive_values(step.parameters)
         fixed = self._fixed(seen, parameters)
         if seen.num_dropped:  # the gradients of all other parts may exist
             fixed = replace(fixed, new_gradients=trained_bytes)
@@ -506,7 +515,7 @@ class JointSteps:
 
     @staticmethod
     def _fixed(seen: StepWatch, parameters: Sequence[torch.nn.Parameter]) -> FixedBytes:
-        """What all members hold beside the frame, with the model around them; without inputs."""
+        """Returns what members and the model around them hold beside the frame, without inputs."""
         modules = {(member.part, member.key) for member in seen.members}
         part = seen.parts[0]
         for step in seen.checkpointed if seen.num_dropped else ():
@@ -523,15 +532,18 @@ class JointSteps:
     def _plan(
         self, parts: "tuple[StepPart, ...]", members: JointMembers, existing: int | None = None
     ) -> None:
-        """From now on steps of ``members`` run as planned. Raises Infeasible: no plan fits."""
+        """Plans ``members``, and runs their steps so from now on. Raises Infeasible: no plan fits.
+
+        Counts ``existing`` bytes of gradients of steps before; None: those that there are now.
+        """
         if existing is None:
             existing = self._existing_bytes(members)
         members = replace(members, existing_bytes=existing)
-        before = self._plans_of(parts)
+        replaced = self._plans_of(parts)
         if self.is_of_all:
-            before += [plan for part in {*parts} for plan in part.alone.plans.values()]
+            replaced += [plan for part in {*parts} for plan in part.alone.plans.values()]
         try:
-            plan = JointStepPlan.made(parts, members, before)
+            plan = JointStepPlan.plan_and_bind(parts, members, replaced)
         except Infeasible:
             if self._has_fewer_waiting() and self._existing_bytes(members) < existing:
                 self._plan(parts, members)
@@ -544,7 +556,7 @@ class JointSteps:
         self._take(plan)
 
     def _take(self, plan: JointStepPlan) -> None:
-        """From now on the graphs of ``plan`` run by it."""
+        """Lets the graphs of ``plan`` run by it from now on."""
         for other in self._plans_of(plan.parts):
             self._drop(other)
         for part in {*plan.parts}:
@@ -554,7 +566,7 @@ class JointSteps:
         self._num_watched = 0
 
     def _drop(self, plan: JointStepPlan) -> None:
-        """No step runs by ``plan`` any more."""
+        """Forgets ``plan``, by which no step runs any more."""
         for part in {*plan.parts}:
             if self.plans.get(part) is plan:
                 del self.plans[part]
@@ -563,8 +575,8 @@ class JointSteps:
         plan.forget()
 
     def _leave_apart(self, seen: StepWatch) -> None:
-        """Graphs of a step are not planned together: each keeps the budget by itself."""
-        if seen.is_pipeline and seen.num_members < seen.num_forwards:
+        """Lets each graph of a step that cannot be planned keep the budget by itself."""
+        if seen.is_pipeline and seen.num_members < seen.num_forwards:  # torch infers shapes by it
             return
         state.warn_once(NO_ORDER)
         for part in seen.parts:
@@ -573,12 +585,12 @@ class JointSteps:
             part.assembly.keep_budget()
 
     def _leave_alone(self, part: "StepPart", watch: StepWatch, plan: JointStepPlan | None) -> bool:
-        """A forward is no member of a joint step; returns whether it may turn out to be one.
+        """Lets a forward run by its graph's own plan; True: it may turn out to be a member.
 
         Raises Infeasible if it does not fit beside the plan that has no place for it.
         """
         if plan is not None and (plan.is_live or plan.is_ordered):
-            self._refused = plan
+            self._refused = plan  # stays if the next line raises
             plan.require_room(part)
             self._refused = None
             if part.assembly.step.live < part.assembly.step.max_inflight:
@@ -593,7 +605,7 @@ class JointSteps:
         return is_member_later
 
     def _bound_by_others(self, part: "StepPart", watch: StepWatch) -> None:
-        """A forward runs beside those of other graphs: say so, or refuse it (Infeasible)."""
+        """Says that a forward runs beside those of other graphs, or refuses it (Infeasible)."""
         others = [other for other in watch.parts if other is not part and self.is_live(other)]
         if not others:
             return
@@ -607,36 +619,36 @@ class JointSteps:
 
         A thread that has reduced them lets go of them when it comes to it.
         """
-        before = self._waiting_bytes
+        earlier_bytes = self._waiting_bytes
         if self._before is not None:
             self._waiting_bytes = self._before.waiting_gradient_bytes()
-        return self._waiting_bytes < before
+        return self._waiting_bytes < earlier_bytes
 
     def _existing_bytes(self, members: JointMembers) -> int:
-        """Gradients that exist: as ``.grad``, or kept by FSDP2 until it reduces them."""
+        """Bytes of gradients that exist: as ``.grad``, or kept by FSDP2 until it reduces them."""
         return max(members.existing_gradient_bytes(), self._waiting_bytes)
 
     def _count_existing(self, plan: JointStepPlan, leaves: Sequence[Any]) -> None:
-        """Plan again where gradients of steps before exist that the plan does not count.
+        """Plans again where gradients of steps before exist that the plan does not count.
 
         And where the seconds of collectives are other ones than it was made with. Of parts that a
         checkpoint runs again only their own gradients count: the plan has those of all others.
         """
-        members, is_other = plan.members, False
+        members, seconds_changed = plan.members, False
         for part in {*plan.parts}:
             collectives = part.assembly.known.collectives
-            is_other |= collectives.are_measured and collectives.take()
+            seconds_changed |= collectives.are_measured and collectives.take()
         if members.num_dropped:
             existing = members.joint.num_members * gradient_bytes(leaves)
         else:
             existing = self._existing_bytes(members)
-        if is_other or existing > members.existing_bytes:
+        if seconds_changed or existing > members.existing_bytes:
             self._plan(plan.parts, members, existing)
 
 
-def _persists(step: object, plans: Sequence[JointStepPlan]) -> bool:
-    """True once such steps, which no plan serves, came so often in a row."""
-    times = max((plan.deviating[1] for plan in plans if plan.deviating[0] == step), default=0)
+def _persists(kind: object, plans: Sequence[JointStepPlan]) -> bool:
+    """Counts steps of one ``kind`` that no plan serves; True once PERSISTS came in a row."""
+    times = max((plan.deviating[1] for plan in plans if plan.deviating[0] == kind), default=0)
     for plan in plans:
-        plan.deviating = (step, times + 1)
+        plan.deviating = (kind, times + 1)
     return times + 1 >= PERSISTS

@@ -168,6 +168,7 @@ class StepKnowledge:
         )
 
     def _layers_of_step(self, host_store: str) -> Movable:
+        """Returns the layers of the step as it was lowered; whole ones if rows cannot be split."""
         if self._movable is None:
             make_layers = functools.partial(
                 movable_step,
@@ -436,17 +437,17 @@ class StepKnowledge:
             self._ran |= {(torch.get_num_threads(), name): "" for name in whole}
             return seconds
 
-        told = {name: self.told_s[name] for name in lowered if name in self.told_s}
-        missing = [name for name in lowered if name not in told]
+        told_s = {name: self.told_s[name] for name in lowered if name in self.told_s}
+        missing = [name for name in lowered if name not in told_s]
         if self.figures is None:
-            return {**told, **measure(missing)}
+            return {**told_s, **measure(missing)}
         config, device = self.config, self.lowered.cut.facts.device
         options = sorted(config.inductor_options.items())
         settings = [profile_name(device), config.lowering, config.mode, *options]
         keys = {name: _content_key(graphs[name], settings) for name in missing}
         unmeasured = [name for name, key in keys.items() if key not in self.figures]
         self.figures |= {keys[name]: seconds for name, seconds in measure(unmeasured).items()}
-        return {**told, **{name: self.figures[key] for name, key in keys.items()}}
+        return {**told_s, **{name: self.figures[key] for name, key in keys.items()}}
 
     def is_shared(self) -> bool:
         """True where this step waits for other ranks, so that all of them should run one plan."""

@@ -87,6 +87,7 @@ def keeps_kernels(gm: fx.GraphModule) -> bool:
 
 
 def _keeps_kernels(node: fx.Node) -> bool:
+    """True for a convolution, an RNN, or a product that oneDNN and not MKL multiplies."""
     name = op_name(node)
     if "convolution" in name or "rnn" in name:
         return True
@@ -126,6 +127,7 @@ def _packed_bytes(product: Product) -> int:
 
 
 def _products(gm: fx.GraphModule) -> Iterator[Product]:
+    """Yields the matrix products on CPU in ``gm`` that a library multiplies."""
     for node in gm.graph.nodes:
         name = op_name(node) if node.op == "call_function" else ""
         if "attention" in name:

@@ -68,6 +68,8 @@ def movable_step(
 
 
 class _Builder:
+    """Makes layers of a lowered step; what its fields say of values holds in the whole step."""
+
     def __init__(
         self, lowered: LoweredStep, costs: StepCosts, profile: HardwareProfile, slices_rows: bool
     ) -> None:
@@ -103,22 +105,24 @@ class _Builder:
         self._chosen: dict[str, frozenset[int]] = {}
         """Region -> positions of integers that follow from what it chooses."""
         self.again = values_again(problem)
+        """Gathered weight -> its name where the backward gathers it again."""
         gathers = gathers_of(problem).values()
         self.gathered = {value for gather in gathers for value in gather.wait.outputs}
         self.user_values = {value for value in forward.results if value is not None}
         self.made_at = {value: call.position for call in forward.calls for value in call.outputs}
         self.written = {*_written(forward), *_written(backward)}
-        own = {index[call.name]: call.position for call in forward.calls}
+        position_of = {index[call.name]: call.position for call in forward.calls}
         self.filled = {
             into.value: at
             for at, call in enumerate(problem.calls)
             for into in call.into
-            if own.get(at, -1) != self.made_at.get(into.value, -2)
+            if position_of.get(at, -1) != self.made_at.get(into.value, -2)
         }
         """Value -> the last call of another layer that writes into it: its maker alone cannot
         recompute it."""
 
     def build(self, token_granule: int) -> Movable:
+        """Returns the layers that have slots; those of equal region and slots are one class."""
         keys: dict[tuple[str, tuple[int, ...], tuple[int, ...], frozenset[int]], str] = {}
         classes: dict[str, LayerClass] = {}
         graphs: dict[str, ClassGraph] = {}
@@ -154,11 +158,11 @@ class _Builder:
 
     def _input_slots(self, call: CutCall) -> tuple[int, ...]:
         """Positions of inputs that another call made, which no later call reads in the forward."""
-        found: dict[str, int] = {}
+        position_of: dict[str, int] = {}
         for position, value in enumerate(call.inputs):
             if self._may_move(value) and self._last_reader(value) == call.position:
-                found.setdefault(value, position)
-        return tuple(found.values())
+                position_of.setdefault(value, position)
+        return tuple(position_of.values())
 
     def _last_reader(self, value: str) -> int | None:
         """The last position at which the forward reads ``value``, its maker's excepted.
@@ -203,13 +207,14 @@ class _Builder:
     def _graph(
         self, call: CutCall, inputs: tuple[int, ...], outputs: tuple[int, ...]
     ) -> ClassGraph:
+        """Returns the forward of ``call``'s class, with slots at these positions, and its rows."""
         region = self._region(call)
         placeholders = region.gm.graph.find_nodes(op="placeholder")
         seeds, num_rows = {}, 1
         for position in inputs if self.slices_rows else ():
-            found = _rows_of(placeholders[position].meta["val"])
-            if found is not None and num_rows in (1, found[1]):
-                seeds[placeholders[position]], num_rows = found
+            rows = _rows_of(placeholders[position].meta["val"])
+            if rows is not None and num_rows in (1, rows[1]):
+                seeds[placeholders[position]], num_rows = rows
         if seeds and num_rows > 1:
             seeds.update(attention_rows(region.gm, seeds, num_rows))
         return ClassGraph(
@@ -227,12 +232,13 @@ class _Builder:
         return cut.layer_regions.get(name) or cut.whole_regions.get(name) or cut.regions[name]
 
     def _class(self, key: str, call: CutCall, graph: ClassGraph) -> LayerClass:
+        """Returns the class ``key`` of layers like ``call``: its slots, and what each may do."""
         seconds = self._seconds(call, graph.region)
         ops = layer_ops(graph, lambda node: seconds[node])
         region = graph.region.gm.graph
         nodes = graph.at_slots(region.find_nodes(op="placeholder"), results_of(region))
         dims = graph.row_dims()
-        able = _can_recompute(ops)
+        recomputable = _recomputable_slots(ops)
         slots = []
         values = graph.at_slots(call.inputs, call.outputs)
         first = self.index[self.backward_of[call.position]]
@@ -241,7 +247,7 @@ class _Builder:
             row_bytes = None if dim is None else row_layout(node.meta["val"], dim, graph.num_rows)
             can_offload = value not in self.again and self._may_move(value)
             can_recompute = (
-                slot in able
+                slot in recomputable
                 and value in self.read_later
                 and value not in self.filled
                 and not self._is_at_hand(call, value)
@@ -264,26 +270,26 @@ class _Builder:
         return LayerClass(key=key, slots=tuple(slots), ops=ops)
 
     def _decision(self, value: str, can_offload: bool, can_recompute: bool) -> str | None:
-        """What the user's rules say of ``value``, if that can be done."""
+        """Returns what the user's rules say of ``value``, if its layer can do that."""
         if not has_rules() or value not in self.problem.tensors or value not in self.sizes:
             return None
         info = self.problem.tensors[value]
         decision = decision_of(info, self.sizes[value])
         if {"offload": can_offload, "recompute": can_recompute}.get(decision or "", True):
             return decision
-        said = f"{info.role or info.op} {list(info.shape)}"
+        tensor = f"{info.role or info.op} {list(info.shape)}"
         state.add_note(
-            f"policy_rule: the plan decides about {said}: its layer cannot {decision} it"
+            f"policy_rule: the plan decides about {tensor}: its layer cannot {decision} it"
         )
         return None
 
     def _changed(self, call: CutCall) -> frozenset[int]:
         """Positions of inputs of ``call`` that hold something else when the backward runs."""
-        own = self.first_at[call.position]
+        first = self.first_at[call.position]
         return frozenset(
             at
             for at, value in enumerate(call.inputs)
-            if value in self.written or self.filled.get(value, own) > own
+            if value in self.written or self.filled.get(value, first) > first
         )
 
     def _seconds(self, call: CutCall, region: RegionGraph) -> dict[fx.Node, float]:
@@ -292,8 +298,8 @@ class _Builder:
         seconds = {node: node_seconds(node, self.profile) for node in nodes}
         total = sum(seconds.values())
         first, count = self.first_at[call.position], len(self.calls[call.position])
-        own_s = sum(map(self.costs.call_s, self.problem.calls[first : first + count]))
-        scale = own_s / total if total > 0 else 0.0
+        calls_s = sum(map(self.costs.call_s, self.problem.calls[first : first + count]))
+        scale = calls_s / total if total > 0 else 0.0
         return {node: node_s * scale for node, node_s in seconds.items()}
 
 
@@ -302,15 +308,16 @@ def _arena_sizes(problem: Problem) -> dict[str, int]:
 
     What a collective has left is owned by the value that its wait shows.
     """
-    made = [value for value in arena_values(problem) if value.call < problem.first_backward]
-    num_values = Counter(value.id for value in made)
-    shown = {value.value: value.value for value in made if num_values[value.id] == 1}
+    of_forward = [value for value in arena_values(problem) if value.call < problem.first_backward]
+    num_values = Counter(value.id for value in of_forward)
+    owner_of = {value.value: value.value for value in of_forward if num_values[value.id] == 1}
+    """First value in a buffer -> the value that owns it; "": several do."""
     sizes, roots, in_flight = value_sizes(problem), aliases(problem), handed_on(problem)
     for value, root in roots.items():
-        if root in shown and value not in in_flight:
-            is_first = shown[root] == root and root in in_flight
-            shown[root] = value if is_first and value in sizes else ""
-    return {value: sizes[value] for value in shown.values() if value}
+        if root in owner_of and value not in in_flight:
+            is_first = owner_of[root] == root and root in in_flight
+            owner_of[root] = value if is_first and value in sizes else ""
+    return {value: sizes[value] for value in owner_of.values() if value}
 
 
 def _written(cut: Cut) -> Iterator[str]:
@@ -335,7 +342,7 @@ def _rows_of(value: torch.Tensor) -> tuple[RowDim, int] | None:
 
 
 def _made_of_choices(graph: fx.Graph) -> frozenset[int]:
-    """Positions of a region's integers that are made of what runs once."""
+    """Positions of a region's integers that are made of what runs once: a router's choices."""
     chosen: set[fx.Node] = set()
     for node in graph.nodes:
         if must_be_saved(node) or not chosen.isdisjoint(node.all_input_nodes):
@@ -348,12 +355,9 @@ def _made_of_choices(graph: fx.Graph) -> frozenset[int]:
 
 
 def _is_integer(value: object) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and not value.is_floating_point()
-        and not value.is_complex()
-        and value.dtype != torch.bool
-    )
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
+        return False
+    return not (value.is_floating_point() or value.is_complex())
 
 
 def _is_attention(node: fx.Node) -> bool:
@@ -363,7 +367,7 @@ def _is_attention(node: fx.Node) -> bool:
     return any("attention" in op_name(source) for source in sources)
 
 
-def _can_recompute(ops: tuple[LayerOp, ...]) -> set[int]:
+def _recomputable_slots(ops: tuple[LayerOp, ...]) -> set[int]:
     """Slots that can be made from other slots of the layer and from what is always there."""
     available: list[bool] = []
     slots = set()

@@ -62,6 +62,7 @@ class OutOfMemory:
             raise
 
     def _dumped(self, problem: Problem, plan: Plan) -> Path | None:
+        """Writes the plan once, and returns the folder; None where that failed."""
         if self._folder is None:
             try:
                 folder = Path(tempfile.mkdtemp(prefix="memo-out-of-memory-", dir=self.dump))

@@ -42,24 +42,28 @@ class StepPart:
         of_all_graphs.add(self)
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """The forward's results; empties ``args``. Raises as ``Assembly.forward``."""
+        """Runs a forward and returns its results; empties ``args``.
+
+        The first watcher that has a joint plan for it runs it, else the graph's own plan does.
+        Raises as ``Assembly.forward``.
+        """
         stages = stages_around(args)
         self.is_stage, self.assembly.unplanned_request = stages.num_stages > 1, None
-        entered, runs = [], None
+        entered = []
         for watcher in self._watchers():
             entry = watcher.begin_forward(self, args, stages)
             entered.append((watcher, entry))
-            runs = entry.runs or functools.partial(self.assembly.forward, watched=entry.is_watched)
             if entry.runs is not None:
                 break
-        assert runs is not None, "somebody watches"
+        _, last = entered[-1]
+        runs = last.runs or functools.partial(self.assembly.forward, watched=last.is_watched)
         results = runs(args)
         for watcher, entry in reversed(entered):
             watcher.end_forward(self, entry, results)
         return results
 
     def backward(self, args: list[Any]) -> list[Any]:
-        """Results, by the plan that its forward ran by; empties ``args``. Raises as ``forward``."""
+        """Runs a backward by the plan of its forward; empties ``args``. Raises as ``forward``."""
         step = self.assembly.step
         lease = leases.find(args[step.backward.arguments.index(step.backward.handle)])
         lease_number = None if lease is None else lease.number
@@ -76,7 +80,7 @@ class StepPart:
         return results
 
     def _watchers(self) -> tuple[JointSteps, ...]:
-        """Who sees the half that begins; what others do from now on is not the user's."""
+        """Returns who sees the half that begins; what they do is not the user's code any more."""
         if not self.is_stage and self.assembly.config.memory_budget is None:
             return (self.alone,)
         self.alone.end_interlude()
@@ -88,7 +92,7 @@ class StepPart:
         return self in of_all_graphs.plans or self in self.alone.plans
 
     def retire(self) -> None:
-        """Let go of what is held for a model that is gone."""
+        """Lets go of what is held for a model that is gone."""
         of_all_graphs.remove(self)
         self.alone.remove(self)
         self.assembly.retire()

@@ -119,6 +119,7 @@ class TilingProbes:
 
 
 def _tiling_believed(tiling: RegionTiling) -> bool:
+    """True where ``tiling`` may run, compared or not; reports what hinders."""
     name = tiling.region.name
     return believed(
         probe_tiling(tiling),
@@ -160,6 +161,7 @@ def probe_tiling(tiling: RegionTiling) -> Probe:
 
 
 def _probe_chain(tiling: RegionTiling) -> Probe:
+    """Compares a few rows of the region's chain with the same rows in two parts."""
     reason = "it has too few rows"
     for rows in (1, 2):  # one row fails where an operator drops dimensions of size 1
         if 2 * rows <= tiling.tiled.num_rows:
@@ -182,8 +184,8 @@ def probe_rows(whole: RegionGraph, part: RegionGraph, *, num_parts: int = 1) -> 
     examples = part.example_inputs()
 
     def sliced(number: int, wide: bool) -> Run:
-        run = _prepared(part, wide)
-        return lambda inputs: run(
+        run_part = _prepared(part, wide)
+        return lambda inputs: run_part(
             [_narrowed(*pair, number) for pair in zip(inputs, examples, strict=True)]
         )
 
@@ -229,6 +231,11 @@ def _compare(
 
 
 def _compare_once(region: RegionGraph, parts: Run, wide: bool, number: int) -> None:
+    """Compares results of ``parts`` with range ``number`` of the whole's on made-up inputs.
+
+    On positive ones as well, if the others give many infinities. Raises _NotRunError and
+    _DiffersError.
+    """
     whole = _prepared(region, wide)
     for positive in (False, True):
         make = functools.partial(made_up_inputs, region, wide=wide, positive=positive)
@@ -275,9 +282,8 @@ def _rounding(
 
 
 def _shift(value: Any, other: Any) -> torch.Tensor | None:
-    if not isinstance(value, torch.Tensor) or not value.numel():
-        return None
-    if value.dtype not in TOLERANCE:
+    """Returns how far each number of ``other`` is from ``value``; None as of ``_rounding``."""
+    if not isinstance(value, torch.Tensor) or not value.numel() or value.dtype not in TOLERANCE:
         return None
     return (other - value).abs().nan_to_num(0)
 
@@ -323,6 +329,7 @@ def _require_all_close(
 
 
 def _require_close(at: int, expected: Any, result: Any, rounding: torch.Tensor | None) -> None:
+    """Raises _DiffersError unless result ``at`` is as ``expected``, but for rounding."""
     if not isinstance(expected, torch.Tensor) or not isinstance(result, torch.Tensor):
         if expected is not result and expected != result:
             raise _DiffersError(f"result {at}: {result} for {expected}")
@@ -438,6 +445,7 @@ def made_up_inputs(
 def _numbers(
     value: torch.Tensor, count: int, bound: int, positive: bool, generator: torch.Generator
 ) -> torch.Tensor:
+    """Returns ``count`` random numbers of the dtype of ``value``; whole ones below ``bound``."""
     if value.dtype is torch.bool:
         return torch.rand(count, generator=generator) < 0.7
     if not (value.is_floating_point() or value.is_complex()):
@@ -459,6 +467,7 @@ def _index_bound(node: fx.Node) -> int:
 
 
 def _bounds(node: fx.Node, seen: set[fx.Node]) -> Iterable[int]:
+    """Yields the sizes of dimensions that ``node``, or integers made of it, index into."""
     if node in seen:
         return
     seen.add(node)

@@ -62,7 +62,14 @@ class RecomputeLibrary:
             raise UnsupportedGraph(self.refused[key])
         if key not in self.regions:
             try:
-                self.regions[key] = self._estimated(key)
+                estimate = self.maker.estimated(key)
+                self.regions[key] = RecomputeRegion(
+                    key=key,
+                    profile=estimate.profile,
+                    inputs=estimate.inputs,
+                    seconds=recompute_seconds(self.step, key),
+                    is_lowered=False,
+                )
             except UnsupportedGraph as error:
                 self.refused[key] = str(error)
                 raise
@@ -86,16 +93,6 @@ class RecomputeLibrary:
         if key in self.refused or key.region not in self.lowered:
             raise UnsupportedGraph(f"{key.region} is not lowered yet")
         return self.regions[key]
-
-    def _estimated(self, key: RecomputeKey) -> RecomputeRegion:
-        estimate = self.maker.estimated(key)
-        return RecomputeRegion(
-            key=key,
-            profile=estimate.profile,
-            inputs=estimate.inputs,
-            seconds=recompute_seconds(self.step, key),
-            is_lowered=False,
-        )
 
     def lower(self, problem: Problem) -> bool:
         """Lowers the regions that ``problem`` recomputes with; False: all of them were lowered.

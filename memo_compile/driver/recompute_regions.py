@@ -74,6 +74,7 @@ class RecomputeGraphs:
         return {key.region: graph for key, graph in graphs if key.region in self.code}
 
     def _graph(self, key: RecomputeKey) -> tuple[RegionGraph, tuple[RegionInput, ...]]:
+        """Returns the graph that recomputes ``key``, and where each of its inputs comes from."""
         graph = self.graphs[key.class_key]
         return self.runner.derive(
             "recompute",

@@ -103,12 +103,12 @@ def step_notes(
 
     ``device_type`` is that of the device on which the step runs; empty where it is only planned.
     """
-    for what, happens in (
+    for cause, is_so in (
         ("a part of the tokens is recomputed", recomputes_slices(rows)),
         ("wide chains run in tiles of tokens", (config.token_tiles or 1) > 1),
     ):
-        if happens:
-            yield f"{what}: products of fewer rows may round differently; exact=True forbids it"
+        if is_so:
+            yield f"{cause}: products of fewer rows may round differently; exact=True forbids it"
     if config.memory_budget is not None and problem.fixed.outputs >= MIN_NAMED_BYTES:
         size = format_bytes(problem.fixed.outputs)
         yield (

@@ -16,11 +16,11 @@ def are_alike(parts: Sequence["StepPart"]) -> bool:
     assemblies = [part.assembly for part in {*parts}]
     first = _without_tiles(assemblies[0].config)
     devices = {assembly.step.device for assembly in assemblies}
-    return len(devices) == 1 and all(_without_tiles(own.config) == first for own in assemblies)
+    return len(devices) == 1 and all(_without_tiles(each.config) == first for each in assemblies)
 
 
 def _without_tiles(config: MemoConfig) -> MemoConfig:
-    """Which tiles a graph runs in is its own affair."""
+    """Returns ``config`` without options that graphs of one step need not share."""
     config = config.at_any_speed()
     return replace(config, token_tiles=None).trying(tile_above_bytes=0, drop_above_bytes=0)
 
@@ -32,14 +32,14 @@ def fit_separately(parts: Sequence["StepPart"], keys: Sequence[int | None]) -> b
     them, no plan has room. ``keys`` tell the modules apart.
     """
     assemblies = [part.assembly for part in parts]
-    fixed = {(own.plan.fixed.parameters, own.plan.fixed.new_gradients) for own in assemblies}
-    if len({*keys}) != 1 or None in keys or len(fixed) != 1:
+    constants = {(each.plan.fixed.parameters, each.plan.fixed.new_gradients) for each in assemblies}
+    if len({*keys}) != 1 or None in keys or len(constants) != 1:
         return False
     budget = assemblies[0].plan.budget_bytes
-    if budget is None or any(own.step.max_inflight < len(assemblies) for own in assemblies):
+    if budget is None or any(each.step.max_inflight < len(assemblies) for each in assemblies):
         return False
-    waiting = [waiting_step_bytes(own.problem, own.plan.arena_bytes) for own in assemblies]
+    frames = [waiting_step_bytes(each.problem, each.plan.arena_bytes) for each in assemblies]
     return all(
-        own.plan.peak_bytes - own.step.max_inflight * its_frame + sum(waiting) <= budget
-        for own, its_frame in zip(assemblies, waiting, strict=True)
+        each.plan.peak_bytes - each.step.max_inflight * frame_bytes + sum(frames) <= budget
+        for each, frame_bytes in zip(assemblies, frames, strict=True)
     )

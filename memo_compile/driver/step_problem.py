@@ -66,13 +66,13 @@ def step_problem(
 
 def _with_weights(problem: Problem, step: CutStep, config: MemoConfig) -> Problem:
     """``problem`` with the weights that lie on the host, or may where ``config`` asks for that."""
-    there = on_host_already(step)
-    if config.weights == "device" and not there:
+    on_host = on_host_already(step)
+    if config.weights == "device" and not on_host:
         return problem
     weights = weights_of_layers(step, problem)
     if config.weights == "device":
-        weights = {value: size for value, size in weights.items() if value in there}
-    host_weights = tuple(value for value in weights if value in there)
+        weights = {value: size for value, size in weights.items() if value in on_host}
+    host_weights = tuple(value for value in weights if value in on_host)
     return replace(problem, layer_weights=weights, host_weights=host_weights)
 
 
@@ -102,6 +102,7 @@ def whole_step(step: CutStep) -> WholeStep:
 def _step_call(
     call: CutCall, phase: Phase, units: JointUnits, lowered: Mapping[str, LoweredRegion]
 ) -> StepCall:
+    """Returns ``call`` of a half with the layer that it is of; a backward runs the last first."""
     index = call.position if phase is Phase.FORWARD else units.num_units - 1 - call.position
     unit = units.structure.units[index]
     return StepCall(
@@ -148,6 +149,7 @@ def _into(target: CutInto, region: LoweredRegion) -> Into:
 
 
 def _layer_classes(units: JointUnits, calls: Iterable[StepCall]) -> tuple[LayerClassInfo, ...]:
+    """Returns the layer classes of the step as the report shows them."""
     regions: dict[str | None, set[str]] = {}
     for call in calls:
         regions.setdefault(call.layer_class, set()).add(call.region)
@@ -163,6 +165,7 @@ def _layer_classes(units: JointUnits, calls: Iterable[StepCall]) -> tuple[LayerC
 
 
 def _tensor_info(node: fx.Node) -> TensorInfo:
+    """Returns what the report says of the saved activation that ``node`` makes."""
     value = node.meta["val"]
     return TensorInfo(
         shape=tuple(value.shape),

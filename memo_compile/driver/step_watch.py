@@ -285,7 +285,7 @@ class StepWatch:
 
     def _look_around(self) -> None:
         """Notes which parameters of the model around the first two members have no gradient."""
-        around = parameters_around(list(_alive(self.parameters())))
+        around = parameters_around(list(alive_values(self.parameters())))
         trained = apart([parameter for parameter in around if parameter.requires_grad])
         self.around = [weakref.ref(parameter) for parameter in trained if parameter.grad is None]
         self._note_existing(trained)
@@ -306,7 +306,7 @@ class StepWatch:
         """Notes for call ``index`` which parameters of ``around`` have a gradient by now."""
         member_ids = {id(reference()) for reference in self.parameters()}
         without_gradient = []
-        for parameter in _alive(self.around):
+        for parameter in alive_values(self.around):
             if id(parameter) in member_ids:
                 continue
             if parameter.grad is not None:
@@ -358,7 +358,7 @@ class StepWatch:
             return 0
         storages = {
             part.untyped_storage()._cdata: part.untyped_storage()
-            for parameter in (*_alive(self.parameters()), *arriving)
+            for parameter in (*alive_values(self.parameters()), *arriving)
             for part in autograd.inner_tensors(parameter) or [parameter]
         }
         return sum(storage.nbytes() for storage in storages.values())
@@ -490,7 +490,7 @@ class StepWatch:
         bytes_at: collections.Counter[int] = collections.Counter()
         for index, num_bytes in self.made:
             bytes_at[index] += num_bytes
-        for parameter in _alive(self.around):
+        for parameter in alive_values(self.around):
             bytes_at[len(self.calls)] += parameter.nbytes
         return bytes_at
 
@@ -503,7 +503,7 @@ class StepWatch:
         return bytes_at
 
 
-def _alive(references: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
+def alive_values(references: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
     """Yields what ``references`` lead to, without what is freed."""
     return (value for value in (reference() for reference in references) if value is not None)
 

@@ -56,33 +56,26 @@ def first_that_fits(
     attempt: Attempt[T],
     device_bytes: int | None = None,
 ) -> T:
-    """What ``attempt`` makes of ``gm`` in the first tiles for which it does not fail.
+    """Returns what ``attempt`` makes of ``gm`` in the first tiles for which it does not fail.
 
     After a TooSlow the other tiles are tried; if all are slow, the fastest plan is taken. Where all
-    fail, the error that tells most is raised.
-    ``device_bytes`` is the memory of another device than the one that the tensors lie on.
+    fail, the error that tells most is raised. ``device_bytes`` is the memory of another device than
+    the one that the tensors lie on.
     """
+
+    def first(options: MemoConfig) -> T:
+        """Tries the tiles in turn, with weights where ``options`` say."""
+        if options.exact:
+            return attempt(gm, replace(options, token_tiles=1))
+        if options.token_tiles is not None and options.saved_dtype == "same":
+            return attempt(gm, options)
+        order = tile_order(gm, facts, options, device_bytes or facts.device_bytes())
+        return first_of(order, options, lambda tiled: attempt(gm, tiled), ends_planning)
+
     try:
-        return where_weights_fit(
-            config, lambda options: _first(gm, facts, options, attempt, device_bytes)
-        )
+        return where_weights_fit(config, first)
     except BlockInfeasible as error:
         raise error.of_all() from None
-
-
-def _first(
-    gm: fx.GraphModule,
-    facts: GraphFacts,
-    config: MemoConfig,
-    attempt: Attempt[T],
-    device_bytes: int | None,
-) -> T:
-    if config.exact:
-        return attempt(gm, replace(config, token_tiles=1))
-    if config.token_tiles is not None and config.saved_dtype == "same":
-        return attempt(gm, config)
-    order = tile_order(gm, facts, config, device_bytes or facts.device_bytes())
-    return first_of(order, config, lambda options: attempt(gm, options), ends_planning)
 
 
 def ends_planning(error: Exception) -> bool:
@@ -105,8 +98,8 @@ def tile_order(
 
 
 def sizes_of(products: Iterable[int], facts: GraphFacts, config: MemoConfig) -> Sizes:
-    """What the order of tiles is made of; ``products`` are a graph's ``products_bytes``."""
-    widest, second, *_ = sorted({0, -1, *products}, reverse=True)
+    """Returns what the order of tiles is made of; ``products`` are its ``products_bytes``."""
+    widest, second, *_ = sorted({0, -1, *products}, reverse=True)  # at least two entries
     constant_bytes = facts.constant_bytes(config.optimizer_state_bytes_per_parameter)
     if config.weights != "device":  # but for embeddings and heads
         constant_bytes -= facts.parameter_bytes

@@ -18,6 +18,7 @@ from torch._subclasses import fake_tensor
 from torch.utils import _triton
 
 from memo_compile.gpus import GpuFacts
+from memo_compile.torch_private.patches import replaced
 
 
 def decomposed(operator: Any) -> Callable[..., Any]:
@@ -59,6 +60,7 @@ def lowering_for(gpu: GpuFacts, memory_bytes: int) -> Iterator[None]:
 
 
 def _properties(gpu: GpuFacts, memory_bytes: int) -> types.SimpleNamespace:
+    """Returns what ``torch.cuda.get_device_properties`` would say of ``gpu``."""
     return types.SimpleNamespace(
         name=gpu.device_name,
         major=gpu.major,
@@ -80,31 +82,17 @@ def _properties(gpu: GpuFacts, memory_bytes: int) -> types.SimpleNamespace:
     )
 
 
-_MISSING = object()
-
-
-@contextlib.contextmanager
-def _answering(owner: Any, name: str, answer: Any) -> Iterator[None]:
+def _answering(owner: Any, name: str, answer: Any) -> contextlib.AbstractContextManager[None]:
     """Inside, ``owner.name`` is a function that returns ``answer``."""
 
     def call(*_: Any, **__: Any) -> Any:
         return answer
 
-    before = vars(owner).get(name, _MISSING)
-    instead: Callable[..., Any] = staticmethod(call) if isinstance(owner, type) else call
-    setattr(owner, name, instead)
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+    return replaced(owner, **{name: staticmethod(call) if isinstance(owner, type) else call})
 
 
-@contextlib.contextmanager
-def _driver_of(gpu: GpuFacts) -> Iterator[None]:
-    """Triton's active driver names ``gpu`` as its target."""
+def _driver_of(gpu: GpuFacts) -> contextlib.AbstractContextManager[None]:
+    """Inside, Triton's active driver names ``gpu`` as its target."""
     runtime = importlib.import_module("triton.runtime.driver")
     target = importlib.import_module("triton.backends.compiler").GPUTarget
 
@@ -122,11 +110,5 @@ def _driver_of(gpu: GpuFacts) -> Iterator[None]:
         def is_active() -> bool:
             return True
 
-    config = runtime.driver
-    before = {name: getattr(config, name) for name in ("_default", "_active")}
-    config._default = config._active = Driver()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+    driver = Driver()
+    return replaced(runtime.driver, _default=driver, _active=driver)

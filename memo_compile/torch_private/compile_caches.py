@@ -27,6 +27,7 @@ from torch._inductor.codecache import FxGraphCache, get_path, sha256_hash
 from torch._inductor.output_code import OutputCode
 
 from memo_compile.file_store import say_unused
+from memo_compile.torch_private.patches import replaced
 
 
 def caches_graphs() -> bool:
@@ -60,23 +61,20 @@ def graph_cache(tag: str) -> Iterator[None]:
 def _checked_entries(cache: Any) -> Iterator[list[str]]:
     """Inside, damaged entries of ``cache`` are dropped before torch reads them.
 
-    Yields the folders of the keys that were asked for.
+    Yields the folders of the keys that torch looks for.
     """
-    plain = vars(cache)["_get_tmp_dir_for_key"]
-    asked: list[str] = []
+    torchs_own = vars(cache)["_get_tmp_dir_for_key"]
+    folders: list[str] = []
 
     def checked(cls: Any, key: str) -> str:
-        folder: str = plain.__get__(None, cls)(key)
-        asked.append(folder)
+        folder: str = torchs_own.__get__(None, cls)(key)
+        folders.append(folder)
         for path in _entries(folder):
             _drop_damaged(path)
         return folder
 
-    cache._get_tmp_dir_for_key = classmethod(checked)
-    try:
-        yield asked
-    finally:
-        cache._get_tmp_dir_for_key = plain
+    with replaced(cache, _get_tmp_dir_for_key=classmethod(checked)):
+        yield folders
 
 
 def _entries(folder: str) -> list[Path]:

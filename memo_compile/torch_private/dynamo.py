@@ -196,11 +196,11 @@ def graph_break(error: BaseException) -> str | None:
     if not isinstance(error, refused):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    what = lines[0] if lines else "graph break"
+    message = lines[0] if lines else "graph break"
     hint = next((line for line in lines if line.startswith("Explanation:")), "")
-    where = re.findall(r'File "([^"]+)", line (\d+)', str(error))
-    place = f" at {where[-1][0]}:{where[-1][1]}" if where else ""
-    return f"{what}{place}" + (f" ({hint.removeprefix('Explanation:').strip()})" if hint else "")
+    frames = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    place = f" at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
+    return f"{message}{place}" + (f" ({hint.removeprefix('Explanation:').strip()})" if hint else "")
 
 
 def register_backend(name: str, backend: Callable[..., Any]) -> None:

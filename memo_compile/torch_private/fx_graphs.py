@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
+
+from memo_compile.torch_private.patches import replaced
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
@@ -83,16 +85,9 @@ def fake_mode(*, real_inputs: bool = False) -> contextlib.AbstractContextManager
     return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=real_inputs)
 
 
-@contextlib.contextmanager
-def failing_fakes_unlogged() -> Iterator[None]:
+def failing_fakes_unlogged() -> contextlib.AbstractContextManager[None]:
     """Operators may refuse the shapes of fakes inside; torch logs each with a traceback."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return replaced(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
 
 
 def set_results(output: fx.Node, values: Sequence[Any]) -> None:

@@ -38,6 +38,7 @@ from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memo_compile.torch_private.fx_graphs import real_tensors
+from memo_compile.torch_private.patches import replaced
 
 
 def device_codegens() -> dict[str, Any]:
@@ -133,11 +134,10 @@ def _attention_is_checked() -> Iterator[None]:
             stored.append((cell, cell.cell_contents))
             cell.cell_contents = None
 
-    joint_graph.lazy_init = lazy_init_and_forget
     try:
-        yield
+        with replaced(joint_graph, lazy_init=lazy_init_and_forget):
+            yield
     finally:
-        joint_graph.lazy_init = lazy_init
         for cell, pattern in stored:
             cell.cell_contents = pattern
 
@@ -192,10 +192,10 @@ def convolution_backend(
 
     It depends on sizes, dtype and number of threads. Fakes would give another answer.
     """
-    rest = [settings[name] for name in CONVOLUTION_SETTINGS]
+    in_order = [settings[name] for name in CONVOLUTION_SETTINGS]
     with real_tensors(), _disable_current_modes():
         real = (torch.empty((), dtype=like.dtype).expand(like.shape) for like in (source, weight))
-        return str(torch._C._select_conv_backend(*real, None, *rest)).rpartition(".")[2]
+        return str(torch._C._select_conv_backend(*real, None, *in_order)).rpartition(".")[2]
 
 
 cpp_compiler = get_cpp_compiler
@@ -212,13 +212,6 @@ def has_lowering(target: Any) -> bool:
     return target in lowering.lowerings
 
 
-@contextlib.contextmanager
-def donating(positions: Sequence[int]) -> Iterator[None]:
+def donating(positions: Sequence[int]) -> contextlib.AbstractContextManager[None]:
     """Inside, kernels of a backward may write over these inputs once nothing reads them."""
-    module = vars(inductor_graph)
-    before = module["get_donated_idxs"]
-    module["get_donated_idxs"] = lambda: list(positions)
-    try:
-        yield
-    finally:
-        module["get_donated_idxs"] = before
+    return replaced(inductor_graph, get_donated_idxs=lambda: list(positions))

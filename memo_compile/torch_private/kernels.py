@@ -13,7 +13,7 @@ import hashlib
 import logging
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,8 @@ from torch._inductor.codegen import cpp
 from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
 from torch._inductor.utils import clear_on_fresh_cache
 
+from memo_compile.torch_private.patches import replaced
+
 log = logging.getLogger("memo")
 
 MAX_KERNELS = 20
@@ -41,7 +43,7 @@ _BINDING_HEADERS = ("<Python.h>", "<sstream>", "<cstdlib>", "<cerrno>")
 """Headers of torch's binding, included once outside of the namespaces of the bindings."""
 _ELF = struct.Struct("=40xQ10xHH2x")
 """From an ELF file's header: offset, entry size and length of the table of sections."""
-_plain = vars(AsyncCompile)["cpp_pybinding"]
+_TORCHS_COMPILER = vars(AsyncCompile)["cpp_pybinding"]
 
 
 @contextlib.contextmanager
@@ -56,9 +58,9 @@ def kernels_in_background() -> Iterator[None]:
     methods: dict[str, Callable[..., Any]] = {
         "wait": lambda self, scope: waiting.append((self, scope))
     }
-    if vars(AsyncCompile)["cpp_pybinding"] is _plain:  # else nothing is to be compiled
+    if vars(AsyncCompile)["cpp_pybinding"] is _TORCHS_COMPILER:  # else nothing is to be compiled
         methods["cpp_pybinding"] = lambda self, *source: files.kernel(self, *source)
-    with _compiles_with(methods):
+    with replaced(AsyncCompile, **methods):
         yield
     files.compile()
     for compiler, scope in waiting:
@@ -80,35 +82,27 @@ def quick_strides() -> Iterator[None]:
     difference of polynomials is 0 or 1 where its expanded form is (2.11, 2.13).
     """
     module: Any = cpp
-    plain = module.stride_at_vec_range
+    simplified_stride = module.stride_at_vec_range
 
     @functools.lru_cache(maxsize=4096)
     def stride(index: Any, var: Any, vec_length: int | None = None) -> Any:
         if not all(map(_is_polynomial, sympy.preorder_traversal(index))):
-            return plain(index, var, vec_length)
+            return simplified_stride(index, var, vec_length)
         return sympy.expand(index.xreplace({var: var + 1}) - index)
 
-    module.stride_at_vec_range = stride
-    try:
+    with replaced(module, stride_at_vec_range=stride):
         yield
-    finally:
-        module.stride_at_vec_range = plain
 
 
-@contextlib.contextmanager
-def rounded_on_load() -> Iterator[None]:
+def rounded_on_load() -> contextlib.AbstractContextManager[None]:
     """Inside, a C++ kernel that stores a low-precision value and reads it again reads it rounded.
 
     Inductor drops a conversion to bfloat16 and back. In 2.11 that undoes the rounding that is asked
     for (``inductor_api.ROUNDED``); 2.13 leaves that alone.
     """
-    kernel: Any = cpp.CppKernel
-    plain = kernel.cache_dtype_convert
-    kernel.cache_dtype_convert = lambda self, dst, dst_dtype, src, src_dtype: None
-    try:
-        yield
-    finally:
-        kernel.cache_dtype_convert = plain
+    return replaced(
+        cpp.CppKernel, cache_dtype_convert=lambda self, dst, dst_dtype, src, src_dtype: None
+    )
 
 
 def _is_polynomial(part: Any) -> bool:
@@ -125,27 +119,10 @@ def without_kernels(*, without_vectors: bool = False) -> Iterator[None]:
     compiling and loading programs.
     """
     names = (name for name in (*_COMPILERS, "wait") if name in vars(AsyncCompile))
-    known = cpu_vec_isa.valid_vec_isa_list
-    if without_vectors:
-        cpu_vec_isa.valid_vec_isa_list = lambda: []  # type: ignore[assignment]
-    try:
-        with _compiles_with(dict.fromkeys(names, lambda *_, **__: None)):
-            yield
-    finally:
-        cpu_vec_isa.valid_vec_isa_list = known
-
-
-@contextlib.contextmanager
-def _compiles_with(methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, AsyncCompile has ``methods`` in place of its own."""
-    before = {name: vars(AsyncCompile)[name] for name in methods}
-    for name, method in methods.items():
-        setattr(AsyncCompile, name, method)
-    try:
+    vectors: dict[str, Any] = {"valid_vec_isa_list": lambda: []} if without_vectors else {}
+    methods: dict[str, Any] = dict.fromkeys(names, lambda *_, **__: None)
+    with replaced(cpu_vec_isa, **vectors), replaced(AsyncCompile, **methods):
         yield
-    finally:
-        for name, method in before.items():
-            setattr(AsyncCompile, name, method)
 
 
 @clear_on_fresh_cache
@@ -160,8 +137,8 @@ class _File(CppPythonBindingsCodeCache):
     def _get_uncompiled_header(cls, device: str) -> str | None:
         """Returns the header to be precompiled; None: it is not worth it yet."""
         cls.num_made += 1
-        known = any(Path(codecache._HEADER_DIR).glob("*.[gp]ch"))
-        is_worth = known or cls.num_made > MAX_FILES
+        is_precompiled = any(Path(codecache._HEADER_DIR).glob("*.[gp]ch"))
+        is_worth = is_precompiled or cls.num_made > MAX_FILES
         return super()._get_uncompiled_header(device) if is_worth else None
 
     @classmethod
@@ -204,17 +181,17 @@ class _Files:
 
     def __init__(self) -> None:
         self._filling = _Shared()
-        self._known: dict[str, LambdaFuture] = {}
+        self._futures: dict[str, LambdaFuture] = {}
 
     def kernel(self, compiler: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
         """Replaces ``AsyncCompile.cpp_pybinding``: returns a future of the kernel."""
         if not _is_one_function(source_code):
-            return _plain(compiler, argtypes, source_code)
+            return _TORCHS_COMPILER(compiler, argtypes, source_code)
         kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
         name = _name_of(argtypes, source_code)
-        if name not in self._known:
-            self._known[name] = LambdaFuture(self._loaded(name, argtypes, source_code))
-        return self._known[name]
+        if name not in self._futures:
+            self._futures[name] = LambdaFuture(self._loaded(name, argtypes, source_code))
+        return self._futures[name]
 
     def _loaded(self, name: str, argtypes: list[str], source_code: str) -> Callable[[], Any]:
         """Returns a function that loads the kernel; by torch's own way if anything fails."""
@@ -232,6 +209,7 @@ class _Files:
         return loaded
 
     def _get(self, name: str, argtypes: list[str], source_code: str) -> Callable[[], Any]:
+        """As ``_loaded``, from a library that exists or a file; what fails is raised."""
         path = _path_of(name)
         entry = _entry(name)
         if path.exists():
@@ -252,6 +230,7 @@ class _Files:
 
 
 def _by_torch(argtypes: list[str], source_code: str, error: Exception) -> Any:
+    """Compiles a kernel in a file of its own, after ``error``."""
     log.info("memo: a kernel is compiled by itself: %s: %s", type(error).__name__, error)
     return CppPythonBindingsCodeCache.load_pybinding(argtypes, source_code)
 

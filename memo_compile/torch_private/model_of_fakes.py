@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from memo_compile.torch_private.patches import replaced
+
 MAX_REAL = 1024
 """A result that is computed only from real tensors of at most so many numbers is real."""
 
@@ -31,6 +33,7 @@ def model_of_fakes() -> Iterator[None]:
     swap = torch.utils.swap_tensors
 
     def swapped(first: torch.Tensor, second: torch.Tensor) -> None:
+        """Swaps two tensors once the mode has forgotten both."""
         converter = mode.fake_tensor_converter
         memo = converter.tensor_memo
         for tensor in (first, second):
@@ -43,8 +46,8 @@ def model_of_fakes() -> Iterator[None]:
     with (
         mode,
         _FewNumbers(),
-        _replaced(torch.utils, "swap_tensors", swapped),
-        _replaced(torch.nn.init, "_no_grad_trunc_normal_", _as_it_is),
+        replaced(torch.utils, swap_tensors=swapped),
+        replaced(torch.nn.init, _no_grad_trunc_normal_=_as_it_is),
     ):
         yield
 
@@ -83,13 +86,3 @@ def _is_few(tensor: torch.Tensor) -> bool:
 
 def _as_it_is(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return tensor
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

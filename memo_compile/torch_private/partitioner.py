@@ -12,6 +12,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from memo_compile.torch_private.autograd import functorch_patch
 from memo_compile.torch_private.dynamo import nothing_else_compiles
 from memo_compile.torch_private.fx_graphs import copied
+from memo_compile.torch_private.patches import replaced
 
 reordering_to_mimic_autograd_engine = partitioners.reordering_to_mimic_autograd_engine
 
@@ -97,10 +98,5 @@ def _halves_are_not_made() -> Iterator[None]:
     def chosen(_joint: fx.GraphModule, saved: list[fx.Node], *_: Any, **__: Any) -> None:
         raise _Chosen(saved)
 
-    with nothing_else_compiles():
-        extract = partitioners._extract_fwd_bwd_modules
-        partitioners._extract_fwd_bwd_modules = chosen  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            partitioners._extract_fwd_bwd_modules = extract
+    with nothing_else_compiles(), replaced(partitioners, _extract_fwd_bwd_modules=chosen):
+        yield

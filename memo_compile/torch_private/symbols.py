@@ -49,8 +49,8 @@ class SizeSymbols:
         """Each size as an expression of the symbols."""
         self.values: list[torch.SymInt] = []
         for at, expression in enumerate(expressions):
-            here = {symbol: symbol_here[symbol] for symbol in expression.free_symbols}
-            self._sizes.append(expression.xreplace(here))
+            symbols = {symbol: symbol_here[symbol] for symbol in expression.free_symbols}
+            self._sizes.append(expression.xreplace(symbols))
             value = self._env.create_symintnode(self._sizes[at], hint=self._hints[at])
             assert isinstance(value, torch.SymInt), "a size of at least 2 is a symbol"
             self.values.append(value)
@@ -99,16 +99,19 @@ class SizeSymbols:
         if isinstance(value, int):
             return value
         expression = expression_of(value)
-        here = {symbol: self._sizes[positions[symbol]] for symbol in expression.free_symbols}
-        expression = expression.xreplace(here)
+        sizes = {symbol: self._sizes[positions[symbol]] for symbol in expression.free_symbols}
+        expression = expression.xreplace(sizes)
         hint = int(expression.xreplace(self._values(self._hints)))
         return self._env.create_symintnode(expression, hint=hint)
 
     def near(self, numbers: Sequence[int], step: int, sizes: Sequence[Any]) -> tuple[int, ...]:
-        """Returns ``numbers``; the largest symbol of ``sizes``, and equals, grow by ``step``."""
+        """Returns ``numbers`` for a neighbouring length.
+
+        The largest symbol in ``sizes``, and those equal to it, are larger by ``step``.
+        """
         values = self._values(numbers)
-        used = free_symbols(list(sizes))
-        largest = max((n for symbol, n in values.items() if symbol in used), default=0)
+        symbols = free_symbols(list(sizes))
+        largest = max((n for symbol, n in values.items() if symbol in symbols), default=0)
         larger = {symbol: n + step if n == largest else n for symbol, n in values.items()}
         return tuple(int(size.xreplace(larger)) for size in self._sizes)
 
