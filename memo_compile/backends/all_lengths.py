@@ -87,7 +87,7 @@ class AllLengths:
                     continue
                 if traced.needless_masks != capture.needless_masks:
                     continue
-                if not traced.takes(inputs, numbers):
+                if not traced.takes(inputs, numbers):  # nor would another trace
                     return None
                 if (run := traced.compiled(capture, numbers)) is not None:
                     return run
@@ -213,10 +213,13 @@ class _Traced:
         self._kept: list[str] = []
         """Tensors that autograd keeps beside the handle, by names in the joint graph."""
         self._settings: dict[str, Any] = {}
+        """The partitioner's keywords, with positions among the inputs that are no sizes."""
         self._static: tuple[int, ...] = ()
+        """Inputs that Inductor takes for parameters and buffers."""
         self._written: list[int] = []
         """Inputs that the graph writes into, by position among those that are no sizes."""
         self._metadata: Any = None
+        """AOTAutograd's, of the whole graph."""
         self._chosen: dict[tuple[int, ...], Chosen] = {}
         """Size class -> what torch's partitioner saves."""
         self._cuts: list[KnownCut] = []
@@ -251,6 +254,10 @@ class _Traced:
         ]
 
     def _fake(self, at: int, example: Any, given: Any) -> Any:
+        """Returns the input ``given`` as a fake, with the symbols of Dynamo's ``example``.
+
+        Raises UnsupportedGraph: it is of a kind that is traced at each length.
+        """
         if not isinstance(given, torch.Tensor):
             return given
         numbers = [*example.shape, *example.stride()]
@@ -337,14 +344,14 @@ class _Traced:
 
     def _from_known_cut(self, capture: "StepCapture", numbers: tuple[int, ...]) -> "_Step | None":
         """Returns the step for ``numbers`` by a cut of other sizes; None: no cut serves them."""
-        cuts = [known for known in self._cuts if known.config == capture.config]
-        same_class = [known for known in cuts if _size_class(numbers) in known.classes]
+        cuts = [each for each in self._cuts if each.config == capture.config]
+        same_class = [each for each in cuts if _size_class(numbers) in each.classes]
         num_results = self._settings["num_fwd_outputs"]
-        for known in same_class or cuts:
-            if not known.serves(numbers):
+        for known_cut in same_class or cuts:
+            if not known_cut.serves(numbers):
                 continue
             try:
-                cut = known.at(numbers)
+                cut = known_cut.at(numbers)
             except Exception as error:  # then it is cut anew
                 log.info("memo: sizes %s are cut anew: %s", numbers, described(error))
                 continue
@@ -363,8 +370,8 @@ class _Traced:
         """Keeps a cut of the joint graph, so that other sizes need not be cut anew."""
         assert self._joint is not None, "it was traced"
         try:
-            for known in self._cuts:
-                if known.config == config and known.compare(cut, numbers):
+            for known_cut in self._cuts:
+                if known_cut.config == config and known_cut.compare(cut, numbers):
                     return
             new_cut = KnownCut.of(cut, config, self._joint, numbers)
             self._cuts[:] = [*self._cuts, new_cut][-MAX_CUTS:]
@@ -374,6 +381,7 @@ class _Traced:
     def _halves(
         self, capture: "StepCapture", numbers: tuple[int, ...]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Returns the halves for ``numbers``: the joint graph with these, cut by ``capture``."""
         joint = self._joint
         assert joint is not None, "it was traced"
         by_name = dict(zip((node.name for node in joint.sizes), numbers, strict=True))
@@ -415,6 +423,7 @@ class _Traced:
         return halves
 
     def _inner(self, gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
+        """Returns for each hollow half a function that picks the step of the length that runs."""
         if self._joint is None or kwargs.get("is_inference"):
             raise UnsupportedGraph("it is inference")
         if kwargs.get("is_backward"):
@@ -426,6 +435,7 @@ class _Traced:
         return _boxed(self._forward)
 
     def _forward(self, args: list[Any]) -> list[Any]:
+        """Runs the forward for the sizes in ``args``, which autograd keeps for the backward."""
         numbers = tuple(int(args[at]) for at in self._positions)
         inputs = [value for at, value in enumerate(args) if at not in self._positions]
         args.clear()
@@ -437,6 +447,7 @@ class _Traced:
         return [*results, *numbers]
 
     def _backward(self, args: list[Any]) -> list[Any]:
+        """Runs the backward of the step that the lease names, even where its plan has gone."""
         first = len(self._positions)
         numbers, inputs = tuple(map(int, args[:first])), args[first:]
         args.clear()
@@ -517,26 +528,24 @@ def _hollow(
     tangents = [node for node in inputs if is_tangent(node)]
     ends = [*results[:first], *(nodes[name] for name in kept), handle, *joint.sizes]
     starts = [*joint.sizes, *(nodes[name] for name in kept), handle, *tangents]
-    return (
-        _between(joint.gm, primals, ends),
-        _between(joint.gm, starts, results[first:]),
-    )
+    return _between(joint.gm, primals, ends), _between(joint.gm, starts, results[first:])
 
 
 def _between(
     owner: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[Any]
 ) -> fx.GraphModule:
+    """Returns a hollow graph from ``inputs`` to ``results``, like the nodes of these names."""
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         name = HANDLE if node.target is ops.lease else node.name
-        made[node] = graph.placeholder(name)
-        made[node].meta = dict(node.meta)
+        copies[node] = graph.placeholder(name)
+        copies[node].meta = dict(node.meta)
     for node in results:
-        if isinstance(node, fx.Node) and node not in made:
-            made[node] = graph.call_function(_hollow_value, ())
-            made[node].meta = dict(node.meta)
-    graph.output(tuple(made[n] if isinstance(n, fx.Node) else None for n in results))
+        if isinstance(node, fx.Node) and node not in copies:
+            copies[node] = graph.call_function(_hollow_value, ())
+            copies[node].meta = dict(node.meta)
+    graph.output(tuple(copies[n] if isinstance(n, fx.Node) else None for n in results))
     return fx_graphs.graph_module(owner, graph)
 
 

@@ -42,13 +42,7 @@ from memo_compile.errors import (
 from memo_compile.lowering.lower import plain_inner
 from memo_compile.passes.cse import MergeCommonSubexpressions
 from memo_compile.passes.effect_tokens import num_tokens, without_tokens
-from memo_compile.passes.equal_cut import (
-    Chosen,
-    EqualCut,
-    SaveMinCut,
-    SufficientCut,
-    dropped_sizes,
-)
+from memo_compile.passes.equal_cut import Chosen, EqualCut, SaveMinCut, SufficientCut, dropped_sizes
 from memo_compile.passes.gather_once import GatherOnce
 from memo_compile.passes.hoist import HoistInvariants
 from memo_compile.passes.keep_jumps import KeepJumps
@@ -62,12 +56,7 @@ from memo_compile.passes.own_inputs import OwnInputs, inputs_of, with_history, w
 from memo_compile.passes.retarget import Retarget
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.slice_first import SliceFirst
-from memo_compile.passes.store_float8 import (
-    FLOAT8_NAME,
-    ReadFloat8,
-    StoreFloat8,
-    stored_values,
-)
+from memo_compile.passes.store_float8 import FLOAT8_NAME, ReadFloat8, StoreFloat8, stored_values
 from memo_compile.reporting import state
 from memo_compile.torch_private import autograd, compile_caches, dynamo, fx_graphs, inductor_api
 from memo_compile.torch_private.compile_caches import Half
@@ -172,7 +161,7 @@ class StepCapture:
             if OPEN_NUMBERS in gm.meta:
                 raise NumberNeeded("no trace serves all values of its integers")
             compiled = self._by_torch(gm, examples)
-        if self._units is None:
+        if self._units is None:  # inference
             return compiled
         if not self._finished:
             raise UnsupportedGraph("the backward of this graph was not compiled with its forward")
@@ -207,6 +196,7 @@ class StepCapture:
             raise UntraceableGraph(f"AOTAutograd cannot trace it: {described(error)}") from error
 
     def _traced_by_torch(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """As ``_by_torch``, with AOTAutograd's own errors."""
         gm = self.prepared(gm)
         gm.meta.pop(LENGTHS, None)
         if self.is_run:
@@ -251,10 +241,8 @@ class StepCapture:
         record = recalled.record
         for note in record.notes:
             state.add_note(note)
-        self.numbers = {
-            **{int(at): value for at, value in record.sizes.items()},
-            **{int(at): value for at, value in record.flags.items()},
-        }
+        numbers = (*record.sizes.items(), *record.flags.items())
+        self.numbers = {int(at): value for at, value in numbers}
         static_names = frozenset(record.static_names)
         with recalled.fakes.tracing(None):
             self.cut_before(
@@ -314,6 +302,8 @@ class StepCapture:
         describes wrongly.
         """
         self._is_asked = True
+        if not self.is_run:
+            self._joint = fx_graphs.copied(joint), joint_inputs, settings
         with state.noting() as self._notes:
             return self._partition(joint, joint_inputs, **settings)
 
@@ -324,15 +314,9 @@ class StepCapture:
         *,
         num_fwd_outputs: int,
         static_lifetime_input_indices: list[int] | None = None,
-        **others: Any,
+        **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        if not self.is_run:
-            settings = {
-                "num_fwd_outputs": num_fwd_outputs,
-                "static_lifetime_input_indices": static_lifetime_input_indices,
-                **others,
-            }
-            self._joint = fx_graphs.copied(joint), joint_inputs, settings
+        """As ``partition``: memo's passes, the cut, the halves, a handle for what is saved."""
         if self.facts.gpu is not None:
             retarget = Retarget(device=self.facts.device)
             joint = self.runner.run(joint, (retarget,), stage="joint")
@@ -479,6 +463,7 @@ class StepCapture:
         return half
 
     def _forward_half(self, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """Keeps the forward until its backward comes; returns what runs it then."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         static = frozenset(placeholders[i].name for i in kwargs.get("static_input_idxs", ()))
         self.facts.read_forward(placeholders, static, ties_inputs=self._ties_inputs)
@@ -503,6 +488,8 @@ class StepCapture:
         return self._run_forward(), self._run_backward()
 
     def _run_forward(self) -> Callable[..., Any]:
+        """Returns what runs the forward once the step is assembled."""
+
         def forward(args: list[Any]) -> Any:
             if self.steps is None:
                 raise UnsupportedGraph("the backward of this graph was never compiled")
@@ -549,6 +536,8 @@ class StepCapture:
             self.steps = StepPart(self.assembly)
 
     def _run_backward(self) -> Callable[..., Any]:
+        """Returns what runs the backward once the step is assembled."""
+
         def backward(args: list[Any]) -> Any:
             assert self.steps is not None, "its forward ran"
             if any(map(autograd.is_batched, args)):

@@ -20,12 +20,7 @@ from torch import fx
 from memo_compile.analysis.joint_units import source_line
 from memo_compile.analysis.module_paths import module_path
 from memo_compile.config import MemoConfig
-from memo_compile.driver.capture_record import (
-    CaptureRecord,
-    capture_record,
-    cut_again,
-    from_plain,
-)
+from memo_compile.driver.capture_record import CaptureRecord, capture_record, cut_again, from_plain
 from memo_compile.driver.facts import GraphFacts
 from memo_compile.driver.stages import CutStep
 from memo_compile.errors import InputError, UnsupportedGraph

@@ -123,6 +123,7 @@ def _runs_one_by_one(schedule: Any) -> bool:
 
 
 def _refusal(schedule: Any) -> str:
+    """Says why a schedule of another class than ``SUPPORTED`` is refused."""
     name = type(schedule).__name__
     if "ZeroBubble" in name or "ZBV" in name or "DualPipe" in name:
         return (

@@ -20,12 +20,7 @@ from torch import fx
 
 from memo_compile.analysis.module_paths import model_class
 from memo_compile.backends.all_lengths import LENGTHS
-from memo_compile.backends.capture import (
-    COMPILED_AUTOGRAD,
-    Finish,
-    StepCapture,
-    next_graph_name,
-)
+from memo_compile.backends.capture import COMPILED_AUTOGRAD, Finish, StepCapture, next_graph_name
 from memo_compile.backends.negated import resolving
 from memo_compile.backends.retile import PlannedGraph, Retiled
 from memo_compile.backends.specialise import Specialised, symbol_positions
@@ -128,6 +123,7 @@ def _compiled(
     mode: str | None,
     options: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
+    """As ``memo``; raises errors as they are."""
     with _failure_reported():
         config = _with_own_dump(resolve(options, mode))
         caches = config.cache and compile_caches.caches_graphs()
@@ -138,8 +134,8 @@ def _compiled(
         for note in config.idle_options():
             state.warn_once(note)
         compile_caches.store_no_unsafe_views()
-        if asked := _asks_for_cuda_graphs(config):
-            state.warn_once(f"{asked}: CUDA graphs are not used together with the arena")
+        if option := _asks_for_cuda_graphs(config):
+            state.warn_once(f"{option}: CUDA graphs are not used together with the arena")
         _note_distributed()
         if any(_is_unplannable(value) for value in example_inputs):
             error = UnsupportedGraph("an input is a nested or a sparse tensor")
@@ -167,6 +163,7 @@ def _saying(config: MemoConfig) -> contextlib.AbstractContextManager[None]:
 def _compiled_for(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: MemoConfig
 ) -> Callable[..., Any]:
+    """Compiles ``gm`` for its shapes, or where they vary for each shape when it first runs."""
     symbols = symbol_positions(gm, example_inputs)
     if not symbols:
         return compile_static(gm, example_inputs, config)
@@ -275,9 +272,7 @@ def plan_graph(
         return planned.run
     lowered = planned.assembly.lowered
     step = RankStep(
-        name=lowered.cut.name,
-        key=key,
-        orders=orders_of(lowered.problem, lowered.regions),
+        name=lowered.cut.name, key=key, orders=orders_of(lowered.problem, lowered.regions)
     )
     job_rank().agree(step, config.ranks_timeout_s)
     state.add_plan(planned.assembly.reported)

@@ -29,6 +29,7 @@ def metrics() -> dict[str, float]:
 
 
 def _of_step(plans: tuple[ReportedPlan, ...]) -> dict[str, float]:
+    """Returns the numbers of a step whose graphs ran by ``plans``."""
     budgets = [plan.budget_bytes for plan in plans if plan.budget_bytes is not None]
     return {
         "planned_peak_bytes": max(plan.peak_bytes for plan in plans),

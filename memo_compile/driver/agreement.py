@@ -92,9 +92,7 @@ def orders_of(problem: Problem, lowered: Mapping[str, LoweredRegion]) -> tuple[G
         by_group.setdefault(collective.group_name, []).append(step_collective)
     orders = (
         GroupOrder(
-            group_name=name,
-            ranks=distributed.ranks_of_group(name),
-            collectives=tuple(collectives),
+            group_name=name, ranks=distributed.ranks_of_group(name), collectives=tuple(collectives)
         )
         for name, collectives in by_group.items()
     )

@@ -10,12 +10,7 @@ import torch
 from torch import nn
 
 from memo_compile.config import MemoConfig
-from memo_compile.driver.facts import (
-    OPTIMIZER_TENSORS,
-    OptimizerState,
-    allocated_bytes,
-    staying,
-)
+from memo_compile.driver.facts import OPTIMIZER_TENSORS, OptimizerState, allocated_bytes, staying
 from memo_compile.step.problem import FixedBytes
 from memo_compile.torch_private import autograd, dynamo
 from memo_compile.torch_private.distributed import ShardedParameter, sharded_parameters

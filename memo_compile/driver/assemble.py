@@ -33,12 +33,7 @@ from memo_compile.driver.gradient_watch import GradientWatch, HandedGradients
 from memo_compile.driver.joint_plan import JointMembers
 from memo_compile.driver.knowledge import StepKnowledge, gradients_at_once, leaving_values
 from memo_compile.driver.layer_weights import move_back_to_host
-from memo_compile.driver.library_buffers import (
-    Product,
-    keeps_kernels,
-    library_buffers,
-    products_of,
-)
+from memo_compile.driver.library_buffers import Product, keeps_kernels, library_buffers, products_of
 from memo_compile.driver.out_of_memory import OutOfMemory
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest

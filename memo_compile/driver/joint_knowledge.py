@@ -10,12 +10,7 @@ from dataclasses import dataclass, replace
 from memo_compile.analysis.regions import LoweredRegion
 from memo_compile.costs.hardware import HardwareProfile
 from memo_compile.driver.knowledge import StepKnowledge, gradients_at_once
-from memo_compile.driver.recompute_library import (
-    Estimated,
-    Lowered,
-    RecomputeLibrary,
-    RegionMaker,
-)
+from memo_compile.driver.recompute_library import Estimated, Lowered, RecomputeLibrary, RegionMaker
 from memo_compile.driver.stages import PlanRequest
 from memo_compile.planners.placement import Placement, PlacementProblem
 from memo_compile.step.joint_step import (

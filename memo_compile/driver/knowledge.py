@@ -63,11 +63,10 @@ def requested_problem(lowered: LoweredStep, request: PlanRequest) -> Problem:
     problem = lowered.problem
     if request.none_exist:
         problem = replace(problem, fixed=replace(problem.fixed, gradients=0))
-    fixed = problem.fixed
     gradients = gradients_at_once(problem, request.existing_gradient_bytes)
-    earlier = max(fixed.earlier_outputs, request.earlier_output_bytes)
-    problem = replace(problem, fixed=replace(fixed, gradients=gradients, earlier_outputs=earlier))
-    problem = replace(problem, leaving=leaving_values(lowered, request.leaving))
+    earlier = max(problem.fixed.earlier_outputs, request.earlier_output_bytes)
+    fixed = replace(problem.fixed, gradients=gradients, earlier_outputs=earlier)
+    problem = replace(problem, fixed=fixed, leaving=leaving_values(lowered, request.leaving))
     if request.outside_loss:
         gradients_of_results = result_gradients(lowered.cut.backward.half_graph.graph)
         problem = replace(problem, loss_bytes=outside_loss_bytes(gradients_of_results))

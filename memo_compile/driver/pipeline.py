@@ -265,11 +265,7 @@ def cut_step(
 
 
 def lower_step(
-    step: CutStep,
-    config: MemoConfig,
-    *,
-    for_cuda: bool,
-    hardware: HardwareProfile | None = None,
+    step: CutStep, config: MemoConfig, *, for_cuda: bool, hardware: HardwareProfile | None = None
 ) -> LoweredStep:
     """Each distinct region as code, once, and the problem of the step that keeps everything.
 

@@ -67,19 +67,15 @@ def assume_held(
         return problem
     held, num_others = held_bytes(problem, results), config.microbatches - 1
     inputs = problem.fixed.inputs * config.microbatches
+    gradients = result_gradients(backward)
+    has_inside_loss = _has_loss(gradients) and not config.outside_loss
     return replace(
         problem,
         fixed=replace(problem.fixed, inputs=inputs, earlier_outputs=held * num_others),
         keeps_outputs=held > 0,
         rebound_bytes=0 if num_others else held,
-        loss_bytes=_loss_bytes(result_gradients(backward), config),
+        loss_bytes=0 if has_inside_loss else outside_loss_bytes(gradients),
     )
-
-
-def _loss_bytes(gradients: Sequence[Any], config: MemoConfig) -> int:
-    """Returns the bytes that a loss outside holds; 0 where a result of the graph is the loss."""
-    is_inside = _has_loss(gradients) and not config.outside_loss
-    return 0 if is_inside else outside_loss_bytes(gradients)
 
 
 def _has_loss(gradients: Sequence[Any]) -> bool:

@@ -1,5 +1,6 @@
 """The collectives of a step program: what they leave in the arena, and how long they take."""
 
+import itertools
 from collections.abc import Set
 
 from memo_compile.step.problem import (
@@ -56,19 +57,14 @@ def _arena_outputs(region: RegionProfile) -> list[tuple[int, int, int]]:
 
 def handed_on(problem: Problem) -> frozenset[str]:
     """Returns the values that only collectives and their waits read, such as what is in flight."""
-    handed_on: set[str] = set()
     readers: dict[str, set[CallKind]] = {}
     for call in problem.calls:
         for value in call.inputs:
             readers.setdefault(value, set()).add(call.kind)
-    for call in problem.calls:
-        if call.kind is CallKind.COMM_WAIT:
-            handed_on.update(
-                value
-                for value in call.inputs
-                if readers[value] <= {CallKind.ISSUE, CallKind.COMM_WAIT}
-            )
-    return frozenset(handed_on)
+    waits = (call for call in problem.calls if call.kind is CallKind.COMM_WAIT)
+    handed = itertools.chain.from_iterable(wait.inputs for wait in waits)
+    collectives = {CallKind.ISSUE, CallKind.COMM_WAIT}
+    return frozenset(value for value in handed if readers[value] <= collectives)
 
 
 def comm_bytes(problem: Problem, call: StepCall) -> int:

@@ -64,7 +64,10 @@ class PlacedInterlude:
         return arena_bytes - sum(end - start for start, end in self.dead(arena_bytes))
 
     def dropped(self, arena_bytes: int, room_bytes: int) -> tuple[Range, ...]:
-        """Returns ranges to give back, the highest first, until ``room_bytes`` stay, if any can."""
+        """Returns ranges of the first ``arena_bytes`` to give back, by address.
+
+        The highest are taken, and no more than leaves ``room_bytes``, if so much can be given back.
+        """
         ranges: list[Range] = []
         excess = arena_bytes - room_bytes
         for start, end in reversed(list(self.dead(arena_bytes))):

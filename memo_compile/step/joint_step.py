@@ -82,6 +82,7 @@ def nested_order(num_members: int) -> HalfOrder:
 
 
 def _runs_each_once(order: HalfOrder, num_members: int) -> bool:
+    """True for an order with each member's forward, and behind it its backward."""
     place = {half: at for at, half in enumerate(order)}
     if sorted(order) != sorted(nested_order(num_members)):
         return False

@@ -184,6 +184,7 @@ class CallTables:
         return _Call(call, profile, row, region.number)
 
     def _add_rows(self, call: StepCall, region: _Region) -> int:
+        """Adds what ``call`` reads and makes; returns the number of its row in both tables."""
         number = self.number
         if region.shares:  # outputs without a buffer need a number as well: `_with_shared`
             _ = [*map(number, call.outputs)]

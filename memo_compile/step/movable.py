@@ -295,9 +295,9 @@ def once_per_step(make: Callable[[MovableStep], _Result]) -> Callable[[MovableSt
     results = weakref.WeakKeyDictionary[MovableStep, _Result]()
 
     @functools.wraps(make)
-    def kept(step: MovableStep) -> _Result:
+    def cached(step: MovableStep) -> _Result:
         if step not in results:
             results[step] = make(step)
         return results[step]
 
-    return kept
+    return cached

@@ -121,7 +121,7 @@ def _with_slack(problem: Problem, step_peak: int, arena_bytes: int) -> int:
 
 
 def _update_bytes(problem: Problem, arena_bytes: int, ordinary: "OrdinaryMemory") -> int:
-    """What there is while the optimizer updates, of the step's own: gradients, what it borrows.
+    """Returns the step's bytes while the optimizer updates: gradients, and what it borrows.
 
     An arena whose pages stay comes on top: state that the first update makes, and what every update
     makes meanwhile, lie beside it.
@@ -133,15 +133,15 @@ def _update_bytes(problem: Problem, arena_bytes: int, ordinary: "OrdinaryMemory"
 
 
 def idle_after_step_bytes(problem: Problem, plan: Plan) -> int:
-    """What the optimizer may borrow of the arena when the backward has ended, within the peak.
+    """Returns what the optimizer may borrow of the arena after the backward, within the peak.
 
     0 where its pages stay, so that updates are as small as they can be.
     """
     if not problem.releases_pages:
         return 0
     step_bytes = plan.peak_bytes - step_constant_bytes(problem)
-    rest = step_bytes - heap_slack(step_bytes)
-    return max(0, min(plan.arena_bytes, rest - sum(ordinary_bytes(problem).after[-1:])))
+    step_bytes -= heap_slack(step_bytes)
+    return max(0, min(plan.arena_bytes, step_bytes - sum(ordinary_bytes(problem).after[-1:])))
 
 
 def waiting_step_bytes(problem: Problem, arena_bytes: int) -> int:

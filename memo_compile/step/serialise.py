@@ -201,6 +201,7 @@ def _tuple_restorer(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
 
 
 def _dataclass_restorer(kind: Any) -> Callable[[Any], Any]:
+    """Returns the restorer of a dataclass from an object with its fields."""
     fields = {name: _restorer(hint) for name, hint in typing.get_type_hints(kind).items()}
     missing = dataclasses.MISSING
     needed = [
@@ -223,6 +224,8 @@ def _dataclass_restorer(kind: Any) -> Callable[[Any], Any]:
 
 
 def _enum_restorer(kind: type[enum.Enum]) -> Callable[[Any], Any]:
+    """Returns the restorer of an enum from the value of a member."""
+
     def member(value: Any) -> Any:
         try:
             return kind(value)
@@ -234,6 +237,7 @@ def _enum_restorer(kind: type[enum.Enum]) -> Callable[[Any], Any]:
 
 
 def _scalar_restorer(kind: Any) -> Callable[[Any], Any]:
+    """Returns the restorer of a number or text: a type that JSON has, or one derived from it."""
     allowed, text = _SCALARS[kind]
 
     def scalar(value: Any) -> Any:

@@ -19,15 +19,17 @@ def num_ranks() -> int:
 
 def ranks_of_group(name: str) -> tuple[int, ...]:
     """The global ranks of the process group that functional collectives call ``name``."""
-    names: Any = torch.distributed.distributed_c10d
-    group = names._resolve_process_group(name)
-    return tuple(torch.distributed.get_process_group_ranks(group))
+    return tuple(torch.distributed.get_process_group_ranks(_group(name)))
 
 
 def backend_of_group(name: str) -> str:
     """Returns the backend of that group: ``gloo``, ``nccl`` ..."""
-    names: Any = torch.distributed.distributed_c10d
-    return str(torch.distributed.get_backend(names._resolve_process_group(name)))
+    return str(torch.distributed.get_backend(_group(name)))
+
+
+def _group(name: str) -> Any:
+    groups: Any = torch.distributed.distributed_c10d
+    return groups._resolve_process_group(name)
 
 
 def is_gone(rank: int) -> bool:
@@ -36,9 +38,9 @@ def is_gone(rank: int) -> bool:
     A message is sent that nobody receives: gloo only looks whether it could be. Other backends
     cannot tell.
     """
-    names: Any = torch.distributed.distributed_c10d
+    groups: Any = torch.distributed.distributed_c10d
     try:
-        backend = names._get_default_group()._get_backend(torch.device("cpu"))
+        backend = groups._get_default_group()._get_backend(torch.device("cpu"))
     except RuntimeError:  # none carries tensors of a CPU
         return False
     if backend.name() != "gloo":

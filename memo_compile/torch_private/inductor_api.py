@@ -174,14 +174,7 @@ def inductor_uses_cuda_graphs() -> bool:
     return bool(inductor_config.triton.cudagraphs)
 
 
-CONVOLUTION_SETTINGS = (
-    "stride",
-    "padding",
-    "dilation",
-    "transposed",
-    "output_padding",
-    "groups",
-)
+CONVOLUTION_SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 """Arguments of a convolution beside its tensors, in their order."""
 
 
