@@ -381,7 +381,7 @@ class _Traced:
     def _halves(
         self, capture: "StepCapture", numbers: tuple[int, ...]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Returns the halves for ``numbers``: the joint graph with these, cut by ``capture``."""
+        """Returns the halves for ``numbers``, cut so that lengths of one class save the same."""
         joint = self._joint
         assert joint is not None, "it was traced"
         by_name = dict(zip((node.name for node in joint.sizes), numbers, strict=True))
@@ -459,7 +459,7 @@ class _Traced:
                 f"the plan for sizes {numbers} is gone, and its step has ended; raise max_plans"
             )
         results = list(step.backward(inputs))
-        for at in self._positions:
+        for at in self._positions:  # a size has no gradient
             results.insert(at, None)
         return results
 

@@ -150,14 +150,14 @@ def _compiled(
         )
 
 
-def _saying(config: MemoConfig) -> contextlib.AbstractContextManager[None]:
-    """Says on the terminal of the first rank what a long compilation does."""
+def _showing_progress(config: MemoConfig) -> contextlib.AbstractContextManager[None]:
+    """Inside, the terminal of the first rank shows what a long compilation does."""
     shows = is_terminal() if config.progress is None else config.progress
     is_first = distributed.num_ranks() <= 1 or torch.distributed.get_rank() == 0
-    budget, under = config.memory_budget, ""
+    budget, purpose = config.memory_budget, ""
     if budget is not None:
-        under = f", planning under {budget if isinstance(budget, str) else format_bytes(budget)}"
-    return compiling(under, shows=shows and is_first)
+        purpose = f", planning under {budget if isinstance(budget, str) else format_bytes(budget)}"
+    return compiling(purpose, shows=shows and is_first)
 
 
 def _compiled_for(
@@ -221,21 +221,21 @@ def compile_static(
 ) -> Callable[..., Any]:
     """Compiles ``gm`` for inputs of known shapes: planned, or else by plain Inductor."""
     try:
-        with _saying(config):
+        with _showing_progress(config):
             return plan_graph(gm, example_inputs, config)
     except (dynamo.RestartAnalysis, NumberNeeded):
         raise
     except (ConfigError, RanksDisagree) as error:
-        _refuse(gm, example_inputs, error)
+        _tell_ranks(gm, example_inputs, error)
         raise
     except UntraceableGraph as error:
-        _refuse(gm, example_inputs, error)
+        _tell_ranks(gm, example_inputs, error)
         _raise_of_inductor(gm, example_inputs)
         return _step_aside(gm, example_inputs, config, error)
     except Exception as error:
         if compile_caches.lacks_compiler(error):
             refusal = ConfigError(NO_COMPILER.format(error))
-            _refuse(gm, example_inputs, refusal)
+            _tell_ranks(gm, example_inputs, refusal)
             raise refusal from error
         gm.meta.pop(LENGTHS, None)
         return _step_aside(gm, example_inputs, config, error)
@@ -249,7 +249,7 @@ def _raise_of_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Non
         raise error from None
 
 
-def _refuse(gm: fx.GraphModule, example_inputs: Sequence[Any], error: Exception) -> None:
+def _tell_ranks(gm: fx.GraphModule, example_inputs: Sequence[Any], error: Exception) -> None:
     """Tells other ranks, which may wait for this one's plan of ``gm``, about ``error``."""
     job_rank().refuse(graph_key(gm, example_inputs), error, steps_aside=False)
 
@@ -456,17 +456,17 @@ def _require_free_to_step_aside(
     key = graph_key(gm, example_inputs)
     job_rank().refuse(key, error, steps_aside=not raises, timeout_s=config.ranks_timeout_s)
     if raises:
-        raise _named(error)
+        raise _as_memo_error(error)
 
 
-def _named(error: Exception) -> Exception:
+def _as_memo_error(error: Exception) -> Exception:
     """Returns ``error``; as a MemoError if no code raises such an error on purpose."""
     if isinstance(error, refused(MemoError, torch.OutOfMemoryError)):
         return error
     log.error("memo: planning failed; %s", REPORT, exc_info=error)
-    named = MemoError(f"planning failed: {described(error)}; {REPORT}")
-    named.__cause__ = error
-    return named
+    memo_error = MemoError(f"planning failed: {described(error)}; {REPORT}")
+    memo_error.__cause__ = error
+    return memo_error
 
 
 def _note_distributed() -> None:

@@ -119,7 +119,7 @@ def _version(value: Any) -> int:
 
 
 def _is_written(original: torch.Tensor, value: torch.Tensor, version: int) -> bool:
-    """Inference tensors count no writes: their values are compared."""
+    """True where ``value``, once at ``version``, was written; inference tensors count no writes."""
     return not torch.equal(original, value) if value.is_inference() else value._version != version
 
 

@@ -170,7 +170,7 @@ def _with_subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """What a tensor takes of this rank's device: its part of a DTensor."""
+    """Returns what a tensor takes of this rank's device: its part of a DTensor."""
     return sum(map(allocated_bytes, autograd.inner_tensors(tensor) or [tensor]))
 
 

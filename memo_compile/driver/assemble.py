@@ -208,9 +208,9 @@ class Assembly:
         return planned
 
     def return_weights(self, inputs: Sequence[Any]) -> None:
-        """Moves weights to the host that lay there and are on the device; ``inputs`` of a call.
+        """Moves host weights back that the program has moved to the device since, before a step.
 
-        Raises HostStoreError: the memory was refused.
+        They are among ``inputs``. Raises HostStoreError: the memory was refused.
         """
         names = self.problem.host_weights
         if names and not leases.any_live():

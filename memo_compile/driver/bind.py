@@ -280,7 +280,7 @@ class _Half:
         )
 
     def _stops(self) -> dict[str, Any]:
-        """Returns the fields of a RunHalf that a backward needs to stop between its calls.
+        """Returns the fields of a ``RunHalf`` that a backward needs to stop between its calls.
 
         It stops so that gradients reach autograd early; "until" counts calls of the half.
         """

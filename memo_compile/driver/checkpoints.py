@@ -57,13 +57,13 @@ class CheckpointRound:
 
     def end(self, step: CheckpointedForward, *, has_backward: bool, in_backward: bool) -> None:
         """Notes that ``step`` has ended, which began in a backward or not."""
-        if None in step.keys:
+        if None in step.keys:  # without parameters nothing tells its forwards apart
             return
         others = tuple(each for each in self.dropped if set(each.keys).isdisjoint(step.keys))
         if not has_backward and not in_backward:
             self.dropped = (*others, step)
             self.num_dropped = len(self.dropped)
         elif has_backward:  # else it is run once more, by a checkpoint inside of another
-            if in_backward and len(others) == len(self.dropped):
+            if in_backward and len(others) == len(self.dropped):  # nobody saw it being dropped
                 self._unseen = (*self._unseen, step)
             self.dropped = others

@@ -37,7 +37,7 @@ def decide(
     memory: SearchMemory | None = None,
     refused: Set[Decisions] = frozenset(),
 ) -> Choice:
-    """The fastest step that fits, every region that it calls lowered.
+    """Returns the fastest step that fits, every region that it calls lowered.
 
     ``memory`` holds what was found of the same step under other budgets, and does not change the
     choice. What is ``refused`` is not chosen.

@@ -15,7 +15,7 @@ class DeclaredGroup:
     modules: tuple[weakref.ref[Any], ...]
 
     def parameters(self) -> list[list[torch.nn.Parameter]]:
-        """Of each module; empty where one of them is gone."""
+        """Returns those of each module; empty where one of them is gone."""
         modules = [reference() for reference in self.modules]
         alive = [module for module in modules if module is not None]
         return [list(module.parameters()) for module in alive] if len(alive) == len(modules) else []

@@ -62,7 +62,7 @@ class OptimizerState:
         )
 
     def device_bytes(self, bytes_per_parameter: float | None) -> int:
-        """On the device; ``bytes_per_parameter`` for each number, by default what is assumed."""
+        """Returns what is on the device: ``bytes_per_parameter`` a number, or what is assumed."""
         if bytes_per_parameter is None:
             return self.assumed_bytes + self.known_bytes
         return int(self.num_on_device * bytes_per_parameter) + self.known_bytes
@@ -138,7 +138,7 @@ class GraphFacts:
         return size_bytes if self.gpu is None else align(size_bytes)
 
     def device_bytes(self) -> int | None:
-        """All memory of the device that the arena lies on; None where it is unknown."""
+        """Returns all memory of the device that the arena lies on; None where it is unknown."""
         if self.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         return host_memory().total_bytes
@@ -196,7 +196,7 @@ class GraphFacts:
         return max(0, self._parameter_bytes - self._bytes_on_host)
 
     def constant_bytes(self, state_bytes_per_parameter: float | None = None) -> int:
-        """Parameters, a gradient for each that is trained, and optimizer state."""
+        """Returns the bytes of parameters, their gradients and optimizer state on the device."""
         fixed = self.fixed_bytes(0, state_bytes_per_parameter)
         return fixed.parameters + fixed.new_gradients + fixed.optimizer_state
 
@@ -269,7 +269,7 @@ def profile_name(device: torch.device) -> str:
 
 
 def flushed_bytes(device: torch.device) -> int:
-    """Bytes that Inductor allocates while it tunes a kernel, in the kernel's first run.
+    """Returns the bytes that Inductor allocates while it tunes a kernel, in the kernel's first run.
 
     Between two timings it writes a buffer of the size of the device's L2 cache, to empty the cache.
     """

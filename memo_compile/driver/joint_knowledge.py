@@ -42,7 +42,7 @@ class RegionsOfGraphs:
         return estimate._replace(profile=replace(estimate.profile, name=key.region))
 
     def lowered(self, keys: Sequence[RecomputeKey]) -> Mapping[RecomputeKey, Lowered | str]:
-        """Each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
+        """Returns each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
         results: dict[RecomputeKey, Lowered | str] = {}
         named = {key: in_graph(key.class_key) for key in keys}
         for number, maker in enumerate(self.makers):
@@ -93,7 +93,7 @@ class JointKnowledge:
         return self.graphs[0].device_type
 
     def requested(self, request: PlanRequest) -> Problem:
-        """The step that keeps everything, with the gradients of earlier steps."""
+        """Returns the step that keeps everything, with the gradients of earlier steps."""
         problem = joint_problem([graph.lowered.problem for graph in self.graphs], self.joint)
         gradients = gradients_at_once(problem, request.existing_gradient_bytes)
         return replace(
@@ -103,12 +103,12 @@ class JointKnowledge:
         )
 
     def movable(self, problem: Problem, host_store: str) -> MovableStep:
-        """``problem`` as layers with slots."""
+        """Returns ``problem`` as layers with slots."""
         steps = [graph.movable(graph.lowered.problem, host_store) for graph in self.graphs]
         return joint_layers(steps, self.joint, problem, joint_costs([step.costs for step in steps]))
 
     def library(self, host_store: str) -> RecomputeLibrary:
-        """The step's recompute regions; those of one graph count for all of its plans."""
+        """Returns the step's recompute regions; those of one graph count for all of its plans."""
         libraries = [graph.library(host_store) for graph in self.graphs]
         if len(libraries) == 1:
             return libraries[0]
@@ -126,15 +126,15 @@ class JointKnowledge:
         return self.graphs[0].place(problem, solver=solver, time_limit_s=time_limit_s)
 
     def compute_s(self) -> float:
-        """Seconds of the step that keeps everything."""
+        """Returns the seconds of the step that keeps everything."""
         return math.fsum(graph.compute_s() for graph in self._members())
 
     def whole_compute_s(self) -> float:
-        """The same before any region ran in tiles, where that is known."""
+        """Returns the same before any region ran in tiles, where that is known."""
         return math.fsum(graph.whole_compute_s() for graph in self._members())
 
     def regions(self) -> Mapping[str, LoweredRegion]:
-        """The regions of all graphs as code."""
+        """Returns the regions of all graphs as code."""
         return renamed(graph.regions() for graph in self.graphs)
 
     def labels(self) -> Mapping[str, str | None]:
@@ -150,7 +150,7 @@ class JointKnowledge:
         }
 
     def device_bytes(self) -> int | None:
-        """All memory of the device that is planned for; None where it is unknown."""
+        """Returns all memory of the device that is planned for; None where it is unknown."""
         return self.graphs[0].device_bytes()
 
     def bytes_left(self) -> int | None:
@@ -166,7 +166,7 @@ class JointKnowledge:
         return renamed(graph.collective_s() for graph in self.graphs)
 
     def known_costs(self, host_store: str) -> StepCosts | None:
-        """The seconds of all regions; None where no decision needed them."""
+        """Returns the seconds of all regions; None where no decision needed them."""
         costs = [graph.known_costs(host_store) for graph in self.graphs]
         known_costs = [of_graph for of_graph in costs if of_graph is not None]
         return joint_costs(known_costs) if len(known_costs) == len(costs) else None

@@ -86,7 +86,7 @@ class JointMembers:
         )
 
     def existing_gradient_bytes(self) -> int:
-        """Bytes of the gradients that exist now."""
+        """Returns the bytes of the gradients that exist now."""
         alive = [reference() for reference in self.parameters]
         return gradient_bytes(list({id(parameter): parameter for parameter in alive}.values()))
 
@@ -158,7 +158,7 @@ class JointStepPlan:
         with fx_graphs.real_tensors():
             bound.reserve()
         heap, fixed = bound.members[0].heap, members.joint.fixed
-        if heap is not None and members.num_dropped:
+        if heap is not None and members.num_dropped:  # dropped forwards free so much and take it
             heap.allowed_bytes += fixed.inputs + fixed.gradients
         lowering_s = sum(part.assembly.lowered.lowering_s for part in graphs)
         reported = ReportedGroup.of_group(

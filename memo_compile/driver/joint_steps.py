@@ -150,7 +150,7 @@ class JointSteps:
     def _take_changes(self) -> None:
         """Processes ``_changes`` now, or if the lock is taken when the next half begins.
 
-        A caller that holds Dynamo's lock must not wait: who plans holds this one, and wants that.
+        The lock is only tried: the caller may hold Dynamo's, for which a thread that plans waits.
         """
         if not self._lock.acquire(blocking=False):
             return

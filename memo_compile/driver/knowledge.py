@@ -186,7 +186,7 @@ class StepKnowledge:
         return self._movable
 
     def library(self, host_store: str) -> RecomputeLibrary:
-        """The step's recompute regions."""
+        """Returns the step's recompute regions."""
         if self._library is None:
             layers = self._layers_of_step(host_store)
             self._maker = RecomputeGraphs(
@@ -211,7 +211,7 @@ class StepKnowledge:
         return {**self.lowered.regions, **(self._maker.code if self._maker else {})}
 
     def graphs(self) -> Mapping[str, RegionGraph]:
-        """The graphs of ``regions``."""
+        """Returns the graphs of ``regions``."""
         recomputing = self._maker.lowered_graphs() if self._maker else {}
         return {**self.lowered.cut.regions, **recomputing}
 
@@ -229,13 +229,13 @@ class StepKnowledge:
         )
 
     def _seconds_of_regions(self) -> Mapping[str, float]:
-        """Seconds of the step's regions, without recompute regions."""
+        """Returns the seconds of the step's regions, without recompute regions."""
         if self._region_s is None:
             self._region_s = dict(self._seconds(self.lowered.regions, self.lowered.cut.regions))
         return self._region_s
 
     def compute_s(self) -> float:
-        """Seconds of the step that keeps everything."""
+        """Returns the seconds of the step that keeps everything."""
         seconds = self._seconds_of_regions()
         return math.fsum(seconds[call.region] for call in self.lowered.problem.calls)
 
@@ -360,7 +360,7 @@ class StepKnowledge:
         return replace(self, lowered=lowered, told_s={}, _movable=None, _library=None, _maker=None)
 
     def profile(self) -> HardwareProfile:
-        """The declared figures of the device that the step is planned for."""
+        """Returns the declared figures of the device that the step is planned for."""
         return self.hardware or hardware_of(profile_name(self.lowered.cut.facts.device))
 
     def bytes_left(self) -> int | None:
@@ -368,7 +368,7 @@ class StepKnowledge:
         return self.lowered.cut.facts.bytes_left()
 
     def device_bytes(self) -> int | None:
-        """All memory of that device; None where it is unknown."""
+        """Returns all memory of that device; None where it is unknown."""
         facts = self.lowered.cut.facts
         return self.hardware.memory_bytes if self.hardware else facts.device_bytes()
 

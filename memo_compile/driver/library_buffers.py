@@ -77,7 +77,7 @@ _ATTENTION = Product(rows=256, inner=512, columns=512, batch=2**10, dtype=torch.
 
 
 def products_of(graphs: Iterable[fx.GraphModule]) -> frozenset[Product]:
-    """The distinct matrix products on CPU in ``graphs``."""
+    """Returns the distinct matrix products on CPU in ``graphs``."""
     return frozenset(product for gm in graphs for product in _products(gm))
 
 

@@ -63,7 +63,7 @@ def movable_step(
     token_granule: int,
     slices_rows: bool,
 ) -> Movable:
-    """The layers of a step; without ``slices_rows`` no tensor is split along its rows."""
+    """Returns the layers of a step; without ``slices_rows`` no tensor is split along its rows."""
     return _Builder(lowered, costs, profile, slices_rows).build(token_granule)
 
 
@@ -165,7 +165,7 @@ class _Builder:
         return tuple(position_of.values())
 
     def _last_reader(self, value: str) -> int | None:
-        """The last position at which the forward reads ``value``, its maker's excepted.
+        """Returns the last position at which the forward reads ``value``, its maker's excepted.
 
         None where calls of one region share it (a mask): its bytes would be free for a short time,
         and the last of the layers, which are alike, would be a class of its own.
@@ -175,22 +175,19 @@ class _Builder:
         return max(positions, default=None) if len(regions) == len(positions) else None
 
     def _other_readers(self, value: str) -> set[int]:
-        """Positions of the forward calls that read ``value``, without its maker's."""
+        """Returns the positions of the forward calls that read ``value``, without its maker's."""
         return self.readers.get(value, set()) - {self.made_at.get(value, -1)}
 
     def _output_slots(self, call: CutCall) -> tuple[int, ...]:
         """Positions of outputs that are left for the backward and that no later call reads."""
-        return tuple(
-            position
-            for position, value in enumerate(call.outputs)
-            if value in self.again
-            or (
-                (self._may_move(value) or value in self.gathered & self.sizes.keys())
-                and not self._other_readers(value)
-                and value in self.read_later
-            )
-            or (value in self.read_later and self._is_at_hand(call, value))
-        )
+        return tuple(at for at, value in enumerate(call.outputs) if self._is_slot(call, value))
+
+    def _is_slot(self, call: CutCall, value: str) -> bool:
+        """True for an output that may move, or that the backward needs to recompute others."""
+        if value in self.again or value not in self.read_later:
+            return value in self.again
+        is_movable = self._may_move(value) or value in self.gathered & self.sizes.keys()
+        return (is_movable and not self._other_readers(value)) or self._is_at_hand(call, value)
 
     def _is_at_hand(self, call: CutCall, value: str) -> bool:
         """True for a few integers that stay, and that recomputation reads: each expert's rows."""
@@ -227,7 +224,7 @@ class _Builder:
         )
 
     def _region(self, call: CutCall) -> RegionGraph:
-        """What ``call`` runs, as it is without tiles, collectives included."""
+        """Returns what ``call`` runs, as it is without tiles, collectives included."""
         name, cut = call.region, self.forward
         return cut.layer_regions.get(name) or cut.whole_regions.get(name) or cut.regions[name]
 
@@ -293,7 +290,7 @@ class _Builder:
         )
 
     def _seconds(self, call: CutCall, region: RegionGraph) -> dict[fx.Node, float]:
-        """Roofline seconds of every node, scaled so that they add up to those of the calls."""
+        """Returns seconds of each node by roofline, scaled to add up to those of the calls."""
         nodes = [node for node in region.gm.graph.nodes if node.op == "call_function"]
         seconds = {node: node_seconds(node, self.profile) for node in nodes}
         total = sum(seconds.values())
@@ -321,7 +318,7 @@ def _arena_sizes(problem: Problem) -> dict[str, int]:
 
 
 def _written(cut: Cut) -> Iterator[str]:
-    """Values that a region of ``cut`` overwrites (a buffer's new state, say)."""
+    """Yields values that a region of ``cut`` overwrites (a buffer's new state, say)."""
     for call in cut.calls:
         placeholders = cut.regions[call.region].gm.graph.find_nodes(op="placeholder")
         position = {node: at for at, node in enumerate(placeholders)}
@@ -332,7 +329,7 @@ def _written(cut: Cut) -> Iterator[str]:
 
 
 def _rows_of(value: torch.Tensor) -> tuple[RowDim, int] | None:
-    """The outermost dimension of an activation that can be split: batch, or tokens if B is 1."""
+    """Returns the outermost dimension that can be split (batch; tokens if B is 1), and its size."""
     if not value.is_floating_point():
         return None
     for dim, size in enumerate(value.shape[:-1]):

@@ -60,7 +60,7 @@ def assemble(
     accepts: Callable[[RegionTiling], bool],
     request: PlanRequest,
 ) -> Assembly:
-    """The step through all stages, its memory granted; one that is cut already, from there on.
+    """Takes a step through all stages, and has its memory granted; a cut one from there on.
 
     Raises:
         Infeasible: no plan fits the budget; nothing has run.
@@ -73,7 +73,7 @@ def assemble(
 
 
 def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequest) -> Assembly:
-    """The last two stages of ``assemble``; raises what that raises."""
+    """Plans and binds a lowered step, the last two stages of ``assemble``; raises as that."""
     is_part = stages_around(lowered.cut.facts.inputs()).num_stages > 0
     if is_part or request.joint is not None:
         lowered, config = _weights_where_they_are(lowered, config)
@@ -121,7 +121,7 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
 def _weights_where_they_are(
     lowered: LoweredStep, config: MemoConfig
 ) -> tuple[LoweredStep, MemoConfig]:
-    """A step that is planned with others reads its weights where they lie, and moves none."""
+    """Returns step and options without moves of weights: it is planned together with others."""
     if config.weights != "device":
         state.add_note(
             "weights stay on the device: a graph that is planned together with others of its step "
@@ -160,7 +160,7 @@ def fastest(
 
 
 def _step_seconds(knowledge: StepKnowledge, plan: Plan) -> float:
-    """Of the step by ``plan``; one that nobody simulated keeps everything, and waits nowhere."""
+    """Returns the seconds of the step by ``plan``; one without any keeps all, and waits nowhere."""
     seconds = plan.compute_s if plan.step_s is None else plan.step_s
     return knowledge.compute_s() if seconds is None else seconds
 
@@ -174,12 +174,12 @@ def _floor_first(error: MemoError) -> float:
 
 
 def first_request(knowledge: StepKnowledge) -> PlanRequest:
-    """What is to be expected of a step that has not run."""
+    """Returns what is to be expected of a step that has not run."""
     return PlanRequest(leaving=_leaving_at_first(knowledge, GradientWatch(knowledge.trained())))
 
 
 def _leaving_at_first(knowledge: StepKnowledge, gradients: GradientWatch) -> tuple[int, ...]:
-    """Inputs, by position, whose gradients will be gone once autograd has them."""
+    """Returns the inputs, by position, whose gradients will be gone once autograd has them."""
     cut = knowledge.lowered.cut
     inputs = cut.facts.inputs()
     if len(inputs) != len(cut.backward.results):  # layers were copied: those traced stand for all
@@ -244,7 +244,7 @@ def _planned_at_first(
 def cut_step(
     step: CapturedStep, config: MemoConfig, accepts: Callable[[RegionTiling], bool]
 ) -> CutStep:
-    """Both halves as regions and their calls; wide chains in tiles, where ``accepts`` allows."""
+    """Cuts both halves into regions and their calls, wide chains in tiles if ``accepts`` agrees."""
     tiles, above_bytes = config.token_tiles or 1, config.attempt.tile_above_bytes
 
     def tiled(whole: Cut) -> Cut:
@@ -267,7 +267,7 @@ def cut_step(
 def lower_step(
     step: CutStep, config: MemoConfig, *, for_cuda: bool, hardware: HardwareProfile | None = None
 ) -> LoweredStep:
-    """Each distinct region as code, once, and the problem of the step that keeps everything.
+    """Lowers each distinct region once, and makes the problem of the step that keeps all.
 
     ``hardware`` is the device that is planned for, where the tensors lie on another.
     """

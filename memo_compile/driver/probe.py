@@ -311,7 +311,7 @@ def _is_mostly_finite(value: Any) -> bool:
 
 
 def _countable(value: torch.Tensor) -> torch.Tensor:
-    """float8 as float32: torch compares and subtracts no numbers of fewer than 16 bits."""
+    """Returns float8 as float32: torch does not compare or subtract numbers of 8 bits."""
     is_float8 = value.is_floating_point() and value.dtype.itemsize == 1
     return value.float() if is_float8 else value
 

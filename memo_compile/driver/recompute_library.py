@@ -40,7 +40,7 @@ class RegionMaker(Protocol):
         ...
 
     def lowered(self, keys: Sequence[RecomputeKey]) -> Mapping[RecomputeKey, Lowered | str]:
-        """Each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
+        """Returns each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
         ...
 
 
@@ -57,7 +57,7 @@ class RecomputeLibrary:
     """Names of the regions that are lowered."""
 
     def __call__(self, key: RecomputeKey) -> RecomputeRegion:
-        """The region of ``key``. Raises UnsupportedGraph: there is none."""
+        """Returns the region of ``key``. Raises UnsupportedGraph: there is none."""
         if key in self.refused:
             raise UnsupportedGraph(self.refused[key])
         if key not in self.regions:

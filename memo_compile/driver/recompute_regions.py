@@ -52,7 +52,7 @@ class RecomputeGraphs:
         return Estimated(profile, inputs)
 
     def lowered(self, keys: Sequence[RecomputeKey]) -> Mapping[RecomputeKey, Lowered | str]:
-        """Each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
+        """Returns each of ``keys`` lowered, or why it cannot be used. All were estimated before."""
         refused: dict[RecomputeKey, str] = {}
         usable = [key for key in keys if self._agrees(key, refused)]
         graphs = {key.region: self.region_graphs[key] for key in usable}
@@ -69,7 +69,7 @@ class RecomputeGraphs:
         return results
 
     def lowered_graphs(self) -> dict[str, RegionGraph]:
-        """The graphs of the regions that were lowered."""
+        """Returns the graphs of the regions that were lowered."""
         graphs = self.region_graphs.items()
         return {key.region: graph for key, graph in graphs if key.region in self.code}
 

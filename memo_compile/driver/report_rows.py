@@ -71,7 +71,7 @@ def moved_rows(
             where = label if len(values) == len(members) else f"{label} [{first}:{end}]"
             first = end
             for index, slot in enumerate(cls.slots):
-                is_again = values[0][index].startswith(AGAIN)
+                is_again = values[0][index].startswith(AGAIN)  # a weight, which is not saved
                 if is_again or not any(of_layer[index] in read for of_layer in values):
                     continue
                 info = step.problem.tensors.get(slot.name)

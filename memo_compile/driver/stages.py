@@ -60,7 +60,7 @@ class CutStep:
         return {**self.forward.regions, **self.backward.regions}
 
     def half(self, phase: Phase) -> "Cut":
-        """The half of ``phase``."""
+        """Returns the half of ``phase``."""
         return self.forward if phase is Phase.FORWARD else self.backward
 
 
@@ -117,7 +117,7 @@ class PlanRequest:
         return () if self.joint is None else self.joint.shares
 
     def applied_to(self, config: MemoConfig) -> MemoConfig:
-        """``config`` with the host memory that this request names."""
+        """Returns ``config`` with the host memory that this request names."""
         return config if self.host_store is None else replace(config, host_store=self.host_store)
 
 

@@ -31,7 +31,7 @@ from memo_compile.step.tilings import WholeStep
 def step_problem(
     step: CutStep, lowered: Mapping[str, LoweredRegion], config: MemoConfig
 ) -> Problem:
-    """The step that keeps everything: its calls in order, its regions, its fixed memory."""
+    """Returns the step that keeps everything: its calls in order, its regions, its fixed memory."""
     forward, backward = step.forward, step.backward
     calls = tuple(
         _step_call(call, half.phase, step.units, lowered)
@@ -77,7 +77,7 @@ def _with_weights(problem: Problem, step: CutStep, config: MemoConfig) -> Proble
 
 
 def whole_step(step: CutStep) -> WholeStep:
-    """The step as its graphs say it, for the checker."""
+    """Returns the step as its graphs say it, for the checker."""
     halves = (step.forward, step.backward)
     return WholeStep(
         calls=tuple(
@@ -121,7 +121,7 @@ def _step_call(
 
 
 def _half(cut: Cut) -> Half:
-    """What autograd gives the half and what it returns."""
+    """Returns what autograd gives the half and what it returns."""
     placeholders = cut.half_graph.graph.find_nodes(op="placeholder")
     layouts = {
         **{name: layout_of(value) for name, value in cut.constants.items()},

@@ -219,7 +219,7 @@ class StepWatch:
             given_storages.add(storage._cdata)
             if storage._cdata in made_storages:
                 self.passed.add((half, position))
-            elif storage._cdata in self.kept:
+            elif storage._cdata in self.kept:  # a buffer of the pipeline: an input all the time
                 self.inputs[storage._cdata] = storage.nbytes()
                 self.passed.add((half, position))
             elif not is_backward:
@@ -298,7 +298,7 @@ class StepWatch:
         ]
 
     def existing_gradient_bytes(self) -> int:
-        """Bytes of gradients that were there before the step."""
+        """Returns the bytes of gradients that were there before the step."""
         pairs = ((reference(), num_bytes) for reference, num_bytes in self.existing)
         return sum({id(each): num_bytes for each, num_bytes in pairs if each is not None}.values())
 
@@ -345,7 +345,7 @@ class StepWatch:
         return self.most_gathered if self.follows_parameters else None
 
     def waiting_gradient_bytes(self) -> int:
-        """Bytes of the results of backwards that are there still."""
+        """Returns the bytes of the results of backwards that are there still."""
         gradients = (result for result in self.results if result.half[0])
         return sum(result.num_bytes for result in gradients if not result.storage.expired())
 
@@ -369,7 +369,7 @@ class StepWatch:
         return tuple(member.part for member in self.members)
 
     def graph_of(self, number: int) -> SeenGraph:
-        """The graph of forward ``number``."""
+        """Returns the graph of forward ``number``."""
         return self.members[number].part.graph
 
     def parameters(self) -> tuple[weakref.ref[Any], ...]:
@@ -384,7 +384,7 @@ class StepWatch:
         return len(self.checkpointed) if is_run_again else 0
 
     def as_checkpointed(self) -> CheckpointedForward:
-        """The step's forwards as those of a checkpoint."""
+        """Returns the step's forwards as those of a checkpoint."""
         return CheckpointedForward(self.keys, self.parameters(), self.inputs)
 
     @property

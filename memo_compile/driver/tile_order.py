@@ -195,10 +195,10 @@ class _Tries:
         """A plan of at most so many seconds is taken: no bound in ``_put_off`` is lower."""
 
     def following(self) -> Tiles | None:
-        """The tiles to try now; None when there are no more."""
+        """Returns the tiles to try now; None when there are no more."""
         while self._untried:
             tiles = self._untried.pop(0)
-            is_whole = tiles.number == 1 and not tiles.stores_float8
+            is_whole = tiles.number == 1 and not tiles.stores_float8  # for where nothing else fits
             if not is_whole or not (self._fastest or self._put_off):
                 only_bound = self._put_off and tiles.max_over_compute == math.inf
                 return tiles._replace(max_over_compute=ONLY_BOUND) if only_bound else tiles

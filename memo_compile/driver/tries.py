@@ -92,7 +92,7 @@ def ends_planning(error: Exception) -> bool:
 def tile_order(
     gm: fx.GraphModule, facts: GraphFacts, config: MemoConfig, device_bytes: int | None
 ) -> tuple[Tiles, ...]:
-    """The tiles to try, the more promising first, for a Dynamo graph under a budget."""
+    """Returns the tiles to try, the more promising first, for a Dynamo graph under a budget."""
     sizes = sizes_of(products_bytes(gm), facts, config)
     return order_of(sizes, config, config.budget_bytes(device_bytes))
 
@@ -107,7 +107,7 @@ def sizes_of(products: Iterable[int], facts: GraphFacts, config: MemoConfig) -> 
 
 
 def products_bytes(gm: fx.GraphModule) -> tuple[int, ...]:
-    """Bytes of the results of products in ``gm``, in its order."""
+    """Returns the bytes of the results of products in ``gm``, in its order."""
     values = (node.meta.get("example_value") for node in gm.graph.nodes if node.target in _PRODUCTS)
     return tuple(
         value.numel() * value.element_size()

@@ -88,8 +88,8 @@ def outside_loss_bytes(gradients: Sequence[Any]) -> int:
     num_bytes = 0
     for tensor in gradients:
         if _is_large(tensor):
-            casts = tensor.element_size() < torch.float32.itemsize
-            num_bytes += tensor.numel() * torch.float32.itemsize * (LOSS_TENSORS + casts)
+            has_cast = tensor.element_size() < torch.float32.itemsize  # a copy in float32 as well
+            num_bytes += tensor.numel() * torch.float32.itemsize * (LOSS_TENSORS + has_cast)
     return num_bytes
 
 

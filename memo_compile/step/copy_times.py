@@ -11,7 +11,7 @@ class CopyLane:
     """When the last one has ended."""
 
     def copy(self, issued_s: float, seconds: float) -> tuple[float, float]:
-        """When one that is issued at ``issued_s`` begins and ends."""
+        """Adds a copy that is issued at ``issued_s``; returns when it begins and ends."""
         begin = max(issued_s, self.free_s)
         self.free_s = begin + seconds
         return begin, self.free_s

@@ -97,7 +97,7 @@ def num_user_results(forward: Half, backward: Half) -> int:
 
 
 def member_name(name: str, member: int) -> str:
-    """The name of a call or value in a member; those of the first are as in the graph."""
+    """Returns the name of a call or value in a member; those of the first are as in the graph."""
     return f"{member}:{name}" if member else name
 
 
@@ -114,7 +114,7 @@ class InGraph(NamedTuple):
 
 
 def in_graph(joint: str) -> InGraph:
-    """The opposite of ``InGraph.joint``."""
+    """Returns the opposite of ``InGraph.joint``."""
     match = re.match(r"g(\d+)\.", joint)
     return InGraph(0, joint) if match is None else InGraph(int(match[1]), joint[match.end() :])
 
@@ -171,7 +171,7 @@ def joint_problem(problems: Sequence[Problem], joint: JointStep) -> Problem:
 
 
 def joint_whole(wholes: Sequence[WholeStep], joint: JointStep) -> WholeStep:
-    """What the graphs say that the members compute together, for the checker."""
+    """Returns what the graphs say that the members compute together, for the checker."""
     members = [wholes[graph] for graph in joint.graphs]
     tilings = {
         InGraph(graph, region).joint: _tiling(tiling, graph)
@@ -188,7 +188,7 @@ def joint_whole(wholes: Sequence[WholeStep], joint: JointStep) -> WholeStep:
 def joint_layers(
     steps: Sequence[MovableStep], joint: JointStep, problem: Problem, costs: StepCosts
 ) -> MovableStep:
-    """The layers of all members, in forward order; ``steps`` are those of the graphs."""
+    """Returns the layers of all members, in forward order; ``steps`` are those of the graphs."""
     classes = renamed(step.classes for step in steps)
     return replace(
         steps[0],
@@ -205,7 +205,7 @@ def joint_layers(
 
 
 def joint_costs(costs: Sequence[StepCosts]) -> StepCosts:
-    """The seconds of all graphs' regions; copies are as fast as those of the first."""
+    """Returns the seconds of all graphs' regions; copies are as fast as those of the first."""
     links = (graph_costs.comm_bytes_per_s for graph_costs in costs)
     return replace(
         costs[0],
@@ -217,7 +217,7 @@ def joint_costs(costs: Sequence[StepCosts]) -> StepCosts:
 
 
 def _layer_of(layer: Layer, member: int, graph: int) -> Layer:
-    """``layer`` of one graph as the layer of a member of the joint step."""
+    """Returns ``layer`` of one graph as the layer of a member of the joint step."""
     return Layer(
         class_key=InGraph(graph, layer.class_key).joint,
         calls=tuple(member_name(call, member) for call in layer.calls),
@@ -228,12 +228,12 @@ def _layer_of(layer: Layer, member: int, graph: int) -> Layer:
 
 
 def _in_order(halves: Sequence[Sequence[Half]], order: HalfOrder) -> tuple[Half, ...]:
-    """The halves of all members; each has a forward and, as second, a backward."""
+    """Returns the halves of all members; each has a forward and, as second, a backward."""
     return tuple(_half_of(halves[member][is_backward], member) for member, is_backward in order)
 
 
 def _half_of(half: Half, member: int) -> Half:
-    """``half`` of one graph as that of a member, its values under the member's names."""
+    """Returns ``half`` of one graph as that of a member, its values under the member's names."""
     return replace(
         half,
         constants=tuple(member_name(value, member) for value in half.constants),
@@ -247,7 +247,7 @@ def _half_of(half: Half, member: int) -> Half:
 
 
 def _calls(calls: Sequence[Sequence[StepCall]], joint: JointStep) -> tuple[StepCall, ...]:
-    """The calls of all members, in order; layers of one class are numbered through."""
+    """Returns the calls of all members, in order; layers of one class are numbered through."""
     counts: dict[str | None, int] = {}
     named: list[list[StepCall]] = []
     for member, (graph, of_member) in enumerate(zip(joint.graphs, calls, strict=True)):
@@ -295,7 +295,7 @@ def _held_until(
 
 
 def _tiling(tiling: Tiling, graph: int) -> Tiling:
-    """``tiling`` with the names that its regions have in the joint step."""
+    """Returns ``tiling`` with the names that its regions have in the joint step."""
 
     def name(region: str) -> str:
         return InGraph(graph, region).joint

@@ -291,7 +291,7 @@ _Result = TypeVar("_Result")
 
 
 def once_per_step(make: Callable[[MovableStep], _Result]) -> Callable[[MovableStep], _Result]:
-    """``make``, whose result for a step is kept as long as the step: all plans of it ask for it."""
+    """Wraps ``make`` so that its result is kept as long as the step: all plans of it ask for it."""
     results = weakref.WeakKeyDictionary[MovableStep, _Result]()
 
     @functools.wraps(make)

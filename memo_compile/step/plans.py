@@ -141,12 +141,12 @@ class TrainingState:
     @classmethod
     def of(cls, fixed: FixedBytes) -> "TrainingState":
         """As ``fixed`` has it."""
-        home, staying = fixed.gradients_on_host, fixed.new_gradients
-        both = {"device": staying, "host": home}
+        on_host, on_device = fixed.gradients_on_host, fixed.new_gradients
+        by_place = {"device": on_device, "host": on_host}
         return cls(
             parameters=Where(device_bytes=fixed.parameters, host_bytes=fixed.parameters_on_host),
-            gradients=Where(device_bytes=fixed.gradients, host_bytes=home),
-            update=both if home and staying else "host" if home else "device",
+            gradients=Where(device_bytes=fixed.gradients, host_bytes=on_host),
+            update=by_place if on_host and on_device else "host" if on_host else "device",
             optimizer_state=Where(
                 device_bytes=fixed.optimizer_state, host_bytes=fixed.state_on_host
             ),

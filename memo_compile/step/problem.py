@@ -71,7 +71,7 @@ class Storage(enum.Enum):
 
 
 def align(size_bytes: int) -> int:
-    """``size_bytes`` rounded up to a multiple of ALIGNMENT_BYTES."""
+    """Returns ``size_bytes`` rounded up to a multiple of ALIGNMENT_BYTES."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -36,7 +36,7 @@ def program_text(problem: Problem) -> str:
 
 
 def _lines(problem: Problem) -> Iterator[str]:
-    """One line for each call, with the transfers in flight beside computation on its right."""
+    """Yields a line for each call, with the transfers in flight beside computation on its right."""
     if problem.host_bytes:
         yield f"host frame {format_bytes(problem.host_bytes)}"
     phase: Phase | None = None
@@ -57,7 +57,7 @@ def _lines(problem: Problem) -> Iterator[str]:
 
 
 def _text(call: StepCall, region: RegionProfile) -> str:
-    """What a call reads and makes, or which bytes it copies."""
+    """Returns what a call reads and makes, or which bytes it copies."""
     if call.kind is CallKind.WAIT:
         return call.waits_for or ""
     if call.kind is CallKind.COMM_WAIT:

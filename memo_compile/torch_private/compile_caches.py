@@ -195,7 +195,10 @@ class RememberedHalf(OutputCode):
         self.run = None
 
     def post_compile(self, *_: Any, **__: Any) -> None:
-        """Called when AOTAutograd has found it. Raises FXGraphCacheMiss: it is not kept now."""
+        """Called when AOTAutograd has found its entry: recalls what runs, as torch wants it.
+
+        Raises FXGraphCacheMiss: memo does not have it any more, and the entry goes.
+        """
         recall, folders = _recalls[-1] if _recalls else (lambda _: None, [])
         halves = recall(self.record)
         if halves is None:

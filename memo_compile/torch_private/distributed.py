@@ -18,7 +18,7 @@ def num_ranks() -> int:
 
 
 def ranks_of_group(name: str) -> tuple[int, ...]:
-    """The global ranks of the process group that functional collectives call ``name``."""
+    """Returns the global ranks of the process group that functional collectives call ``name``."""
     return tuple(torch.distributed.get_process_group_ranks(_group(name)))
 
 

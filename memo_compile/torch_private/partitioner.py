@@ -24,7 +24,7 @@ class Partitioner(CustomPartitionerFn):
         self._run, self._uuid = run, uuid
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        """The halves of ``gm``."""
+        """Returns the halves of ``gm``."""
         return self._run(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str | None:

@@ -9,7 +9,7 @@ from torch import fx
 
 
 def pipeline_stages(schedule: Any) -> tuple[Any, ...]:
-    """The stages that a schedule runs on this rank, in the order of the model.
+    """Returns the stages that a schedule runs on this rank, in the order of the model.
 
     Private in 2.13.0 (``schedules.PipelineScheduleSingle._stage``,
     ``schedules.PipelineScheduleMulti._stages``).
