@@ -221,7 +221,7 @@ class Binder:
 
 
 class _Half:
-    """A half of the step while its calls are bound."""
+    """Half ``number`` of the step while its calls are bound."""
 
     def __init__(self, binder: Binder, number: int) -> None:
         self.binder, self.problem, self.plan = binder, binder.problem, binder.plan
@@ -239,7 +239,7 @@ class _Half:
             names += [*call.touched, *call.outputs]
             self.last.update(dict.fromkeys(call.touched, index))
         names += [half.handle, *self.results]
-        self.registers = {value: number for number, value in enumerate(dict.fromkeys(names))}
+        self.registers = {value: register for register, value in enumerate(dict.fromkeys(names))}
 
     def bound(self) -> RunHalf:
         """Returns the half as the runtime runs it."""

@@ -130,7 +130,7 @@ class JointKnowledge:
         return math.fsum(graph.compute_s() for graph in self._members())
 
     def whole_compute_s(self) -> float:
-        """Returns the same before any region ran in tiles, where that is known."""
+        """Returns the seconds of the step before any region ran in tiles."""
         return math.fsum(graph.whole_compute_s() for graph in self._members())
 
     def regions(self) -> Mapping[str, LoweredRegion]:

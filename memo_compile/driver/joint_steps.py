@@ -370,8 +370,8 @@ class JointSteps:
         """Returns what sees the step that begins with a forward of ``part``."""
         plan, in_backward = self.plans.get(part), autograd.in_backward()
         is_new = plan is None or plan.members.is_assumed
-        may_plan = is_new and stages.num_stages < 2
-        if self.is_of_all:
+        may_plan = is_new and stages.num_stages < 2  # several stages are the other watcher's
+        if self.is_of_all:  # what is of one graph is its own watcher's
             is_only_graph = len(self._parts) < 2 and stages.num_stages < 2
             is_planned_alone = (
                 seen is not None and {*seen.parts} == {part} and part in part.alone.plans
@@ -406,7 +406,7 @@ class JointSteps:
         plans = self._plans_of(seen.parts)
         if any(not plan.members.is_assumed for plan in plans) or not self._concerns(seen):
             return
-        if not seen.is_step() or self._any_live():
+        if not seen.is_step() or self._any_live():  # some halves are still to come
             return
         seen.stop()
         why = None
@@ -461,8 +461,8 @@ class JointSteps:
         """
         if plans:
             return any(plan.members.is_assumed for plan in plans) or _persists(kind, plans)
-        needs_none = self.is_of_all and not seen.is_pipeline
-        return not (needs_none and fit_separately(seen.parts, seen.keys))
+        may_need_none = self.is_of_all and not seen.is_pipeline
+        return not (may_need_none and fit_separately(seen.parts, seen.keys))
 
     def _plan_seen(self, seen: StepWatch, existing: int | None) -> None:
         """Plans a step that was seen. Raises Infeasible: no plan fits the budget.

@@ -348,7 +348,7 @@ class StepKnowledge:
         return self.runs_here() or self.lowered.cut.facts.gpu is not None
 
     def gathering_again(self) -> "StepKnowledge | None":
-        """Returns the same for the step whose backward gathers weights again; None: it has none.
+        """Returns what is known of the step whose backward gathers weights again; None: no such.
 
         Measured seconds are shared with it; layers are not.
         """

@@ -184,8 +184,10 @@ class _Builder:
 
     def _is_slot(self, call: CutCall, value: str) -> bool:
         """True for an output that may move, or that the backward needs to recompute others."""
-        if value in self.again or value not in self.read_later:
-            return value in self.again
+        if value in self.again:
+            return True
+        if value not in self.read_later:
+            return False
         is_movable = self._may_move(value) or value in self.gathered & self.sizes.keys()
         return (is_movable and not self._other_readers(value)) or self._is_at_hand(call, value)
 

@@ -158,7 +158,7 @@ class StepWatch:
     def begin(self, half: HalfCall, args: Sequence[Any], part: "StepPart | None" = None) -> None:
         """Notes that a half is about to run on ``args``; of a forward ``part`` is the graph."""
         is_backward, _ = half
-        args = args if is_backward else owned(args)
+        args = args if is_backward else owned(args)  # a DTensor in place of its part
         self._note_order(is_backward=is_backward)
         self.end_interlude(() if is_backward else _parameters(args))
         if len(self.calls) >= MAX_CALLS:
@@ -173,14 +173,7 @@ class StepWatch:
         self.samples &= not is_backward or len(self.members) > 1  # one alone is no group
         if self.samples and index == 1:
             gc.collect()  # what waits for it is not the step's, and would hide what is taken
-        made_storages: set[int] = set()
-        for result in self.results:
-            if not result.is_gone and result.storage.expired():
-                result.is_gone = True
-            if not result.is_gone:
-                result.alive_at = index
-                if not result.is_given:
-                    made_storages.add(result.storage.cdata)
+        made_storages = self._follow_results(index)
         if part is not None:
             member = _member(part, args)
             member.share = stages_around(args).share if self.is_pipeline else None
@@ -190,6 +183,17 @@ class StepWatch:
         if self.learns:
             self._look_at_parameters(index, is_backward=is_backward)
         self._note_given(index, args, made_storages)
+
+    def _follow_results(self, index: int) -> set[int]:
+        """Notes which results are gone before call ``index``; returns storages that halves made."""
+        made_storages: set[int] = set()
+        for result in self.results:
+            result.is_gone |= result.storage.expired()
+            if not result.is_gone:
+                result.alive_at = index
+                if not result.is_given:
+                    made_storages.add(result.storage.cdata)
+        return made_storages
 
     def _note_order(self, *, is_backward: bool) -> None:
         """Notes whether a checkpoint has dropped the last forward, or runs one again by this half.

@@ -341,5 +341,5 @@ def _value_read(value: Any, fakes: StaticFakes) -> Any:
             numbers = [*size, *stride, start]
             if len(size) == len(stride) and all(type(n) is int and n >= 0 for n in numbers):
                 kind, place = _named("dtype", dtype), _named("device", device)
-                return fakes.made(size, stride, start, dtype=kind, device=place)
+                return fakes.empty(size, stride, start, dtype=kind, device=place)
     raise InputError(f"{value!r:.60} is no value")

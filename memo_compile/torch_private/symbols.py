@@ -181,9 +181,9 @@ class StaticFakes:
             several = isinstance(value, tuple | list)
             return type(value)([self.like(item, number) for item in value]) if several else value
         size, stride = ([*map(number, part)] for part in (value.size, value.stride))
-        return self.made(size, stride, number(value.start), dtype=value.dtype, device=value.device)
+        return self.empty(size, stride, number(value.start), dtype=value.dtype, device=value.device)
 
-    def made(
+    def empty(
         self,
         size: Sequence[int],
         stride: Sequence[int],
@@ -218,7 +218,7 @@ class StaticFakes:
         def fake(meta: torch.Tensor) -> FakeTensor:
             return meta if isinstance(meta, FakeTensor) else FakeTensor(self.mode, meta, device)
 
-        with no_dispatch():  # on the meta tensors themselves, as in ``made``
+        with no_dispatch():  # on the meta tensors themselves, as in ``empty``
             return tree_map_only(torch.Tensor, fake, view(*args, **kwargs))
 
     @contextlib.contextmanager
