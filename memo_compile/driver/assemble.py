@@ -200,7 +200,7 @@ class Assembly:
         )
         try:
             with dynamo.nothing_else_compiles():
-                planned = plan_step(self.known, config, request)
+                planned = plan_step(self.lowered, config, request, self.known)
         except Infeasible:
             self.unplanned_request = request
             raise

@@ -111,7 +111,8 @@ def _refusal_of_all(
     Whichever has the higher floor; ``error`` also where the joint step fits.
     """
     try:
-        plan_step(knowledge, config.at_any_speed(), PlanRequest(joint=joint))
+        request = PlanRequest(joint=joint)
+        plan_step(knowledge.lowered, config.at_any_speed(), request, knowledge)
     except Infeasible as joint_error:
         if (joint_error.floor_bytes or 0) > (error.floor_bytes or 0):
             alone = format_enough(error.floor_bytes or 0)

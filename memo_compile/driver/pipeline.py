@@ -98,14 +98,14 @@ def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequ
             knowledge,
             lambda variant: _part_at_first(variant, graph_config, graph_request, gradients),
         )
-    joint = None if request.joint is None else plan_step(knowledge, config, request)
+    lowered, cut = knowledge.lowered, knowledge.lowered.cut
+    joint = None if request.joint is None else plan_step(lowered, config, request, knowledge)
     if joint is None and not is_part:
         require_fast(planned.plan, config, knowledge)
-    cut = knowledge.lowered.cut
     if planned.problem.host_weights:
         move_to_host(cut, planned.problem.host_weights, config)
     assembly = Assembly(
-        lowered=knowledge.lowered,
+        lowered=lowered,
         config=config.at_any_speed(),
         known=knowledge,
         request=graph_request,
@@ -223,7 +223,7 @@ def _planned_at_first(
     leaving = request.leaving or _leaving_at_first(knowledge, gradients)
     request = replace(request, leaving=leaving)
     try:
-        return plan_step(knowledge, config, request), request
+        return plan_step(knowledge.lowered, config, request, knowledge), request
     except Infeasible:
         cut = knowledge.lowered.cut
         inputs = cut.facts.inputs()
@@ -232,7 +232,7 @@ def _planned_at_first(
         if set(used_up) <= set(leaving):
             raise
     request = replace(request, leaving=used_up)
-    planned = plan_step(knowledge, config, request)
+    planned = plan_step(knowledge.lowered, config, request, knowledge)
     gradients.used_up = frozenset(used_up)
     state.add_note(
         "the plan counts on hooks that use gradients up while the backward runs "

@@ -17,7 +17,7 @@ from memo_compile.config import MemoConfig
 from memo_compile.driver.agreement import JobRank, job_rank
 from memo_compile.driver.joint_knowledge import JointKnowledge
 from memo_compile.driver.knowledge import StepKnowledge
-from memo_compile.driver.stages import PlannedStep, PlanRequest
+from memo_compile.driver.stages import LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import StepPlanner, plan_known
 from memo_compile.errors import Infeasible, MemoError, TooSlow
 from memo_compile.file_store import digest_of
@@ -34,12 +34,15 @@ SharedStep = StepKnowledge | JointKnowledge
 """A step that ranks may plan for each other."""
 
 
-def plan_step(knowledge: StepKnowledge, config: MemoConfig, request: PlanRequest) -> PlannedStep:
+def plan_step(
+    lowered: LoweredStep, config: MemoConfig, request: PlanRequest, knowledge: StepKnowledge
+) -> PlannedStep:
     """Returns a checked plan for ``request``: this rank's, or the one that an equal rank has made.
 
-    ``knowledge`` is of the step, and caches what its later plans use again (measured seconds,
-    recompute regions). Raises Infeasible: no plan fits.
+    ``knowledge`` caches what later plans of ``lowered`` use again (measured seconds, recompute
+    regions). Raises Infeasible: no plan fits.
     """
+    assert knowledge.lowered is lowered, "``knowledge`` is of another step"
     if request.joint is None:
         return plan_shared(knowledge, config, request)
     return plan_shared(JointKnowledge(graphs=[knowledge], joint=request.joint), config, request)

@@ -186,7 +186,7 @@ def replanned(case: Case, memory_budget: int | None) -> Plan:
     """The case's plan for another budget; its step was traced and lowered once, for all."""
     saved = _first_of(case).assembly
     config = resolve({**case.options(), "memory_budget": memory_budget}, None)
-    return plan_step(saved.known, config, PlanRequest()).plan
+    return plan_step(saved.lowered, config, PlanRequest(), saved.known).plan
 
 
 def floor_bytes(case: Case) -> int:

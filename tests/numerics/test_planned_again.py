@@ -192,7 +192,7 @@ def test_nothing_else_compiles_while_a_shape_is_compiled(monkeypatch):
 
 def planned_for(step: Ready, request: PlanRequest) -> Plan:
     assembly = step.assembly
-    return plan_step(assembly.known, assembly.config, request).plan
+    return plan_step(assembly.lowered, assembly.config, request, assembly.known).plan
 
 
 def test_the_floor_is_that_of_lowered_regions(monkeypatch):

@@ -61,7 +61,7 @@ def floor_bytes(step: TracedStep) -> int:
     assembly = step.assembly
     config = resolve({**OPTIONS, "memory_budget": 1}, None)
     with pytest.raises(Infeasible) as raised:
-        plan_step(assembly.known, config, PlanRequest())
+        plan_step(assembly.lowered, config, PlanRequest(), assembly.known)
     assert raised.value.floor_bytes is not None
     return raised.value.floor_bytes
 

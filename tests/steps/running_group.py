@@ -57,7 +57,7 @@ class GroupReady(Ready):
     @functools.cached_property
     def planned(self) -> PlannedStep:
         own = self.assembly
-        return plan_step(own.known, own.config, self.request)
+        return plan_step(own.lowered, own.config, self.request, own.known)
 
     def unmoved(self, problem: Problem) -> Problem:
         return self.planner.problem

@@ -64,7 +64,7 @@ def planner(ready: Ready, request: PlanRequest) -> StepPlanner:
 def planned(ready: Ready, policy: str, num_members: int = MEMBERS) -> PlannedStep:
     assembly = ready.assembly
     config = dataclasses.replace(assembly.config, policy=policy)
-    return plan_step(assembly.known, config, of(num_members))
+    return plan_step(assembly.lowered, config, of(num_members), assembly.known)
 
 
 def complaints(ready: Ready, problem: Problem) -> str:
@@ -259,7 +259,7 @@ def test_free_heap_goes_back_before_code_that_was_measured(
     """Small blocks that were freed would else lie beside what that code takes."""
     pause = Interlude(half=2, most_bytes=MIB, left_bytes=0)
     config, count = ready.assembly.config, MEMBERS
-    found = plan_step(ready.assembly.known, config, of(count, interludes=(pause,)))
+    found = plan_step(ready.lowered, config, of(count, interludes=(pause,)), ready.assembly.known)
     bound = bind_group(found, [ready.lowered.cut] * count, config)
     halves = [
         bound.members[member].backward if is_backward else bound.members[member].forward
