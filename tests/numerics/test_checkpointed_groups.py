@@ -58,7 +58,7 @@ def test_planned_from_the_second_step_on(
     def never(*_: Any) -> Any:
         raise AssertionError("the group is planned, and nobody looks around any more")
 
-    monkeypatch.setattr(JointStepPlan, "made", never)
+    monkeypatch.setattr(JointStepPlan, "plan_and_bind", never)
     monkeypatch.setattr(step_watch.StepWatch, "_look_around", never)
     monkeypatch.setattr(around, "_modules", never)
     for _ in range(3):
