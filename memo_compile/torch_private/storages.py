@@ -1,4 +1,8 @@
-"""Who else shows the memory of a tensor."""
+"""Memory of tensors: who else shows it, and what it holds before it is written."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
 
 import torch
 
@@ -15,3 +19,21 @@ def is_plain_alone(parameter: torch.Tensor) -> bool:
     storage = parameter.untyped_storage()
     uses: int = torch._C._storage_Use_Count(storage._cdata)
     return storage.nbytes() == parameter.nbytes and uses <= _ONE_TENSOR
+
+
+@contextlib.contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Inside, memory that a kernel allocates and leaves unwritten is NaN (2.11, 2.13).
+
+    Torch fills it where algorithms are to be deterministic, and warns of those that are not. The
+    public function would change Inductor's settings as well.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch._C._set_deterministic_algorithms(enabled, warn_only=only_warns)

@@ -227,6 +227,18 @@ def test_the_same_through_inductor(kernel, planned):
     assert_planned()
 
 
+def test_the_rest_of_a_layer_runs_in_tiles():
+    """Made-up ends leave tokens out, which the kernel does not write: no difference of tiles."""
+    torch.manual_seed(0)
+    pair = Pair(Decoder(KERNELS["flash-attn"]), **{**WHOLE, "token_tiles": 4})
+    for seed, longest in enumerate((20, 30, 40)):
+        pair.assert_step(*batch_of(lengths_of(longest), seed))
+    assert_planned()
+    report = memo_compile.report()
+    assert report.plans[-1].tiles["layer0_fwd"] == 4
+    assert not [note for note in report.notes if "tiles" in note]
+
+
 def test_a_plan_for_each_total_length(planned):
     torch.manual_seed(0)
     pair = Pair(Decoder(KERNELS["operator"]))
