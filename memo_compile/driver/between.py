@@ -133,7 +133,7 @@ class Between:
         most_bytes = self.sampler.end() - max(0, gathered_bytes)
         trim_heap()
         left_bytes = self.sampler.read() - after_bytes + freed_bytes - gathered_bytes
-        if num_frames != self._num_frames:
+        if num_frames != self._num_frames:  # a frame went as well
             left_bytes = max(0, left_bytes)
         self.taken[half] = TakenBetween(
             max(0, most_bytes - after_bytes), left_bytes - self._freed_bytes

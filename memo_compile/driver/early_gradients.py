@@ -170,7 +170,7 @@ def prove(args: Sequence[Any]) -> Gates | None:
         node = value.grad_fn if isinstance(value, torch.Tensor) else None
         gates_of_value = getattr(node, "gates", None)
         if isinstance(gates_of_value, Gates):
-            gates = gates_of_value
+            gates = gates_of_value  # output 0 of a gate is its token
             position = gates.parts[node.number].inputs[value.output_nr - 1]  # type: ignore[union-attr]
             num_in_place += position == at
     if gates is not None:

@@ -108,7 +108,7 @@ class JointKnowledge:
         return joint_layers(steps, self.joint, problem, joint_costs([step.costs for step in steps]))
 
     def library(self, host_store: str) -> RecomputeLibrary:
-        """Returns the step's recompute regions; those of one graph count for all of its plans."""
+        """Returns the step's recompute regions: of a single graph those of all its plans."""
         libraries = [graph.library(host_store) for graph in self.graphs]
         if len(libraries) == 1:
             return libraries[0]

@@ -235,7 +235,8 @@ class StepWatch:
 
     def end(self, half: HalfCall, results: Sequence[Any]) -> None:
         """Follows the ``results`` that ``half`` has returned."""
-        if len(self.calls) >= MAX_CALLS or (self.is_brief and not half[0]):
+        is_backward, _ = half
+        if len(self.calls) >= MAX_CALLS or (self.is_brief and not is_backward):
             return
         index = len(self.calls) - 1
         for result in self.results:  # what went while the half ran is not freed by what follows

@@ -60,7 +60,8 @@ def assume_held(
 ) -> Problem:
     """Returns ``problem`` with the results that ``config`` says are held.
 
-    With ``outputs="auto"`` and a budget, all large ones count as held.
+    With ``outputs="auto"`` and a budget, all large ones count as held. Of several ``microbatches``
+    inputs and results of all stay; else those of the last step stay until this forward returns.
     """
     is_cautious = config.outputs == "auto" and config.memory_budget is not None
     if not is_cautious and config.outputs != "held":

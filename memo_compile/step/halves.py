@@ -35,7 +35,7 @@ def halves_of_calls(problem: Problem) -> tuple[int, ...]:
     keys = half_keys(problem)
     index_of = {key: at for at, key in enumerate(keys)}
     halves: list[int] = []
-    gap: list[StepCall] = []
+    gap: list[StepCall] = []  # copies and waits behind the last region, which half ``earlier`` ran
     earlier = half = 0
     phase = member = None
     for call in problem.calls:

@@ -304,7 +304,7 @@ def _with_shared(
 def _crossing_level(
     tables: CallTables, rows: Any, regions: Any, begins: Any, last: Any, num_lines: int
 ) -> Any:
-    """Returns for each line the bytes alive in crossing buffers."""
+    """Returns for each line the bytes alive in crossing buffers; arguments as in ``lives_of``."""
     call_begins = np.repeat(begins, tables.buffers.counts(regions))
     firsts, ends, sizes = tables.buffers.joined(regions)
     last_read = last[tables.made.joined(rows)].max(axis=0)
