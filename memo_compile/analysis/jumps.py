@@ -80,7 +80,7 @@ def jumps(graph: fx.Graph, weights: Collection[fx.Node] = ()) -> list[fx.Node]:
       backward: there a function has a kink (relu at 0), and the gradient of either side is right.
     """
     runs_once = tangent_dependents(graph)
-    fixed = _depends_on(graph, weights)
+    fixed = _made_of_weights(graph, weights)
     digits: dict[fx.Node, Digits] = {}
     jumping = []
     for node in graph.nodes:
@@ -97,8 +97,8 @@ def jumps(graph: fx.Graph, weights: Collection[fx.Node] = ()) -> list[fx.Node]:
     return jumping
 
 
-def _depends_on(graph: fx.Graph, weights: Collection[fx.Node]) -> set[fx.Node]:
-    """Returns ``weights``, and all nodes that depend on them and constants alone."""
+def _made_of_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> set[fx.Node]:
+    """Returns ``weights``, attributes, and nodes that depend on some and else on constants only."""
     constant: set[fx.Node] = set()
     fixed = set(weights)
     for node in graph.nodes:
@@ -156,7 +156,7 @@ def _is_called_by_program(node: fx.Node) -> bool:
 def _digits_of(node: fx.Node, digits: Mapping[fx.Node, Digits], fixed: Set[fx.Node]) -> Digits:
     """Returns the digits of ``node``, from its inputs'; of a tuple, those of its fractions.
 
-    ``fixed`` are weights, and what depends on them and constants alone (``_depends_on``).
+    ``fixed`` are weights, and what depends on them and constants alone (``_made_of_weights``).
     """
     varying = {digits[source] for source in node.all_input_nodes} - {Digits.SAME}
     if is_item(node):

@@ -108,7 +108,7 @@ def _rotations(
         borders.append((tape.border_bytes(origin + run.period, origin), rotation))
     keeping_all = borders[: slack + 1]
     if min(keeping_all)[0] <= min(borders)[0] * _WORTH_A_UNIT:
-        borders = keeping_all
+        borders = keeping_all  # none is so cheap that it is worth an instance
     borders.sort()
 
     def tie_break(rotation: int) -> tuple[int, bool, int]:

@@ -267,7 +267,10 @@ def _matmul(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 def contracted_partner(node: fx.Node, rows: Rows) -> tuple[fx.Node, RowDim] | None:
-    """Returns the other operand of a product that sums over one operand's rows, and its rows."""
+    """Returns ``y``, and its rows, for a product such as ``x.T @ y`` that sums over rows of x.
+
+    None: it is no such product, or both operands are known to have rows.
+    """
     if op_name(node) not in ("mm", "bmm"):
         return None
     left, right = map(_node, node.args[:2])

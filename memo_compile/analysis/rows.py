@@ -154,7 +154,7 @@ class _Walk:
             if is_repeatable(node):
                 self.dims[node] = None
             return
-        if is_counter(node):
+        if is_counter(node):  # a seed or an offset of an attention with rows
             self.dims[node] = None
             return
         carried = self._carried(node, rows)

@@ -309,12 +309,15 @@ class LineScan:
                 yield f"memo_current.input_done({position})"
 
     def _replaced(self, line: Any, results: set[str]) -> Any:
-        """Returns ``line``, or the statement in its place."""
+        """Returns ``line``, or what stands in its place: a view of the arena, or a mapping.
+
+        ``results`` are buffers of the user, whose pages go back when the user drops them.
+        """
         plans = isinstance(line, inductor_api.MemoryPlanningLine)
         if not plans or isinstance(line, inductor_api.NullLine):
             return line
         name = line.node.get_name()
-        if self._removed(name):
+        if self._removed(name):  # a fused kernel makes no such buffer
             return inductor_api.NullLine(self._wrapper)
         if isinstance(line, inductor_api.AllocateLine) and name in self._arena:
             return f"{name} = memo_current.views[{self._arena[name]}]"

@@ -105,7 +105,7 @@ class CutTemplate:
             node = self.cut.nodes[name]
             copy = graph.create_node("call_function", node.target, (), {}, node.name)
             if node.target is operator.getitem:
-                source, at = node.args
+                source, at = node.args  # of an item ``views.is_view`` also asks for the maker
                 assert isinstance(source, fx.Node), "an element of a node's tuple"
                 copy.args = (graph.create_node(source.op, source.target, (), {}, source.name), at)
             copy.meta = {**node.meta, "val": self.fakes.like(layout, evaluate)}

@@ -179,7 +179,7 @@ class SufficientCut:
         visited: set[fx.Node] = set()
         stack = [(node, source) for node in backward for source in node.all_input_nodes]
         ends = pytree.arg_tree_leaves(*gm.graph.output_node().args)[self.num_fwd_outputs :]
-        stack += [(node, node) for node in ends if isinstance(node, fx.Node)]
+        stack += [(node, node) for node in ends if isinstance(node, fx.Node)]  # gradients
         while stack:
             reader, node = stack.pop()
             if node in backward or cut.need_not_compute(node, reader) or node in visited:

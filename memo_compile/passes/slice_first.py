@@ -131,7 +131,8 @@ def _slice_of(reader: fx.Node, node: fx.Node) -> _Slice | None:
         start, length = arguments["start"], arguments["length"]
         if not (isinstance(start, int) and isinstance(length, int)):
             return None
-        part = slice(start, start + length if start + length or start >= 0 else None)
+        end = start + length if start + length or start >= 0 else None  # x[-3:0] would be empty
+        part = slice(start, end)
     elif reader.target is _aten.slice.Tensor:
         arguments = _arguments(reader, "dim", "start", "end", "step")
         end = arguments.get("end")

@@ -209,7 +209,10 @@ class _Splitter:
         sums: list[fx.Node],
         places: Mapping[fx.Node, Ref],
     ) -> tuple[TileRun, list[RegionGraph], int]:
-        """Returns a run, the regions of a tile and of its sums, and a tile's transient bytes."""
+        """Returns a run, the regions of a tile and of its sums, and a tile's transient bytes.
+
+        ``part`` is the chain for all rows, with rows at ``dims``; its values lie at ``places``.
+        """
         gm = self._tile_graph(part, dims, len(rows), sums, equal.length)
         tile_bytes = transient_bytes(gm)
         tile = self._tile_region(equal.name, gm, part)
@@ -232,7 +235,7 @@ class _Splitter:
         return node in self.chain.sums and self.totals.is_wide(node)
 
     def _without(self, values: Sequence[fx.Node]) -> TiledRegion | None:
-        """Returns the region with a smaller chain, without these values and their makers."""
+        """Returns the region with a chain without ``values`` and their makers; None: as ``run``."""
         nodes = self.chain.nodes - makers_of(values)
         if not nodes:
             return None
