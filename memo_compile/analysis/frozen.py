@@ -34,8 +34,7 @@ def made_of_frozen(
         packed -> bitwise_and -> mul(scale) -> view -> mm(x, view)      all before the mm
 
     Custom operators are among them: one that only reads frozen weights gives the same each time.
-    Matrix products and decompositions are not: they may take longer than the operators that read
-    them.
+    Matrix products and decompositions are not (``is_dear``).
 
     The program may write ``changing`` inputs between forward and backward, and eager's backward
     would read the old value. So a value that depends on such inputs is returned only if it is
@@ -47,12 +46,11 @@ def made_of_frozen(
     }
     computed: set[fx.Node] = set()
     for node in graph.nodes:
-        inputs, name = node.all_input_nodes, op_name(node)
+        inputs = node.all_input_nodes
         if node.op == "get_attr" or (_is_kept_copy(node) and inputs[0] in changing_behind):
             changing_behind[node] = frozenset()
         elif node.op == "call_function" and all(source in changing_behind for source in inputs):
-            is_dear = is_matmul(node) or name in _DEAR or "linalg" in name
-            if is_dear or not _has_no_effect(node) or runs_once(node):
+            if is_dear(node) or not _has_no_effect(node) or runs_once(node):
                 continue
             changing_inputs = frozenset[fx.Node]().union(
                 *(changing_behind[source] for source in inputs)
@@ -61,6 +59,11 @@ def made_of_frozen(
             if not changing_inputs or bytes_of(node) > sum(map(bytes_of, changing_inputs)):
                 computed.add(node)
     return computed
+
+
+def is_dear(node: fx.Node) -> bool:
+    """True for a product or a decomposition, which may take longer than what reads its result."""
+    return is_matmul(node) or op_name(node) in _DEAR or "linalg" in op_name(node)
 
 
 def _is_kept_copy(node: fx.Node) -> bool:

@@ -1,6 +1,7 @@
 """Frozen weights that a layer computes from packed ones: made again in the backward, never kept."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import memo_compile
 from memo_compile.errors import Infeasible
+from memo_compile.step.plans import ReportedPlan
 from tests.numerics.closeness import assert_equals_eager
 from tests.numerics.training import ATEN, INDUCTOR, in_ci
 
@@ -141,16 +143,23 @@ def test_blocks_keep_none():
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_a_floor_that_is_named_is_that_of_activations(product):
     model = frozen_model(product)
+    floor = floor_of(model)
+    train(model, memory_budget=floor)
+    (plan,) = memo_compile.report().plans
+    assert plan.peak_bytes <= floor
+    assert plan.arena_bytes < LAYERS * WEIGHT_BYTES
+
+
+def floor_of(model: nn.Module, **options: object) -> int:
+    """The smallest budget that memo names for a step of ``model``."""
     torch._dynamo.reset()
-    options = {**ATEN, "memory_budget": 1}
+    wanted = {**ATEN, "memory_budget": 1, **options}
     with pytest.raises(Infeasible) as refused:
-        torch.compile(copy.deepcopy(model), backend="memo", options=options)(
+        torch.compile(copy.deepcopy(model), backend="memo", options=wanted)(
             torch.randn(TOKENS, WIDTH)
         )
-    train(model, memory_budget=refused.value.floor_bytes)
-    (plan,) = memo_compile.report().plans
-    assert plan.peak_bytes <= refused.value.floor_bytes
-    assert plan.arena_bytes < LAYERS * WEIGHT_BYTES
+    assert refused.value.floor_bytes is not None
+    return refused.value.floor_bytes
 
 
 class FourBitBlock(nn.Module):
@@ -171,13 +180,86 @@ class FourBitBlock(nn.Module):
 
 @pytest.mark.parametrize("policy", in_ci(["auto", "full-recompute"], "full-recompute"))
 def test_a_base_of_bitsandbytes_is_never_kept(policy):
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    torch.manual_seed(0)
-    model = nn.Sequential(*(FourBitBlock(bitsandbytes) for _ in range(LAYERS))).to("cpu")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("norm" in name or "adapter" in name)
-    train(model, policy=policy)
+    train(adapted_by_bitsandbytes(LAYERS), policy=policy)
     (plan,) = memo_compile.report().plans
     assert max(decision.bytes for decision in plan.decisions) < WEIGHT_BYTES
     assert plan.arena_bytes < LAYERS * WEIGHT_BYTES
     assert (plan.recomputed_bytes > 0) == (policy == "full-recompute")
+
+
+def adapted_by_hand(num_layers: int, *, is_packed: bool) -> nn.Module:
+    """Layers of packed weights that are frozen parameters, or of the same weights as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block("product") for _ in range(num_layers)))
+    for block in model:
+        for name, shape in (("up", [4 * WIDTH, WIDTH]), ("down", [WIDTH, 4 * WIDTH])):
+            base = [block._buffers.pop(f"{name}_{part}") for part in ("packed", "scales")]
+            if not is_packed:
+                base = [dequantised(*base, shape), None]
+                block.product = lambda x, weight, *_: F.linear(x, weight)
+            for part, value in zip(("packed", "scales"), base, strict=True):
+                frozen = None if value is None else nn.Parameter(value, requires_grad=False)
+                block.register_parameter(f"{name}_{part}", frozen)
+    return model
+
+
+def adapted_by_bitsandbytes(num_layers: int) -> nn.Module:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(FourBitBlock(bitsandbytes) for _ in range(num_layers))).to("cpu")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "adapter" in name)
+    return model
+
+
+BASES = {
+    "packed by hand": functools.partial(adapted_by_hand, is_packed=True),
+    "not packed": functools.partial(adapted_by_hand, is_packed=False),
+    "packed by bitsandbytes": adapted_by_bitsandbytes,
+}
+
+
+def bytes_of_a_layer(block: nn.Module) -> tuple[int, int]:
+    """What a layer's base takes, and what its adapter does."""
+    base = adapter = 0
+    for parameter in block.parameters():
+        adapter += parameter.nbytes * parameter.requires_grad
+        base += parameter.nbytes * (not parameter.requires_grad)
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:  # of bitsandbytes, packed as well
+            held = (state.absmax, state.offset, state.state2.absmax, state.state2.code)
+            base += sum(tensor.nbytes for tensor in held)
+    return base, adapter
+
+
+def recomputing(model: nn.Module) -> ReportedPlan:
+    """The plan of a step that keeps no more than it must; the step equals eager's."""
+    train(model, policy="full-recompute", optimizer_state_bytes_per_parameter=8.0)
+    return memo_compile.report().plans[-1]
+
+
+@pytest.mark.parametrize("base", in_ci(list(BASES)[::2], "packed by hand"))
+def test_four_more_layers_take_their_packed_base_and_their_adapters(base):
+    """The arithmetic: a base counts once, an adapter with its gradient and two moments."""
+    few, many = (BASES[base](num_layers) for num_layers in (4, 8))
+    of_base, of_adapter = bytes_of_a_layer(many[0])
+    before, after = recomputing(few).fixed, recomputing(many).fixed
+    held = after.parameters + after.buffers - before.parameters - before.buffers
+    assert held == 4 * (of_base + of_adapter)
+    assert after.gradients - before.gradients == 4 * of_adapter
+    assert after.optimizer_state - before.optimizer_state == 8 * of_adapter
+    for name, parameter in many.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+
+
+@pytest.mark.full
+def test_a_floor_is_that_of_activations_and_the_packed_base():
+    """Beside the same weights unpacked: the bases differ, and a product's weight is made."""
+    options = {"host_budget": 0, "optimizer_state_bytes_per_parameter": 8.0}
+    packed, plain = BASES["packed by hand"](8), BASES["not packed"](8)
+    floor = floor_of(packed, **options)
+    of_bases = 8 * (bytes_of_a_layer(plain[0])[0] - bytes_of_a_layer(packed[0])[0])
+    weight_and_halves = floor - floor_of(plain, **options) + of_bases
+    assert WEIGHT_BYTES < weight_and_halves < 2.5 * WEIGHT_BYTES
+    train(packed, memory_budget=floor, **options)
+    assert memo_compile.report().plans[-1].peak_bytes <= floor
