@@ -29,7 +29,7 @@ MAX_FIRST_STEP_RATIO = 1.0
 """First step of the second process, memo over Inductor."""
 MAX_GRADIENT_ERROR = 1e-4
 """Second process against eager, of a parameter's own largest entry, in float32."""
-CLOCK_FIELDS = ("lowering_s", "planning_s")
+CLOCK_FIELDS = ("lowering_s", "planning_s", "measured_s")
 """Of a plan: how long it took to make, which no second process repeats."""
 
 Pair = tuple[dict[str, Any], dict[str, Any]]

@@ -65,7 +65,7 @@ def trained(
 
 def newest_plan() -> Plan:
     plan = memo_compile.report().plans[-1]
-    return replace(plan, planning_s=0.0, lowering_s=0.0, name="")
+    return replace(plan, planning_s=0.0, lowering_s=0.0, measured_s=0.0, name="")
 
 
 def files(store: FileStore) -> list[Path]:

@@ -63,10 +63,12 @@ def test_what_several_ranks_do_is_named(two_ranks, monkeypatch, found, word):
     assert word in notes[-1]
 
 
-def test_fully_sharded_modules_are_seen():
+def test_fully_sharded_modules_are_seen(monkeypatch):
     from torch.distributed.fsdp import FSDPModule
 
-    before = around.has_fsdp_modules()
+    with monkeypatch.context() as as_at_first:
+        as_at_first.setattr(FSDPModule, "__subclasses__", list)
+        before = around.has_fsdp_modules()
 
     class FSDPLinear(FSDPModule, torch.nn.Linear):
         """What fully_shard() makes of the class of a module."""
