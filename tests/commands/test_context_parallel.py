@@ -66,8 +66,8 @@ def answers():
 
 
 def test_bytes_of_each_all_to_all_and_of_its_buffer(answers):
-    """A layer's queries, keys, values and result go once forwards; backwards once more, with the
-    gradients of all four."""
+    """A layer's queries, keys and values go, and its result comes back; backwards all four and
+    the result's gradient go, and three gradients come back."""
     query = SEQ // CP * SHAPE.num_heads * WIDTH * BYTES
     key = SEQ // CP * SHAPE.num_kv_heads * WIDTH * BYTES
     problem, num_layers = answers[ULYSSES].step.problem, SHAPE.num_layers
@@ -76,12 +76,21 @@ def test_bytes_of_each_all_to_all_and_of_its_buffer(answers):
         phase: Counter(comm_bytes(problem, call) for call in issues if call.phase is phase)
         for phase in Phase
     }
-    assert sent[Phase.FORWARD] == {query: 2 * num_layers, key: 2 * num_layers}
-    assert sent[Phase.BACKWARD] == {query: 4 * num_layers, key: 4 * num_layers}
+    three = query + 2 * key
+    assert sent[Phase.FORWARD] == {three: num_layers, query: num_layers}
+    assert sent[Phase.BACKWARD] == {three + 2 * query: num_layers, three: num_layers}
     assert answers[ULYSSES].step.plan.num_collectives == len(issues)
     sizes = value_sizes(problem)
     assert all(sizes[call.outputs[0]] == comm_bytes(problem, call) for call in issues)
     assert not any(call.kind is CallKind.ISSUE for call in answers[RING].step.problem.calls)
+
+
+def test_a_backward_that_exchanges_runs_its_mlp_in_tiles():
+    """Its chain of wide values ends before what is sent, and holds the weights' gradients."""
+    setting = question(ULYSSES, policy="greedy")
+    with forecasting._recorded_model(setting) as model:
+        tiles = forecasting._plan(setting, model, token_tiles=8).plan.tiles
+    assert tiles["layer0_bwd.part"] == 8
 
 
 def test_weights_of_a_step_with_collectives_lie_on_the_host(answers):
@@ -156,10 +165,13 @@ def exchanging(num_devices):
     """An ``_exchange`` of threads, one for each device."""
     barrier, here, boxes = threading.Barrier(num_devices), threading.local(), {}
 
-    def exchange(parts, after):
+    def exchange(parts):
         boxes[here.number] = parts
         barrier.wait()
-        arrived = torch.stack([boxes[number][here.number] for number in range(num_devices)])
+        arrived = [
+            torch.stack([each[here.number] for each in sent])
+            for sent in zip(*(boxes[number] for number in range(num_devices)), strict=True)
+        ]
         barrier.wait()
         return arrived
 

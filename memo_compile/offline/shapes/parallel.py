@@ -6,6 +6,7 @@ know shapes and nothing else. All exist to be traced on fake tensors and never r
 tokens come first, so that gathering them needs no copy: here rows of all sequences are gathered.
 """
 
+from collections.abc import Sequence
 from typing import Any, Never
 
 import torch
@@ -45,29 +46,43 @@ def reduce_scatter(whole: Tensor, dim: int, world: int) -> Tensor:
     return _waited(part).view(*whole.shape[:dim], -1, *whole.shape[dim + 1 :])
 
 
-def _exchange(parts: Tensor, after: Tensor | None) -> Tensor:
-    """Part i of the first dimension goes to device i, and part i of the result comes from there.
+def _exchange(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Sends entry i of the first dimension to device i, and returns what came from each device.
 
-    ``after`` as of ``all_gather``.
+    ``(devices, batch, tokens, heads, width)`` each, in one collective; heads may differ.
     """
-    sent = parts.contiguous() if after is None else behind(parts, after)
-    sizes = [1] * len(parts)
-    return _waited(torch.ops._c10d_functional.all_to_all_single(sent, sizes, sizes, GROUP))
+    sent = packed(list(parts)) if len(parts) > 1 else parts[0].contiguous()
+    sizes = [1] * len(sent)
+    arrived = torch.ops._c10d_functional.all_to_all_single(sent, sizes, sizes, GROUP)
+    return _waited(arrived).split([part.shape[3] for part in parts], 3)
 
 
-def _to_heads(x: Tensor, world: int, after: Tensor | None = None) -> Tensor:
+@torch.library.custom_op("memo_shapes::packed", mutates_args=())
+def packed(parts: Sequence[Tensor]) -> Tensor:
+    """The heads of all ``parts``, in the buffer that is sent: a copy, before which tiles end."""
+    _refuse("packed")
+
+
+@packed.register_fake
+def _(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts), 3)
+
+
+def _to_heads(tensors: Sequence[Tensor], world: int) -> list[Tensor]:
     """Returns all tokens of a part of the heads, for this device's tokens of all heads.
 
     ``(batch, heads, tokens, width)`` to ``(batch, heads / world, tokens * world, width)``.
     """
-    parts = x.transpose(1, 2).unflatten(2, (world, -1)).permute(2, 0, 1, 3, 4)
-    return _exchange(parts, after).transpose(0, 1).flatten(1, 2).transpose(1, 2)
+    tokens = (tensor.transpose(1, 2).unflatten(2, (world, -1)) for tensor in tensors)
+    arrived = _exchange([each.permute(2, 0, 1, 3, 4) for each in tokens])
+    return [each.transpose(0, 1).flatten(1, 2).transpose(1, 2) for each in arrived]
 
 
-def _to_tokens(x: Tensor, world: int) -> Tensor:
+def _to_tokens(tensors: Sequence[Tensor], world: int) -> list[Tensor]:
     """Returns this device's tokens of all heads: the opposite of ``_to_heads``."""
-    parts = x.transpose(1, 2).unflatten(1, (world, -1)).transpose(0, 1)
-    return _exchange(parts, None).permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+    tokens = (tensor.transpose(1, 2).unflatten(1, (world, -1)) for tensor in tensors)
+    arrived = _exchange([each.transpose(0, 1) for each in tokens])
+    return [each.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2) for each in arrived]
 
 
 def _waited(rows: Tensor) -> Tensor:
@@ -163,10 +178,9 @@ class Ulysses(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, world: int, is_causal: bool
     ) -> Tensor:
         """``(batch, heads, tokens, width)`` each; ``world`` divides all heads."""
-        out, log_sum_exp = attention(
-            _to_heads(query, world), _to_heads(key, world), _to_heads(value, world), 1, is_causal
-        )
-        mixed = _to_tokens(out, world)
+        heads = _to_heads([query, key, value], world)
+        out, log_sum_exp = attention(heads[0], heads[1], heads[2], 1, is_causal)
+        mixed = _to_tokens([out], world)[0]
         ctx.save_for_backward(query, key, value, mixed, log_sum_exp)
         ctx.world, ctx.is_causal = world, is_causal
         return mixed
@@ -174,11 +188,11 @@ class Ulysses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of queries, keys and values."""
-        grad, world = grads[0], ctx.world
         *kept, log_sum_exp = ctx.saved_tensors
-        heads = [_to_heads(tensor, world, grad) for tensor in kept]
-        made = attention_backward(_to_heads(grad, world), *heads, log_sum_exp, 1, ctx.is_causal)
-        return (*[_to_tokens(tensor, world) for tensor in made], None, None)
+        # With the gradient, so that it cannot be done in the forward and saved.
+        heads = _to_heads([grads[0], *kept], ctx.world)
+        made = attention_backward(*heads, log_sum_exp, 1, ctx.is_causal)
+        return (*_to_tokens(made, ctx.world), None, None)
 
 
 class ColumnParallel(torch.autograd.Function):
