@@ -171,6 +171,7 @@ class StepCapture:
 
         @functools.wraps(compiled)
         def run(*args: Any) -> Any:
+            """Runs the forward, its inputs behind gates, so that gradients leave it early."""
             assert self.steps is not None, "the step was assembled"
             self.steps.assembly.return_weights(args)
             if gating is None or self.steps.runs_as_member:

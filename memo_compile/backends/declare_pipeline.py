@@ -62,16 +62,16 @@ def pipeline(
     shares = _shares(schedule, offload)
     count = pipelining.num_microbatches(schedule)
     if not _runs_one_by_one(schedule):
-        alive = weakref.WeakSet(stages)
+        alive = weakref.WeakSet(stages)  # the declaration, which is global, keeps no stage alive
         declare_stages(
             *(stage.submod for stage in stages),
             num_microbatches=count,
             shares=shares,
             kept=lambda: pipelining.receive_buffers(list(alive)),
         )
-    elif count > 1:
-        options.setdefault("gradients", "accumulated")
-        options.setdefault("microbatches", count)  # torch's schedule holds on to what they had
+    elif count > 1:  # each microbatch is planned as a step, beside what others leave:
+        options.setdefault("gradients", "accumulated")  # one set, which all add to
+        options.setdefault("microbatches", count)  # inputs and results, which the schedule keeps
     if len(stages) > 1:  # other tiles of one stage would change the floor of all of them
         options.setdefault("token_tiles", 1)
     room = pipelining.room_for_graphs(len(stages))

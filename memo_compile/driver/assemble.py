@@ -135,7 +135,7 @@ class Assembly:
     def __post_init__(self) -> None:
         self._memory = OutOfMemory(dump=self.config.dump)
         self._losses = LossWatch.of(self.lowered.cut.backward.half_graph.graph)
-        self._use(self.planned, self.step)
+        self._run_later_steps_by(self.planned, self.step)
         self.reported = ReportedPlan.of(self.plan, self.observed)
 
     def _report(self) -> None:
@@ -143,7 +143,7 @@ class Assembly:
         before, self.reported = self.reported, ReportedPlan.of(self.plan, self.observed)
         state.replace_plan(before, self.reported)
 
-    def _use(self, planned: PlannedStep, bound: StepPlan) -> None:
+    def _run_later_steps_by(self, planned: PlannedStep, bound: StepPlan) -> None:
         """Makes ``planned`` the plan of later steps; ``bound`` is what the runtime runs of it."""
         if not planned.problem.fixed.earlier_outputs:
             self._planned_without_earlier = planned
@@ -153,6 +153,7 @@ class Assembly:
         self._followed_results = tuple(result_storages(planned.problem, results))
         bound.on_step_end, bound.on_unplanned = self._count, self._say_unplanned
         bound.comm_times = self.known.collectives.times
+        # CPU under a budget: libraries allocate what they keep for good before a step, not in it.
         if bound.heap is not None and planned.plan.budget_bytes is not None:
             called = {call.region for call in planned.problem.calls}
             graphs = self.known.graphs().items()
@@ -622,7 +623,7 @@ class Assembly:
         """Binds ``planned`` for later steps, and frees the frames of the plan before."""
         old_step = self.step
         config = self.request.applied_to(self.config)
-        self._use(planned, bind_step(planned, self.lowered.cut, config))
+        self._run_later_steps_by(planned, bind_step(planned, self.lowered.cut, config))
         arena_of(old_step.device).forget(old_step.key)  # a backward to come allocates them again
         self._report()
 

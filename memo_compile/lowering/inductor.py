@@ -176,7 +176,8 @@ def lower_symbolic(
 
 
 CACHED_TRIES = 2
-"""A cached region that is unusable is dropped and cached anew; another process may be quicker."""
+"""``RegionCache.find`` drops unusable code, so that the second try compiles the region anew, unless
+another process has put its own there meanwhile."""
 
 
 def _with_cache(recorder: _Recorder, cache: RegionCache) -> LoweredRegion | None:
@@ -188,7 +189,8 @@ def _with_cache(recorder: _Recorder, cache: RegionCache) -> LoweredRegion | None
         attempt = replace(recorder, region=copied)
         with compile_caches.graph_cache(tag):
             compiled = _compiled(attempt, CachedArenaWrapper)
-        # With a scan it was compiled just now; without code it has no kernels, and is not cached.
+        # With a scan Inductor has compiled it just now; a region without kernels has no code, and
+        # ``keep`` only counts it.
         if attempt.scan is not None or compile_caches.generated_code(compiled) is None:
             lowered = _lowered(attempt, compiled)
             cache.keep(region, compiled, lowered)

@@ -154,7 +154,7 @@ def _copied_bytes(conv: Convolution) -> int:
     weight_bytes *= _rounded(weight[0], blocked) * _rounded(weight[1], blocked)
     if weight[0] != outputs or math.prod(result[2:]) > math.prod(source[2:]):
         result_bytes *= 2
-    num_bytes = source_bytes + result_bytes + weight_bytes + _without_kernel_bytes(conv)
+    num_bytes = source_bytes + result_bytes + weight_bytes + _bytes_without_onednn_kernel(conv)
     if conv.is_backward or conv.is_transposed:
         num_bytes += source_bytes
     if conv.is_backward and conv.is_transposed:
@@ -165,30 +165,48 @@ def _copied_bytes(conv: Convolution) -> int:
     return num_bytes
 
 
-def _without_kernel_bytes(conv: Convolution) -> int:
+def _bytes_without_onednn_kernel(conv: Convolution) -> int:
     """Bytes beside ``_copied_bytes`` where oneDNN has no kernel of its own for the shape.
 
-    It unfolds a dilated source, and computes groups of unusual shape in float32.
+    The terms fit what was measured; they are named after copies that would have such sizes.
     """
-    num_bytes, weight = 0, conv.weight
+    return _dilated_bytes(conv) + _unusual_groups_bytes(conv)
+
+
+def _dilated_bytes(conv: Convolution) -> int:
+    """Bytes of columns into which oneDNN unfolds a dilated convolution: an image for each thread.
+
+    Of a volume it unfolds one slice at a time.
+    """
     is_volume = len(conv.source) > 4
     unfolds = conv.is_transposed or (conv.is_backward and (conv.is_strided or is_volume))
-    if conv.is_dilated and unfolds:
-        depth = conv.source[2] if is_volume else 1  # a slice of a volume at a time
-        threads = min(torch.get_num_threads(), conv.source[0])
-        num_bytes = threads * _columns(conv) // depth * FLOAT32_BYTES
+    if not (conv.is_dilated and unfolds):
+        return 0
+    depth = conv.source[2] if is_volume else 1
+    threads = min(torch.get_num_threads(), conv.source[0])
+    return threads * _columns(conv) // depth * FLOAT32_BYTES
+
+
+def _unusual_groups_bytes(conv: Convolution) -> int:
+    """Bytes that the backward of unusual groups takes: oneDNN computes it in float32.
+
+    Usual are kernels of length 1 and 3, neither dilated nor transposed.
+    """
     is_plain = not (conv.is_dilated or conv.is_transposed)
-    is_usual = is_plain and all(length in (1, 3) for length in weight[2:])
+    is_usual = is_plain and all(length in (1, 3) for length in conv.weight[2:])
     if conv.groups == 1 or is_usual or not conv.is_backward:
-        return num_bytes
-    channels = _rounded(weight[0] // conv.groups, GROUP_BLOCK), _rounded(weight[1], GROUP_BLOCK)
-    weight_bytes = conv.groups * math.prod((*channels, *weight[2:])) * FLOAT32_BYTES
-    num_bytes += weight_bytes
-    if conv.item_bytes < FLOAT32_BYTES:
-        num_bytes += weight_bytes
-        num_bytes += 2 * FLOAT32_BYTES * (math.prod(conv.source) + math.prod(conv.result))
-        if conv.is_strided:
-            num_bytes += GROUP_BLOCK * conv.item_bytes * math.prod(conv.source)
+        return 0
+    outputs, inputs, *lengths = conv.weight
+    channels = _rounded(outputs // conv.groups, GROUP_BLOCK), _rounded(inputs, GROUP_BLOCK)
+    # The weight's gradient, whose channels are rounded up in each group.
+    weight_bytes = conv.groups * math.prod((*channels, *lengths)) * FLOAT32_BYTES
+    if conv.item_bytes >= FLOAT32_BYTES:
+        return weight_bytes
+    # 16-bit numbers: the weight itself too, and source and result, once for each of two gradients.
+    num_bytes = 2 * weight_bytes
+    num_bytes += 2 * FLOAT32_BYTES * (math.prod(conv.source) + math.prod(conv.result))
+    if conv.is_strided:  # as if each channel of the source filled a block by itself
+        num_bytes += GROUP_BLOCK * conv.item_bytes * math.prod(conv.source)
     return num_bytes
 
 

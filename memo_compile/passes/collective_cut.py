@@ -87,10 +87,12 @@ class _PieceCutter:
         """Issues one collective after the other as early as it can be, then computes the rest."""
         for issue in self.waits:
             self._wait_for(self._needed([issue]))
-            for node in self._needed([issue]):
-                if only_orders(node):  # what it returns is not read while its turn is computed
+            for node in self._needed([issue]):  # without what ran before those waits
+                if only_orders(node):
+                    # In the piece before it, its shard would be held while that piece computes.
                     self._end_piece()
-                self._compute([node] if node is not issue else [])
+                if node is not issue:
+                    self._compute([node])
             self._add_alone(CallKind.ISSUE, issue)
             self.in_flight.append(self.waits[issue])
         self._wait_for(self.in_flight)

@@ -103,6 +103,15 @@ def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
     return sorted(saving, key=lambda form: form.transient_bytes)
 
 
+class _Crossing(NamedTuple):
+    """What the parts of a chain hand out, in the order of the parts' outputs; see ``_Splitter``."""
+
+    early: list[fx.Node]
+    rows: list[fx.Node]
+    sums: list[fx.Node]
+    late: list[fx.Node]
+
+
 class _EqualTiles(NamedTuple):
     """A run of tiles with the same number of rows, from row ``start`` on."""
 
@@ -127,6 +136,7 @@ class _Splitter:
         self.dims = chain.dims
         self.nodes = list(region.gm.graph.nodes)
         self.placeholders = region.gm.graph.find_nodes(op="placeholder")
+        self.checks = set(filter(is_check, self.nodes))
         self.static = {self.placeholders[at] for at in region.static_inputs}
         self.results = list(results_of(region.gm.graph))
         self.external = region.external_storages()
@@ -141,9 +151,7 @@ class _Splitter:
         """Returns the parts; None: a value cannot cross between them, or tiles cannot fill it."""
         # What each part makes, from the last to the first: after, the tiles, before.
         late = [node for node in self.results if node in self.behind or self._is_rounded(node)]
-        checks = set(filter(is_check, self.nodes))
-        late_ends = [*late, *(checks & self.behind)]
-        after = extract(self.region.gm, late_ends, self._ends_after)
+        after = extract(self.region.gm, [*late, *(self.checks & self.behind)], self._ends_after)
         wanted = {*after.inputs, *self.results} & self.chain.nodes
         rows = [node for node in self.nodes if node in wanted and not is_view(node)]
         sums = [node for node in self.nodes if node in self.chain.sums]
@@ -152,41 +160,70 @@ class _Splitter:
         not_in_tiles = [node for node in rows if not self._fills_ranges(node)]
         if not_in_tiles:
             return self._without(not_in_tiles)
-        if not (rows or sums):
+        chain = self._whole_chain([*rows, *_inputs_of(sums)])
+        if chain is None:
             return None
-        ends = [*rows, *_inputs_of(sums)]
-        part = extract(self.region.gm, ends, self._ends_tile)
-        if not all(map(is_tensor, part.inputs)):
+        early = self._early([*after.inputs, *map(self._value_of, chain.inputs)])
+        crossing = _Crossing(early, rows, sums, late)
+        return self._tiled_region(self._before(crossing), chain, after, crossing)
+
+    def _whole_chain(self, ends: Sequence[fx.Node]) -> Extract | None:
+        """Returns the chain for all rows, which makes ``ends``; None: tiles cannot run it."""
+        if not ends:
+            return None  # nothing reads what the chain makes
+        chain = extract(self.region.gm, ends, self._ends_tile)
+        if not all(map(is_tensor, chain.inputs)):
             return None
-        for node in part.inputs:
+        for node in chain.inputs:
             if is_view(node) and self._value_of(node) is node:  # before makes a dense copy
-                part.copies[node].meta["val"] = _dense(node.meta["val"])
-        early = self._early([*after.inputs, *map(self._value_of, part.inputs)])
-        early_ends = [*early, *(checks - self.behind)]
-        before = extract(self.region.gm, early_ends, lambda node: node.op == "placeholder")
-        self._finish_before(before, early, sums, rows)
+                chain.copies[node].meta["val"] = _dense(node.meta["val"])
+        if not all(self._is_aligned(node, chain) for node in chain.inputs):
+            return None
+        chain.finish(ends)
+        if all(copy.op != "call_function" for copy in chain.copies.values()):
+            return None  # nothing but sums of inputs
+        return chain
+
+    def _is_aligned(self, node: fx.Node, chain: Extract) -> bool:
+        """True if every tile's slice of input ``node`` begins at a multiple of ALIGNMENT_BYTES.
+
+        That is so if the second begins there: a shorter last tile lies behind tiles of full length.
+        """
+        whole = layout_of(chain.copies[node].meta["val"])
+        if whole is None or self.dims.get(node) is None:
+            return True
+        rows = self._slice(node, self.runs[0])
+        return rows.length * whole.stride[rows.dim] * whole.item_bytes % ALIGNMENT_BYTES == 0
+
+    def _before(self, crossing: _Crossing) -> Extract:
+        """Returns the part that makes early values, and allocates sums and rows."""
+        ends = [*crossing.early, *(self.checks - self.behind)]
+        before = extract(self.region.gm, ends, lambda node: node.op == "placeholder")
+        self._finish_before(before, crossing.early, crossing.sums, crossing.rows)
+        return before
+
+    def _tiled_region(
+        self, before: Extract, chain: Extract, after: Extract, crossing: _Crossing
+    ) -> TiledRegion:
+        """Returns the region that calls the parts; cuts ``chain`` into tiles for that."""
+        early, rows, sums, late = crossing
         # Where the values lie for the parts that read them.
         places = _refs(Source.REGION_INPUT, self.placeholders)
         places |= _refs(Source.BEFORE, [*early, *sums, *rows])
         results = places | _refs(Source.AFTER, late)
-        reads = [self._operand(node, part, places, self.runs[0]) for node in part.inputs]
-        if not all(map(_is_aligned, reads)):
-            return None
-        part.finish(ends)
-        if all(copy.op != "call_function" for copy in part.copies.values()):
-            return None  # nothing but sums of inputs
         self._finish_after(after, late)
-        dims = {copy: self.dims.get(node) for node, copy in part.copies.items()}
-        tiles = [self._tiles(equal, part, dims, rows, sums, places) for equal in self.runs]
+        dims = {copy: self.dims.get(node) for node, copy in chain.copies.items()}
+        tiles = [self._tiles(equal, chain, dims, rows, sums, places) for equal in self.runs]
         transients = [*map(transient_bytes, (before.gm, after.gm)), *(size for _, _, size in tiles)]
         parts = [self._part("before", before, [*early, *sums])]
         parts += [tile for _, regions, _ in tiles for tile in regions]
-        parts += [self._part("after", after, late)] if late_ends else []
+        has_after = bool(late or self.checks & self.behind)
+        parts += [self._part("after", after, late)] if has_after else []
         tiling = Tiling(
             before=parts[0].name,
             before_inputs=tuple(places[node].index for node in before.inputs),
             runs=tuple(run for run, _, _ in tiles),
-            after=parts[-1].name if late_ends else None,
+            after=parts[-1].name if has_after else None,
             after_inputs=tuple(places[node] for node in after.inputs),
             outputs=tuple(results[result] for result in self.results),
             output_layouts=self.region.output_layouts(),
@@ -196,7 +233,7 @@ class _Splitter:
             tiling=tiling,
             num_rows=self.chain.num_rows,
             transient_bytes=max(transients) + self._shared_bytes([*early, *rows], sums),
-            chain=self._tile_region("tile", part.gm, part),
+            chain=self._tile_region("tile", chain.gm, chain),
             chain_dims=dims,
         )
 
@@ -432,15 +469,6 @@ class _Splitter:
 
 def _refs(source: Source, nodes: Sequence[fx.Node]) -> dict[fx.Node, Ref]:
     return {node: Ref(source=source, index=at) for at, node in enumerate(nodes)}
-
-
-def _is_aligned(operand: Operand) -> bool:
-    """True if every slice begins at a multiple of ALIGNMENT_BYTES, given that the first does."""
-    whole, part = operand.whole, operand.slice
-    if whole is None or part is None:
-        return True
-    step = part.length * whole.stride[part.dim] * whole.item_bytes
-    return step % ALIGNMENT_BYTES == 0
 
 
 def _inputs_of(sums: Sequence[fx.Node]) -> list[fx.Node]:

@@ -163,21 +163,23 @@ class StagePlans:
         model = self._model(begin, end)
 
         def plan_alone(step: StepKnowledge, options: MemoConfig) -> PlannedStep:
+            """Plans one microbatch as a step; one that is slow in these tiles tries others."""
             planned = plan_known(step, options, first_request(step))
             require_fast(planned.plan, options, step)
             return planned
 
         def plan_together(step: StepKnowledge, options: MemoConfig) -> PlannedStep:
+            """Plans all microbatches as one step, in the order of the schedule."""
             joint_step = rank_step([step], self.orders, stage, self.loss)
             return plan_known(joint_step, options, PlanRequest())
 
-        if self.orders.runs_one_by_one(stage):  # each microbatch is a step
-            count = self.orders.num_microbatches
+        if self.orders.runs_one_by_one(stage):
+            count = self.orders.num_microbatches  # whose results torch's schedule keeps: held
             config = replace(self.config, microbatches=count, outputs="held")
             if count > 1:
                 config = replace(config, gradients="accumulated")
             return model.first_that_fits(config, plan_alone)
-        try:
+        try:  # as a running stage, which is compiled in tiles where its joint step does not fit
             whole = self._whole(self.config)
             return plan_together(model.lowered(whole), whole).plan
         except Infeasible:

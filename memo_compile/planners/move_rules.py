@@ -270,14 +270,12 @@ def joined_parts(cls: LayerClass, slots: Sequence[int]) -> Iterator[tuple[int, .
 def _recompute_parts(
     cls: LayerClass, slots: Sequence[int], *, cuts: bool = True
 ) -> Iterator[RecomputePart]:
-    """The parts, a region each, into which recomputing ``slots`` is cut; in the order they run.
+    """Cuts the recomputation of ``slots`` into regions, in the order they run.
 
-    There is one for each call that is the first to read something: what a layer in tiles recomputes
-    for its attention need not exist while its MLP is in the backward. Slots that share an operator
-    are made together, when the first of them is read, so that nothing runs twice. But operators
-    that take no time run in several parts: the tokens in the order of their experts need not exist,
-    after the experts' inner values are made again from them, until the first weight's gradient
-    reads them. Without ``cuts`` they do not.
+    There is one for each call that is the first to read some of them. Slots that share an operator
+    with an earlier part are made with that part, so that nothing runs twice; the rest waits until
+    it is read. With ``cuts``, operators that take no time may run again in a late part, so that
+    their results do not exist meanwhile.
     """
     others = [slot for slot in range(len(cls.slots)) if slot not in slots]
     by_read: dict[int, list[int]] = {}
@@ -290,10 +288,11 @@ def _recompute_parts(
             meeting = [part for part in parts if whole.meets(part)]
             early, late = _cut(cls, whole, meeting, others, cuts=cuts)
             when_read += late
-            if early is not None:  # it joins the first part that it meets, with all others of them
+            if early is not None:  # it joins the parts that it meets, at the place of the first
                 meeting = [part for part in meeting if early.meets(part)]
                 at = parts.index(meeting[0])
                 behind = [part for part in parts[at:] if part not in meeting]
+                # It runs earlier now than parts that may make what it reads: these join it too.
                 joined, behind = _with_sources(cls, _together([*meeting, early]), behind)
                 parts = [*parts[:at], joined, *behind]
         parts += [_together(when_read)] if when_read else []

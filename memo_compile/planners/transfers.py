@@ -53,7 +53,11 @@ ROUNDING_SHARE = 1e-9
 
 
 def at_once(problem: Problem) -> Problem:
-    """``problem`` that waits for each collective right behind its beginning."""
+    """``problem`` that waits for each collective right behind its beginning.
+
+    Collectives begin in the order that all ranks keep. It is the step without overlap, which holds
+    the least.
+    """
     problem = in_begin_order(problem)
     waits = {call.waits_for: call for call in problem.calls if call.kind is CallKind.COMM_WAIT}
     calls: list[StepCall] = []

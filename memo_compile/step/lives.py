@@ -304,9 +304,14 @@ def _with_shared(
 def _crossing_level(
     tables: CallTables, rows: Any, regions: Any, begins: Any, last: Any, num_lines: int
 ) -> Any:
-    """Returns for each line the bytes alive in crossing buffers; arguments as in ``lives_of``."""
+    """Returns for each line the bytes alive in crossing buffers, as an array.
+
+    Arrays with an entry for each call: ``rows`` and ``regions`` (numbers of its rows in
+    ``tables``), ``begins`` (its first line). ``last`` is what ``_last_lines`` returns.
+    """
     call_begins = np.repeat(begins, tables.buffers.counts(regions))
     firsts, ends, sizes = tables.buffers.joined(regions)
+    # Of all values in a buffer the last read; those it lacks are ``_NOTHING``, which is never read.
     last_read = last[tables.made.joined(rows)].max(axis=0)
     ends = np.minimum(np.maximum(call_begins + ends, last_read), num_lines)
     changes = np.zeros(num_lines + 1, dtype=np.int64)

@@ -6,12 +6,15 @@ fast as the gradients grow. Elsewhere the whole arena stays.
 
 Symbols: for call c, tail(c) = highest end of a buffer alive in c or later; ordinary(c) = the
 largest sum, at one line of c, of outputs made so far and memory that kernels allocate themselves.
-    peak        = fixed + heap slack (CPU) + max_c (tail(c) + ordinary(c)) + waiting
-    resident(c) = min(resident(c-1), max_d (tail(d) + ordinary(d)) - ordinary(c))     >= tail(c)
+    step peak   = max_c (tail(c) + ordinary(c)), or that of an interlude or of the update if larger
+    peak        = fixed + heap slack (CPU) + step peak + waiting
+    resident(c) = min(resident(c-1), step peak - ordinary(c))     >= tail(c)
 so that no more pages are given back (and faulted in again in the next step) than the peak needs.
 ``waiting`` are the whole frames of other steps whose backward is still to come (max_inflight).
-While an interlude runs, dead ranges below the tail can be given back as well
-(``step.interludes``): there tail(c) stands for the live bytes.
+An *interlude* is the user's code between two halves of a group. While it runs, dead ranges below
+the tail can be given back as well (``step.interludes``): there the bytes that cannot be given back
+stand for tail(c), and ``dropped`` names the ranges that are. During the optimizer's *update* the
+arena counts only where its pages stay.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -63,6 +63,7 @@ class BackwardRun:
         """Runs all calls that are left, ends the step, and returns ``results``."""
         self._run_to(len(self.calls))
         values = [self._take(position) for position in results]
+        # ``_end`` clears the lease: read these first.
         lease, group, counted = self.lease, self.lease.group, self.running.counted
         if group is not None:  # its frame goes on to serve other members
             self.running.leave(self.plan.backward)

@@ -214,10 +214,13 @@ class Lease:
         self.slab.resident_bytes = max(self.slab.resident_bytes, self.size_bytes)
 
 
-def _give_back(
+def _give_back_if_idle(
     at_end: contextlib.ExitStack, tickets: dict[int, Ticket], flights: dict[int, CollectiveTicket]
 ) -> None:
-    """Gives the frames of a lease dropped unended back, if no copy or rank may write there."""
+    """Finalizer of a lease that nobody ended: gives its frames back.
+
+    If a copy or a collective may still write there, the frames stay taken.
+    """
     finished = [ticket.finished for ticket in tickets.values()]
     if all(finished + [flight.finished for flight in flights.values()]):
         _close(at_end)
@@ -246,7 +249,8 @@ class LeaseTable:
         while its release runs.
         """
         lease = Lease(next(self._numbers), slab, size_bytes, at_end, host)
-        weakref.finalize(lease, _give_back, at_end, lease.tickets, lease.flights).atexit = False
+        final = weakref.finalize(lease, _give_back_if_idle, at_end, lease.tickets, lease.flights)
+        final.atexit = False
         with self._lock:
             self._live[lease.number] = lease
         return lease

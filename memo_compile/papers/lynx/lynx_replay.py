@@ -137,6 +137,8 @@ def replay_opt(
 class _Phase:
     """One phase in execution: runs its critical operators in order, then its window.
 
+    There is a phase for each operator: phase ``index`` computes operator ``index`` for the first
+    time, and may recompute operators before it. Where that operator communicates, it is a window.
     ``start`` are the outputs that are there when it begins, ``keep_next`` those that the next phase
     lists; ``critical`` and ``overlapped`` are the phase's rows of Rc and Ro.
     """
@@ -195,6 +197,7 @@ class _Phase:
             raise InvalidPlan(f"{where}: overlaps without a communication")
         load: Number = 0
         for i in sorted(self.window):
+            # The network is taken, and later operators have not run yet.
             if i in self.ops.comm or i >= self.index:
                 raise InvalidPlan(f"{where}: operator {i} cannot be recomputed in this window")
             self._compute(i, self.overlapped[i], where)

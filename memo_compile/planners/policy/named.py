@@ -151,11 +151,11 @@ NAMED = tuple(_POLICIES)
 
 
 def steady_moves(step: MovableStep, recompute: RecomputeOf) -> list[Moves]:
-    """The steady plans: slow, of few bytes, the same however long regions and copies take.
+    """Five plans of few bytes, slow, whose moves depend on no measured second.
 
-    One of these keeps in the next process a floor that is named in this one. One copies everything
-    to the host. Four recompute: all that can be, or all but what attention returns; and each of
-    these also without what has to be copied so that nothing is made long before it is read.
+    So the floor that an error names is kept in the next process too. One copies everything; two
+    recompute: all that can be, or all but attention's results; two more do the same but copy what
+    would have to be made long before it is read.
     """
     recomputed_sets: tuple[Callable[[LayerClass, Rights], frozenset[int]], ...] = (
         lambda _, rights: rights.recompute,
