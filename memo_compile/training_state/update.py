@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from memo_runtime.arena import Slab, arena_of
 from memo_runtime.copies import CopyEngine, Lane, Ticket
+from memo_runtime.heap import anonymous_bytes
 from memo_runtime.host_store import HostStore
+from memo_runtime.pages import gives_pages_back, trim_heap
 
 from memo_compile.training_state.homes import Home, Homes, aligned, dense_bytes, laid_out
 from memo_compile.training_state.traits import Group, run_update
@@ -95,6 +97,7 @@ class Update(abc.ABC):
                 self._settle()
 
     def _run(self, memory: Memory | None, half_bytes: int) -> None:
+        most_bytes = self._most_anonymous_bytes(half_bytes)
         for number, chunk in enumerate(self._chunks):
             if number == 0:
                 self._bring(chunk, memory, 0)
@@ -105,8 +108,22 @@ class Update(abc.ABC):
             self._wait(chunk)
             run_update(self._optimizer, list(self._groups(chunk)), chunk.states)
             self._give_back(chunk)
+            if most_bytes is not None and anonymous_bytes() > most_bytes:
+                trim_heap()
         if self._chunks:
             self._finish(self._chunks[-1])
+
+    def _most_anonymous_bytes(self, half_bytes: int) -> int | None:
+        """Where the process's memory between two chunks is above it, free heap goes back (CPU).
+
+        Temporary tensors of a chunk are small, so that they come from the heap, each from another
+        free place. Their pages would stay until the next step: as many as there is free heap.
+        """
+        if not gives_pages_back(self._homes.device):
+            return None
+        trim_heap()
+        sizes = (sum(piece.num_bytes for piece in pieces) for pieces in self._pieces)
+        return anonymous_bytes() + 2 * half_bytes + max(sizes, default=0)
 
     @abc.abstractmethod
     def _staged_bytes(self, pieces: Sequence[UpdatePiece]) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import signal
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo_compile
 from memo_compile.errors import ConfigError, Infeasible
+from memo_compile.training_state import update as update_module
 from memo_compile.training_state.gradient_homes import IN_A_BUFFER
 from tests import models
 from tests.numerics.training import ATEN
@@ -520,6 +522,17 @@ def test_host_memory_of_gradients_is_used_again_once_nobody_holds_them() -> None
             held = [parameter.grad, parameter.grad.clone()]
     assert places[0] == places[1] == places[2] != places[3]
     assert torch.equal(*held)
+
+
+def test_free_heap_goes_back_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary tensors of each chunk would touch another part of it."""
+    trims: list[None] = []
+    resident_bytes = itertools.chain([0], itertools.repeat(2**40))
+    monkeypatch.setattr(update_module, "trim_heap", lambda: trims.append(None))
+    monkeypatch.setattr(update_module, "anonymous_bytes", lambda: next(resident_bytes))
+    _, ours = pair(OPTIMIZERS["sgd momentum"], update="host")
+    ours.step(0)
+    assert len(trims) > 10
 
 
 def test_gradients_in_a_buffer_of_the_program_stay_there() -> None:
