@@ -276,7 +276,7 @@ def resnet(depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 4) -> ModelCase:
         "pixels": torch.randn(BATCH, 3, 64, 64, generator=generator),
         "labels": torch.tensor([1, 5]),
     }
-    return nn.Sequential(*blocks).train(), inputs, _classifier_loss
+    return nn.Sequential(*blocks).train(), inputs, classifier_loss
 
 
 class UnetBlock(nn.Module):
@@ -335,5 +335,5 @@ def _noise_loss(model: nn.Module, noisy: torch.Tensor, noise: torch.Tensor) -> t
     return functional.mse_loss(model(noisy), noise)
 
 
-def _classifier_loss(model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def classifier_loss(model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(pixels), labels)
