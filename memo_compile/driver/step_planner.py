@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from memo_runtime.host_store import bytes_held
-
 from memo_compile.check.check_moves import Recomputation, recomputations_of
 from memo_compile.check.check_plan import require_valid, require_within_budget
 from memo_compile.check.prove import require_proved
@@ -606,6 +604,8 @@ class StepPlanner:
             free = default_host_budget_bytes(memory, local_world_size())
         if free is None:
             return None
+        from memo_runtime.host_store import bytes_held  # needs torch, as no remembered plan does
+
         return free + bytes_held(kind, self.problem.fixed.on_host)
 
 
