@@ -223,6 +223,7 @@ class DeviceArena:
 
 
 _arenas: dict[torch.device, DeviceArena] = {}
+_arenas_lock = threading.Lock()
 
 
 def release() -> int:
@@ -242,9 +243,6 @@ def release() -> int:
     with _arenas_lock:
         arenas = list(_arenas.values())
     return sum(arena.give_back() for arena in arenas)
-
-
-_arenas_lock = threading.Lock()
 
 
 def arena_of(device: torch.device) -> DeviceArena:
