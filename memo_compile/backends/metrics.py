@@ -2,6 +2,7 @@
 
 import torch
 
+from memo_compile.lowering import region_cache
 from memo_compile.reporting import state
 from memo_compile.step.plans import ReportedPlan
 
@@ -11,15 +12,18 @@ def metrics() -> dict[str, float]:
 
     ``memo/active`` is 1.0 where ``report().active`` is True. Of several graphs in a step the
     largest peak counts, and the sum of what they moved. A step is a forward with its backward: with
-    accumulated gradients each micro-batch is one. Unknown numbers are left out: before the first
-    step all but ``memo/active`` and ``memo/unplanned_steps``, without a budget
-    ``memo/budget_bytes``, and ``memo/measured_peak_bytes`` on a CPU. On CUDA that is torch's
-    ``max_memory_allocated``, since the process began or since its peak was reset.
+    accumulated gradients each micro-batch is one. ``memo/lowered_regions`` counts those that
+    Inductor lowered in this process, and none that came from the cache. Unknown numbers are left
+    out: before the first step all but ``memo/active``, ``memo/unplanned_steps`` and
+    ``memo/lowered_regions``, without a budget ``memo/budget_bytes``, and
+    ``memo/measured_peak_bytes`` on a CPU. On CUDA that is torch's ``max_memory_allocated``, since
+    the process began or since its peak was reset.
     """
     report, plans = state.report(), state.last_step()
     numbers = {
         "memo/active": float(report.active),
         "memo/unplanned_steps": float(report.unplanned_steps),
+        "memo/lowered_regions": float(region_cache.counts.lowered),
     }
     if plans:
         numbers |= {f"memo/{name}": float(value) for name, value in _of_step(plans).items()}

@@ -131,6 +131,15 @@ def processor_name(root: Path = _ROOT) -> str:
     return platform.processor() or platform.machine() or "cpu"
 
 
+def processor_instructions(root: Path = _ROOT) -> tuple[str, ...]:
+    """Returns the names of the instruction sets, and what else the system says of the processor."""
+    for line in _lines(root / "proc/cpuinfo"):
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):  # of x86, of ARM
+            return tuple(sorted(value.split()))
+    return ()
+
+
 RESERVE_FRACTION = 0.1
 """Share of free host memory or disk that is left to data loaders and checkpoints."""
 

@@ -20,7 +20,7 @@ import torch
 from memo_compile.analysis.regions import LoweredRegion, RegionGraph
 from memo_compile.analysis.views import is_view, results_of, storage_of
 from memo_compile.errors import described
-from memo_compile.lowering import aten
+from memo_compile.lowering import aten, region_cache
 from memo_compile.lowering.lines import LineScan
 from memo_compile.lowering.region_cache import RegionCache, say_broken, tag_of
 from memo_compile.lowering.workspace import Convolution, convolution_of
@@ -147,6 +147,7 @@ def lower(
     if cached is not None:
         return cached
     lowered = _lowered(recorder, _compiled(recorder, ArenaWrapper))
+    region_cache.counts.uncached += 1
     if cache_error:
         say_broken(cache_error)
     return lowered
@@ -172,6 +173,7 @@ def lower_symbolic(
     """
     recorder = _Recorder(region=region, poison=poison, convolutions=(), evaluate=evaluate)
     compiled = _compiled(recorder, ArenaWrapper)
+    region_cache.counts.uncached += 1
     return None if recorder.scan is None else (recorder.scan, compiled)
 
 

@@ -25,9 +25,15 @@ from torch._functorch._aot_autograd.functional_utils import ViewMetaSequence
 from torch._inductor import cpp_builder, cpu_vec_isa
 from torch._inductor.codecache import FxGraphCache, get_path, sha256_hash
 from torch._inductor.output_code import OutputCode
+from torch._inductor.runtime import cache_dir_utils
 
 from memo_compile.file_store import say_unused
 from memo_compile.torch_private.patches import replaced
+
+
+def cache_folder() -> Path:
+    """Returns the folder of Inductor's and AOTAutograd's caches, which is made if missing."""
+    return Path(cache_dir_utils.cache_dir())
 
 
 def caches_graphs() -> bool:

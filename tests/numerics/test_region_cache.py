@@ -3,6 +3,7 @@
 import copy
 import functools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +15,9 @@ import torch
 from torch import nn
 
 import memo_compile
-from memo_compile.config import MemoConfig
+from memo_compile.backends import capture_memory
+from memo_compile.cli.main import main
+from memo_compile.config import MemoConfig, user_store
 from memo_compile.file_store import FileStore
 from memo_compile.lowering import region_cache
 from memo_compile.lowering.region_cache import CacheCounts
@@ -87,9 +90,9 @@ def test_no_code_of_other_options_is_found(store, monkeypatch):
 
 @pytest.mark.full
 def test_nothing_is_cached_where_the_user_does_not_want_it(store, monkeypatch):
-    assert step(monkeypatch, cache=False) == CacheCounts()
+    assert step(monkeypatch, cache=False) == CacheCounts(uncached=NUM_REGIONS)
     with torch._inductor.config.patch(fx_graph_cache=False):
-        assert step(monkeypatch) == CacheCounts()
+        assert step(monkeypatch) == CacheCounts(uncached=NUM_REGIONS)
     assert files_of_regions(store) == []
 
 
@@ -205,6 +208,29 @@ def test_constants_and_written_buffers(store, monkeypatch):
 
     assert trained().misses == 2
     assert trained() == CacheCounts(hits=2)
+
+
+def use_caches_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    monkeypatch.setattr(MemoConfig, "store", lambda config: user_store())
+
+
+def test_exported_caches_leave_nothing_to_lower_elsewhere(tmp_path, monkeypatch):
+    here, there, warm = tmp_path / "here", tmp_path / "there", tmp_path / "warm"
+    use_caches_in(here, monkeypatch)
+    assert step(monkeypatch) == CacheCounts(misses=NUM_REGIONS)
+    assert memo_compile.metrics()["memo/lowered_regions"] == NUM_REGIONS
+    with pytest.raises(SystemExit, match="0"):
+        main(["cache", "export", str(warm)])
+    shutil.rmtree(here)
+    use_caches_in(there, monkeypatch)
+    with pytest.raises(SystemExit, match="0"):
+        main(["cache", "import", str(warm)])
+    capture_memory.counts.recalled = 0
+    assert step(monkeypatch) == CacheCounts(hits=NUM_REGIONS)
+    assert memo_compile.metrics()["memo/lowered_regions"] == 0
+    assert capture_memory.counts.recalled == 1
 
 
 CHILD = """

@@ -10,6 +10,8 @@ from transformers.trainer_callback import PrinterCallback
 import memo_compile
 from memo_compile import config, huggingface
 from memo_compile.errors import ConfigError, RuntimeMisuse
+from memo_compile.lowering import region_cache
+from memo_compile.lowering.region_cache import CacheCounts
 from memo_compile.reporting import state
 from memo_compile.step.plans import Observed, ReportedPlan
 from tests.steps.small import planned, two_layers
@@ -89,8 +91,10 @@ def plan(**observed: float) -> ReportedPlan:
     return ReportedPlan.of(planned(two_layers()), Observed(**observed))
 
 
-def test_metrics_are_of_the_last_step():
-    assert memo_compile.metrics() == {"memo/active": 0.0, "memo/unplanned_steps": 0.0}
+def test_metrics_are_of_the_last_step(monkeypatch):
+    monkeypatch.setattr(region_cache, "counts", CacheCounts())
+    names = ("memo/active", "memo/unplanned_steps", "memo/lowered_regions")
+    assert memo_compile.metrics() == dict.fromkeys(names, 0.0)
     state.add_plan(plan())
     for offloaded in (1, 10):  # two steps of two graphs each
         state.step_begins()
