@@ -121,10 +121,14 @@ def compiled(model: torch.nn.Module, training: Training, budget: int | None) -> 
 
 
 def floor_bytes(model: torch.nn.Module, training: Training) -> int:
-    """The smallest budget for which there is a plan."""
+    """The smallest budget for which there is a plan, also where gradients add up."""
     ids = tokens(0)
+    if training.update == "device":
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
     with pytest.raises(Infeasible) as refused:
         compiled(model, training, 1)(input_ids=ids, labels=ids)
+    model.zero_grad()
     assert refused.value.floor_bytes is not None
     return refused.value.floor_bytes
 

@@ -206,7 +206,7 @@ def test_compiled_greedy_places_as_the_plain_one_does(monkeypatch, name, best_fi
         found = []
         for is_loaded in (False, True):
             with monkeypatch.context() as patched:
-                patched.setattr(greedy, "greedy_is_loaded", lambda: is_loaded)  # noqa: B023
+                patched.setattr(greedy, "numba_is_loaded", lambda: is_loaded)  # noqa: B023
                 found.append(greedy.place_in_order(case, sequence, best_fit=best_fit).tolist())
         assert found[0] == found[1]
 

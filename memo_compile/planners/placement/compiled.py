@@ -28,9 +28,9 @@ def compiled_greedy() -> Any:
     return _compiled(greedy_kernel)["place_each"]
 
 
-def greedy_is_loaded() -> bool:
-    """True where the compiled greedy is in memory, so that it costs nothing to use it."""
-    return compiled_greedy.cache_info().currsize > 0
+def numba_is_loaded() -> bool:
+    """True where numba has been paid for, so that greedy compiled costs next to nothing."""
+    return any(each.cache_info().currsize > 0 for each in (compiled_greedy, compiled_search))
 
 
 def _compiled(module: types.ModuleType) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from memo_compile.planners.placement.compiled import compiled_greedy, greedy_is_loaded, has_numba
+from memo_compile.planners.placement.compiled import compiled_greedy, has_numba, numba_is_loaded
 from memo_compile.planners.placement.effort import (
     COMPILED_ORDER_S,
     NEAR_PAIR_S,
@@ -135,7 +135,7 @@ def place_in_order(instance: Instance, sequence: Ints, *, best_fit: bool) -> Int
     Each goes to the lowest hole that holds it, with ``best_fit`` to the smallest; fixed ones first.
     """
     sequence = sequence[np.argsort(instance.fixed[sequence] == FREE, kind="stable")]
-    if greedy_is_loaded() or is_compiled_by_size(instance):
+    if numba_is_loaded() or is_compiled_by_size(instance):
         return _place_compiled(instance, sequence, best_fit)
     placed = PlacedSpans(instance)
     for item in sequence:
