@@ -6,7 +6,7 @@ Inductor replaced) goes where its inputs are.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from memo_runtime import ops
 from torch import fx
 
 from memo_compile.analysis.layers import LayerStructure, find_layers
-from memo_compile.analysis.purity import is_write
+from memo_compile.analysis.purity import in_flight, is_write
 from memo_compile.analysis.segments import with_segments
 from memo_compile.analysis.views import makers_of, storage_of
 from memo_compile.step.problem import Phase
@@ -120,19 +120,26 @@ def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
     """Returns for each node of a backward graph the region that runs it: the units in reverse.
 
     Nodes that depend on no incoming gradient (mostly recomputed forward nodes) run where they are
-    first read: no layer needs another layer's recomputation (see ``passes.equal_cut``).
+    first read: no layer needs another layer's recomputation (see ``passes.equal_cut``). So does a
+    collective that depends on none, or where the next collective does.
     """
-    gradients = tangent_dependents(graph)
+    in_backward = tangent_dependents(graph)
     wanted: dict[fx.Node, int | None] = {}
     for node in graph.nodes:
-        if node in gradients:
+        if node in in_backward:
             unit = node.meta.get(UNIT)
             wanted[node] = None if unit is None else num_units - 1 - unit
     positions = _behind_inputs(graph, wanted)
+    behind_collectives = _dependents(graph, lambda node: node in in_backward and in_flight(node))
+    early = in_backward - (behind_collectives - _dependents(graph, is_tangent))
+    next_collective = num_units - 1
     for node in reversed(graph.nodes):
-        if _runs(node) and node not in gradients:
+        begins = node in in_backward and in_flight(node)
+        if _runs(node) and node not in early:
             readers = [positions[user] for user in node.users if user in positions]
-            positions[node] = min(readers, default=num_units - 1)
+            positions[node] = min([*readers, next_collective if begins else num_units - 1])
+        if begins:
+            next_collective = positions[node]
     _write_after_reads(graph, positions)
     return positions
 
@@ -160,12 +167,22 @@ def region_names(units: JointUnits, phase: Phase) -> dict[int, str]:
 
 
 def tangent_dependents(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the placeholders of incoming gradients and all nodes computed from them."""
-    dependents = set()
+    """Returns the placeholders of incoming gradients and all nodes computed from them.
+
+    Operators that must run in the backward count as computed from them.
+    """
+    return _dependents(
+        graph,
+        lambda node: is_tangent(node) or node.meta.get("partitioner_tag") == "must_be_in_backward",
+    )
+
+
+def _dependents(graph: fx.Graph, is_root: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Returns the nodes for which ``is_root`` is true, and all that are computed from them."""
+    dependents: set[fx.Node] = set()
     for node in graph.nodes:
-        must = node.meta.get("partitioner_tag") == "must_be_in_backward"
         inherits = any(source in dependents for source in node.all_input_nodes)
-        if node.op != "output" and (is_tangent(node) or must or inherits):
+        if node.op != "output" and (inherits or is_root(node)):
             dependents.add(node)
     return dependents
 
@@ -175,14 +192,21 @@ def _runs(node: fx.Node) -> bool:
 
 
 def _behind_inputs(graph: fx.Graph, wanted: dict[fx.Node, int | None]) -> dict[fx.Node, int]:
-    """Returns the ``wanted`` positions (None: as early as possible), none before an input's."""
+    """Returns the ``wanted`` positions (None: as early as possible), none before an input's.
+
+    Collectives keep the graph's order, which is the program's: it is the same on all ranks,
+    whatever each of them computes in between.
+    """
     positions: dict[fx.Node, int] = {}
+    last_collective = 0
     for node in graph.nodes:
         if node not in wanted or not _runs(node):
             continue
         floor = max((positions.get(source, 0) for source in node.all_input_nodes), default=0)
-        position = wanted[node]
-        positions[node] = floor if position is None else max(floor, position)
+        position = max(floor, wanted[node] or 0)
+        if in_flight(node):
+            position = last_collective = max(position, last_collective)
+        positions[node] = position
     return positions
 
 

@@ -57,6 +57,7 @@ from memo_compile.passes.retarget import Retarget
 from memo_compile.passes.runner import PassRunner
 from memo_compile.passes.slice_first import SliceFirst
 from memo_compile.passes.store_float8 import FLOAT8_NAME, ReadFloat8, StoreFloat8, stored_values
+from memo_compile.passes.traced_collectives import TracedCollectives
 from memo_compile.reporting import state
 from memo_compile.torch_private import autograd, compile_caches, dynamo, fx_graphs, inductor_api
 from memo_compile.torch_private.compile_caches import Half
@@ -326,6 +327,7 @@ class StepCapture:
         _note_masks(joint)
         self._ties_inputs = ties_inputs(joint.graph, num_fwd_outputs)
         passes = (
+            TracedCollectives(),
             MergeCommonSubexpressions(),
             HoistInvariants(),
             *(() if self.config.exact else (GradientOfLoss(),)),

@@ -25,6 +25,7 @@ from memo_compile.passes.shorten import ShortenTokens
 from memo_compile.passes.slice_first import SliceFirst
 from memo_compile.passes.spread_seeds import SpreadSeeds
 from memo_compile.passes.store_float8 import ReadFloat8, StoreFloat8
+from memo_compile.passes.traced_collectives import TracedCollectives
 
 PASSES: tuple[type[GraphPass], ...] = (
     InlineRegions,  # Dynamo's graph
@@ -33,6 +34,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     NeedlessMasks,  # Dynamo's graph
     SliceFirst,  # Dynamo's graph
     ReadOpenNumbers,  # joint graph, where sizes are symbols
+    TracedCollectives,  # joint graph
     MergeCommonSubexpressions,  # joint graph
     HoistInvariants,  # joint graph
     GradientOfLoss,  # joint graph

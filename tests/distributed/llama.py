@@ -36,9 +36,21 @@ class Norm(nn.Module):
         return functional.rms_norm(x, (HIDDEN,), self.weight)
 
 
+class Core(nn.Module):
+    """Attention itself, between the projections."""
+
+    def __init__(self, *, causal: bool = True) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.core = Core()
         self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +59,7 @@ class Attention(nn.Module):
             linear(x).view(batch, tokens, -1, HIDDEN // HEADS).transpose(1, 2)
             for linear in (self.q, self.k, self.v)
         )
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = self.core(q, k, v)
         return self.o(y.transpose(1, 2).reshape(batch, tokens, -1))
 
 

@@ -1,0 +1,84 @@
+"""Ulysses and ring attention: one sequence over several ranks has the gradients of one process."""
+
+import itertools
+import math
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+
+TOLERANCE = 1e-6
+"""float32 sums in another order, relative to each gradient's largest."""
+
+LATE = "poison,collectives-late,copies-late"
+EARLY = "poison,collectives-early,copies-early"
+
+SETTINGS = [
+    {"kind": kind, "memory_budget": 270_000, "lowering": "aten", "costs": "roofline", "debug": LATE}
+    for kind in ("ulysses", "ring")
+]
+"""35 tokens: the first rank has one more. Without a budget a step takes 290 KB."""
+
+COLLECTIVES = {"ulysses": lambda num_ranks: 8, "ring": lambda num_ranks: 3 * num_ranks - 2}
+"""Of a layer: q, k, v and the result, each way; keys with values go around but for the last step,
+in both halves, and their gradients all the way home."""
+
+
+def test_gradients_are_those_of_one_process(tmp_path, subtests):
+    assert_right(tmp_path, subtests, SETTINGS, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_three_budgets_from_the_floor(kind, lowering, num_ranks, tmp_path, subtests):
+    """Causal or not, lengths that do not divide and one that does, copies early and late."""
+    settings = [
+        {"kind": kind, "lowering": lowering, "parts": [0.0, 0.3, 0.8], **varied}
+        for varied in (
+            {"num_tokens": 37, "debug": LATE},
+            {"num_tokens": 37, "causal": False, "debug": EARLY},
+            {"num_tokens": 32, "debug": EARLY},
+        )
+    ]
+    assert_right(tmp_path, subtests, settings, num_ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_each_rank_keeps_its_budget(kind, tmp_path, subtests):
+    """Copies to the host would be memory as well on a CPU."""
+    settings = [
+        {
+            "kind": kind,
+            "lowering": "aten",
+            "num_tokens": 32_768,
+            "num_layers": 4,
+            "parts": [0.0, 0.5],
+            "host_budget": 0,
+        }
+    ]
+    for outcome in assert_right(tmp_path, subtests, settings, 2):
+        for found in outcome.found[0]:
+            assert max(found["measured_bytes"]) <= 1.005 * found["budget_bytes"], found
+
+
+def assert_right(folder, subtests, settings, num_ranks):
+    given = {"settings": settings}
+    outcomes = run_ranks("tests.distributed.one_sequence", folder, given, num_ranks)
+    for (rank, outcome), (number, setting) in itertools.product(
+        enumerate(outcomes), enumerate(settings)
+    ):
+        for found in outcome.found[number]:
+            with subtests.test(rank=rank, budget=found["budget_bytes"], **setting):
+                assert found["active"]
+                assert found["unplanned_steps"] == found["num_unwaited"] == 0
+                (num_layers,) = found["layers"]
+                per_layer = COLLECTIVES[setting["kind"]](num_ranks)
+                assert found["num_collectives"] == num_layers * per_layer
+                assert found["peak_bytes"] <= found["budget_bytes"]
+                for errors in found["errors"]:
+                    wrong = {n: e for n, e in errors.items() if math.isnan(e) or e > TOLERANCE}
+                    assert not wrong
+    return outcomes
