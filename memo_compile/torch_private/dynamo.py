@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._dynamo import compiled_autograd, convert_frame
+from torch._dynamo import compiled_autograd, convert_frame, trace_rules
 from torch._dynamo.eval_frame import innermost_fn, set_enable_dynamic
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
@@ -18,6 +18,10 @@ from torch._dynamo.variables.torch_function import torch_function_mode_stack_sta
 from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_structured as trace_structured
 from torch.utils._python_dispatch import _disable_current_modes
+
+for package in ("memo_runtime", "memo_compile.driver"):
+    # Dynamo traces what a finalizer calls, where it runs within code that Dynamo runs eagerly.
+    trace_rules.add(package)
 
 
 def errors_are_suppressed() -> bool:

@@ -4,6 +4,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from memo_runtime.arena import arena_of
 from memo_runtime.leases import leases
 from torch import nn
+from torch._dynamo.convert_frame import register_bytecode_hook
 
 import memo_compile
 from memo_compile.errors import Infeasible
@@ -309,3 +311,23 @@ def test_graphs_in_an_order_that_is_not_planned_are_named() -> None:
     for _ in range(3):
         pieces.step(apart)
     assert any("do not come in the opposite order" in note for note in memo_compile.report().notes)
+
+
+def test_no_code_of_memo_is_traced() -> None:
+    """A forward that nobody waits for ends within a function that Dynamo runs eagerly."""
+    traced: list[str] = []
+    model, x = Broken(), torch.randn(ROWS, HIDDEN)
+
+    def twice() -> torch.Tensor:
+        for _ in range(2):
+            loss = model(x)
+            torch._dynamo.graph_break()
+        return loss
+
+    def note(code: CodeType, _: CodeType) -> None:
+        traced.append(code.co_filename)
+
+    with register_bytecode_hook(note):
+        options = {"lowering": "aten", "debug": "poison"}
+        torch.compile(twice, backend="memo", options=options)().backward()
+    assert set(traced) == {__file__}
