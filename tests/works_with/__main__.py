@@ -14,7 +14,7 @@ import torch
 from benchmarks import harness
 from memo_compile.planners.placement.compiled import compiled_greedy, has_numba
 from tests.child import Child, Lost, answer_lines
-from tests.works_with.page import PAGE, RESULTS, kept, written
+from tests.works_with.page import PAGE, kept, results, written
 from tests.works_with.row import ROWS, Row
 from tests.works_with.tried import Tried, tried, versions
 
@@ -30,8 +30,9 @@ def main() -> int:
         return _answer_names(options)
     if not options.page:
         _try(options)
-    PAGE.write_text(written(kept()))
-    wrong = [name for name, outcome in kept().items() if outcome["right"] is False]
+    PAGE.write_text(written())
+    tried_rows = kept(options.lowering).items()
+    wrong = [name for name, outcome in tried_rows if outcome["right"] is False]
     print("\n".join(f"WRONG: {name}" for name in wrong), file=sys.stderr)
     return 1 if wrong else 0
 
@@ -57,7 +58,7 @@ def _try(options: argparse.Namespace) -> None:
             if row.missing():
                 print(f"{row.name}: needs {', '.join(row.missing())}", file=sys.stderr)
                 continue
-            outcomes = kept()
+            outcomes = kept(options.lowering)
             before = outcomes.get(row.name, {})
             is_done = before.get("versions") == versions(row) and (
                 options.no_floors or "bounded" in before
@@ -70,7 +71,8 @@ def _try(options: argparse.Namespace) -> None:
             print(row.name, json.dumps(answer), file=sys.stderr, flush=True)
             if "failed" not in answer:
                 outcomes[row.name] = answer
-                RESULTS.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n")
+                text = json.dumps(outcomes, indent=1, sort_keys=True) + "\n"
+                results(options.lowering).write_text(text)
 
 
 def _answer_names(options: argparse.Namespace) -> int:

@@ -64,8 +64,13 @@ def _inputs(wanted: Wanted) -> dict[str, torch.Tensor]:
     }
 
 
-def transformer(*, kind: str, model_class: str, inputs: Wanted, **fields: Any) -> ModelCase:
-    """A model of transformers from the fields of its configuration, and its own loss."""
+def transformer(
+    *, kind: str, model_class: str, inputs: Wanted, calls: str = "", **fields: Any
+) -> ModelCase:
+    """A model of transformers from the fields of its configuration, and its own loss.
+
+    ``calls`` is a method of the model that is called first.
+    """
     import transformers
 
     config = without_randomness(transformers.AutoConfig.for_model(kind, **fields))
@@ -74,6 +79,8 @@ def transformer(*, kind: str, model_class: str, inputs: Wanted, **fields: Any) -
     model = made.from_config(config) if "Auto" in model_class else made(config)
     if "CausalLM" in model_class:
         model.loss_type = "ForCausalLM"
+    if calls:
+        getattr(model, calls)()
     return model.train(), _inputs(inputs), own_loss
 
 
@@ -212,6 +219,18 @@ def packed(*, masked: bool = False) -> ModelCase:
         text = (positions == 0).cumsum(1)
         inputs["attention_mask"] = (text[:, :, None] == text[:, None, :]).tril()[:, None]
     return model, inputs, own_loss
+
+
+def varlen(*, kernel: str) -> ModelCase:
+    """Three texts in a row for a kernel that is told where they end, and how long the longest is.
+
+    flash-attn's operators are those of the tests, since its kernels need a GPU.
+    """
+    from tests.steps.packed_sequences import KERNELS, Decoder, batch_of
+
+    *tensors, longest = batch_of([16, 9, 23], 0)
+    inputs = dict(zip(("ids", "labels", "places", "ends"), tensors, strict=True))
+    return Decoder(KERNELS[kernel]), inputs, lambda model, **given: model(**given, longest=longest)
 
 
 def checkpointed() -> ModelCase:

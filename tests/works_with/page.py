@@ -11,28 +11,34 @@ from tests.works_with.row import ROWS, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "works-with.md"
-RESULTS = Path(__file__).parent / "results.json"
 BEGIN, END = "<!-- table: works_with -->\n", "<!-- end of the table -->\n"
 Outcomes = Mapping[str, Mapping[str, Any]]
 
 
-def kept() -> dict[str, dict[str, Any]]:
+def results(lowering: str) -> Path:
+    """The file of what was tried with kernels made in that way."""
+    return Path(__file__).parent / f"results_{lowering}.json"
+
+
+def kept(lowering: str = "aten") -> dict[str, dict[str, Any]]:
     """What was tried so far, by the row's name."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    path = results(lowering)
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
-def written(outcomes: Outcomes) -> str:
-    """The page with the tables of ``outcomes``."""
+def written() -> str:
+    """The page with the tables of what was tried."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}{tables(outcomes)}{END}{rest.partition(END)[2]}"
+    return "".join((before, BEGIN, "\n".join(_tables()), END, rest.partition(END)[2]))
 
 
-def tables(outcomes: Outcomes) -> str:
-    return "\n".join(
-        line
-        for section, rows in itertools.groupby(ROWS.values(), lambda row: row.section)
-        for line in _table(section, list(rows), outcomes)
-    )
+def _tables() -> Iterator[str]:
+    outcomes, compiled = kept(), kept("inductor")
+    for section, rows in itertools.groupby(ROWS.values(), lambda row: row.section):
+        yield from _table(section, list(rows), outcomes)
+    if compiled:
+        rows_of_it = [row for row in ROWS.values() if row.name in compiled]
+        yield from _table("Compiled by Inductor", rows_of_it, compiled)
 
 
 def _table(section: str, rows: list[Row], outcomes: Outcomes) -> Iterator[str]:
@@ -49,7 +55,8 @@ def _table(section: str, rows: list[Row], outcomes: Outcomes) -> Iterator[str]:
 
 def _cells(row: Row, outcome: Mapping[str, Any] | None) -> list[str]:
     if outcome is None:
-        return ["", "", "", "not tried here", row.remark]
+        reason = f"not tried: needs {row.needs}" if row.needs else "not tried here"
+        return ["", "", "", reason, row.remark]
     right = {True: "yes", False: "**no**", None: "raised"}[outcome["right"]]
     active = "yes" if outcome["active"] else "no"
     return [right, active, _least(outcome), outcome["date"], "; ".join(_remarks(row, outcome))]
@@ -73,6 +80,6 @@ def _remarks(row: Row, outcome: Mapping[str, Any]) -> Iterator[str]:
         yield f"{outcome['graphs']} graphs"
     if row.example:
         yield f"`examples/tools/{row.example[0]}`"
-    note = outcome.get("note") or "; ".join(outcome.get("notes", [])[-1:])
+    note = outcome.get("note") or (not row.remark and "; ".join(outcome.get("notes", [])[-1:]))
     if note:
         yield note.replace("|", "/")[:160]

@@ -31,9 +31,12 @@ class Row:
     optimizer: Optimizer = sgd
     dtype: str = "float32"
     remark: str = ""
+    needs: str = ""
+    """What no machine had so far: the row is not tried."""
 
     def missing(self) -> list[str]:
-        return [name for name in self.packages if importlib.util.find_spec(name) is None]
+        absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        return [self.needs] if self.needs else absent
 
 
 def _rows() -> Iterator[Row]:
@@ -44,7 +47,7 @@ def _rows() -> Iterator[Row]:
             own_facts, own_fields = _split({"packages": section["packages"], **own})
             if "optimizer" in own_facts:
                 own_facts["optimizer"] = getattr(makers, own_facts["optimizer"])
-            if "example" not in own_facts:
+            if not own_facts.keys() & {"example", "needs"}:
                 shared = {} if "make" in own and "bases" not in own else _split(section)[1]
                 fields = {**shared, **own_fields}
                 maker = fields.pop("make", section.get("make"))
