@@ -4,13 +4,13 @@ import gc
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from memo_compile.config import MemoConfig
-from memo_compile.driver.facts import OPTIMIZER_TENSORS, OptimizerState, allocated_bytes, staying
+from memo_compile.driver.facts import OptimizerState, allocated_bytes, staying
 from memo_compile.step.problem import FixedBytes
 from memo_compile.torch_private import autograd, dynamo
 from memo_compile.torch_private.distributed import ShardedParameter, sharded_parameters
@@ -54,8 +54,8 @@ class ShardedBytes:
 
     held: int
     """This rank's shards of all parameters, and parameters that are not sharded."""
-    trained: int
-    """Those of them that get gradients."""
+    trained: Sequence[nn.Parameter]
+    """Those of them that get gradients: what an optimizer updates."""
     gathered: int
     """Parameters beside the blocks of the group, whole: they may be gathered all the time."""
 
@@ -81,16 +81,15 @@ def sharded_around(parameters: Sequence[nn.Parameter]) -> ShardedBytes | None:
     if sharded.keys().isdisjoint(map(id, all_parameters)):
         return None
 
-    def held_bytes(parameter: nn.Parameter) -> int:
-        entry = sharded.get(id(parameter))
-        return local_bytes(parameter if entry is None else entry.shard)
+    def held(parameter: nn.Parameter) -> nn.Parameter:
+        return sharded[id(parameter)].shard if id(parameter) in sharded else parameter
 
     def gathered_bytes(several: Sequence[nn.Parameter]) -> int:
         return sum(sharded[id(each)].gathered_bytes for each in several if id(each) in sharded)
 
     return ShardedBytes(
-        held=sum(map(held_bytes, all_parameters)),
-        trained=sum(held_bytes(each) for each in all_parameters if each.requires_grad),
+        held=sum(local_bytes(held(each)) for each in all_parameters),
+        trained=[held(each) for each in all_parameters if each.requires_grad],
         gathered=max(0, gathered_bytes(all_parameters) - gathered_bytes(parameters)),
     )
 
@@ -110,17 +109,13 @@ def fixed_beside(
     of_model = apart([*parameters, *parameters_around(parameters)])
     trained = [parameter for parameter in of_model if parameter.requires_grad]
     held_bytes = sum(map(local_bytes, of_model))
-    trained_bytes = sum(map(local_bytes, staying(trained)))
-    state = OptimizerState.of(trained, local_bytes)
     if sharded is not None:  # what its modules show changes as parameters are gathered and freed
         all_gathered = sum(map(local_bytes, of_members))
         held_bytes = sharded.held + sharded.gathered
         held_bytes += all_gathered if gathered is None else gathered
-        trained_bytes = sharded.trained
-        if trained:
-            count = trained_bytes // trained[0].element_size()
-            assumed_bytes = OPTIMIZER_TENSORS * trained_bytes
-            state = replace(state, assumed_bytes=assumed_bytes, num_on_device=count)
+        trained = [*sharded.trained]
+    trained_bytes = sum(map(local_bytes, staying(trained)))
+    state = OptimizerState.of(trained, local_bytes)
     return FixedBytes(
         parameters=held_bytes,
         gradients=trained_bytes + (0 if sharded is None else new_bytes),

@@ -19,6 +19,7 @@ from memo_compile.errors import RuntimeMisuse
 from memo_compile.gpus import GpuFacts
 from memo_compile.lowering.cublas import libraries_bytes
 from memo_compile.step.problem import FixedBytes, align
+from memo_compile.torch_private.distributed import local_part
 
 OPTIMIZER_TENSORS = 2
 """Tensors of optimizer state assumed for each trained parameter, in its dtype: Adam's moments."""
@@ -54,7 +55,7 @@ class OptimizerState:
         on_host = [state for _, state in states if state is not None]
         return cls(
             assumed_bytes=OPTIMIZER_TENSORS * sum(map(size_of, on_device)),
-            num_on_device=sum(parameter.numel() for parameter in on_device),
+            num_on_device=sum(local_part(parameter).numel() for parameter in on_device),
             known_bytes=sum(state.device_bytes for state in on_host),
             update_bytes=update_bytes(trained),
             host_bytes=sum(state.host_bytes for state in on_host),

@@ -1,10 +1,12 @@
 """What memo needs of ``torch.distributed`` that has no public name. Read in 2.11.0 and 2.13.0."""
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import dlpack
 
 _NOBODY_ASKS = 0x6D656D6F
 """A tag under which no message is ever received."""
@@ -76,6 +78,36 @@ def sharded_parameters(module: torch.nn.Module) -> Iterator[ShardedParameter]:
             gathered=getattr(parameter, "_unsharded_param", None),
             gathered_bytes=parameter._orig_size.numel() * dtype.itemsize,
         )
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, over the same memory; any other tensor itself."""
+    if not is_distributed(tensor):
+        return tensor
+    part: torch.Tensor = tensor.detach()._local_tensor  # type: ignore[attr-defined]
+    return part
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """True for a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def distributed_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """``part``, wherever it lies, as this rank's part of a DTensor like ``tensor``.
+
+    ``DTensor.from_local`` would move it to the mesh's devices. Through DLPack it begins a storage:
+    ``copy.deepcopy`` fails of a DTensor that does not. ``part`` itself where ``tensor`` is none.
+    """
+    if not is_distributed(tensor):
+        return part
+    distributed: Any = tensor.detach()
+    spec = distributed._spec
+    meta = spec.tensor_meta._replace(dtype=part.dtype)
+    spec = dataclasses.replace(spec, tensor_meta=meta)
+    whole: torch.Tensor = type(distributed)(dlpack.from_dlpack(part), spec, requires_grad=False)
+    return whole
 
 
 def is_in_flight(value: Any) -> bool:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from memo_runtime.host_store import HostStore
 
+from memo_compile.torch_private.distributed import distributed_like, local_part
+
 ALIGNMENT = 64
 """State tensors begin at multiples of so many bytes."""
 
@@ -50,7 +52,7 @@ class Homes:
         for parameter, dtypes in wanted.items():
             for name, dtype in dtypes.items():
                 places.append((parameter, name, dtype, size_bytes))
-                size_bytes += aligned(parameter.numel() * dtype.itemsize)
+                size_bytes += aligned(size_of(parameter, dtype))
         if not places:
             return
         store = HostStore(self.kind, max(size_bytes, 1), self.device)
@@ -59,7 +61,7 @@ class Homes:
             self.of_parameter.setdefault(parameter, {})[name] = Home(
                 store=store,
                 offset_bytes=offset_bytes,
-                tensor=laid_out(parameter, dtype, memory),
+                tensor=distributed_like(parameter, laid_out(parameter, dtype, memory)),
             )
 
     def staging(self, size_bytes: int) -> HostStore | None:
@@ -92,17 +94,17 @@ def aligned(size_bytes: int) -> int:
 
 
 def size_of(parameter: torch.Tensor, dtype: torch.dtype) -> int:
-    """Bytes of a state tensor of the parameter's shape."""
-    return parameter.numel() * dtype.itemsize
+    """Bytes of a state tensor of the parameter's shape: of a DTensor, those of this rank."""
+    return local_part(parameter).numel() * dtype.itemsize
 
 
 def laid_out(parameter: torch.Tensor, dtype: torch.dtype, memory: torch.Tensor) -> torch.Tensor:
     """``memory``, uint8, as a tensor of the parameter's shape, and its strides if those are dense.
 
     A parameter with holes between its elements, or that overlaps itself, has contiguous state, as
-    ``torch.zeros_like`` makes it.
+    ``torch.zeros_like`` makes it. Of a DTensor it is this rank's part.
     """
-    layout = torch.empty_like(parameter, device="meta", dtype=dtype)
+    layout = torch.empty_like(local_part(parameter), device="meta", dtype=dtype)
     values = memory.view(dtype)
     return values.as_strided(layout.shape, layout.stride(), values.storage_offset())
 

@@ -24,6 +24,7 @@ from memo_runtime.host_state import HostState
 
 from memo_compile.config import MemoConfig, resolve
 from memo_compile.errors import ConfigError
+from memo_compile.torch_private.distributed import is_distributed, local_part
 from memo_compile.training_state.gradient_homes import GradientHomes
 from memo_compile.training_state.homes import Homes
 from memo_compile.training_state.host_update import HostUpdate, host_group, on_host
@@ -148,6 +149,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 key = (number, parameter.dtype)
                 if key not in self._traits:
                     self._traits[key] = self._tried(group, parameter)
+                if is_distributed(parameter):
+                    _require_by_elements(self.inner, self._traits[key])
         if self._gradients is not None:
             self._gradients.follow(self._group_of)
         self._tell_plans()
@@ -264,7 +267,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         homes.take_in({parameter: wanted})
         for name in wanted:
             home = homes.of_parameter[parameter][name].tensor
-            state[name] = home.copy_(state[name])
+            local_part(home).copy_(local_part(state[name]))
+            state[name] = home
 
     def _tell_plans(self) -> None:
         """Tells plans the bytes of each parameter's state, and of the smallest update.
@@ -275,13 +279,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         borrowed = 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                kind, size = self._traits_of(parameter), parameter.numel()
+                kind, local = self._traits_of(parameter), local_part(parameter)
                 sums = _sums_bytes(parameter) if kind.has_sums else 0
                 if self._gradients is not None and parameter.device.type != "cpu":
                     sums = 0
-                states.append((parameter, size * kind.bytes_per_element, sums))
-                is_sliced = kind.is_elementwise and parameter.is_contiguous()
-                least = 0 if is_sliced else parameter.nbytes
+                states.append((parameter, local.numel() * kind.bytes_per_element, sums))
+                is_sliced = kind.is_elementwise and local.is_contiguous()
+                least = 0 if is_sliced else local.nbytes
                 chunk = max(least, min(self._all_bytes, self._chunk_bytes))
                 borrowed = max(borrowed, int(chunk * self._borrowed_per_byte(kind, parameter)))
         for parameter, host_bytes, device_bytes in states:
@@ -305,7 +309,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def _all_bytes(self) -> int:
-        return sum(parameter.nbytes for group in self.param_groups for parameter in group["params"])
+        parameters = (each for group in self.param_groups for each in group["params"])
+        return sum(local_part(parameter).nbytes for parameter in parameters)
 
     @property
     def _chunk_bytes(self) -> int:
@@ -353,16 +358,29 @@ def _options_of(group: dict[str, Any]) -> str:
 
 
 def _require_plain(parameter: torch.Tensor) -> None:
-    """Raises ConfigError: the parameter is no ordinary tensor."""
-    if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
+    """Raises ConfigError: the parameter is neither an ordinary tensor nor a DTensor."""
+    if type(local_part(parameter)) not in (torch.nn.Parameter, torch.Tensor):
         raise ConfigError(
             f"offload: a parameter is a {type(parameter).__name__}, whose state cannot be kept on "
             "the host yet; leave this optimizer as it is"
         )
 
 
+def _require_by_elements(optimizer: torch.optim.Optimizer, traits: StateTraits) -> None:
+    """Raises ConfigError: the optimizer needs all of a parameter that ranks share."""
+    if not traits.is_elementwise:
+        raise ConfigError(
+            f"offload: {type(optimizer).__name__} updates whole parameters, and one of them is a "
+            "DTensor, of which this rank has a part; leave this optimizer as it is"
+        )
+
+
 def _require_dense(parameter: torch.Tensor) -> None:
-    """Raises ConfigError: the parameter of a device has holes between its numbers."""
+    """Raises ConfigError: the parameter is a DTensor, or has holes on a device."""
+    if is_distributed(parameter):
+        raise ConfigError(
+            "offload: update='host' does not take the gradients of DTensors; leave it out"
+        )
     is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     if parameter.device.type != "cpu" and not is_dense:
         raise ConfigError(

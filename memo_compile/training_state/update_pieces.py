@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memo_compile.torch_private.distributed import local_part
 from memo_compile.training_state.traits import Group, StateTraits
 
 SLICE_ELEMENTS = 1024
@@ -17,7 +18,10 @@ SLICE_ELEMENTS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePiece:
-    """A parameter, or elements ``[start, end)`` of one that lies in memory without holes."""
+    """A parameter, or elements ``[start, end)`` of one that lies in memory without holes.
+
+    Of a DTensor it is this rank's part, and a part of that.
+    """
 
     parameter: torch.Tensor
     group: int
@@ -29,7 +33,7 @@ class UpdatePiece:
     @property
     def is_whole(self) -> bool:
         """True for all elements of the parameter."""
-        return self.end - self.start == self.parameter.numel()
+        return self.end - self.start == local_part(self.parameter).numel()
 
     @property
     def num_bytes(self) -> int:
@@ -43,12 +47,15 @@ class UpdatePiece:
 
     def tensor(self) -> torch.Tensor:
         """What the optimizer updates: the parameter itself, or a slice of it with its gradient."""
-        if self.is_whole:
+        local = local_part(self.parameter)
+        if self.is_whole and local is self.parameter:
             return self.parameter
         assert self.parameter.grad is not None, "only parameters with gradients are updated"
-        part = self.parameter.detach().view(-1)[self.start : self.end].requires_grad_()
-        part.grad = self.parameter.grad.view(-1)[self.start : self.end]
-        return part
+        values, gradient = local.detach(), local_part(self.parameter.grad)
+        if not self.is_whole:
+            values, gradient = (each.view(-1)[self.start : self.end] for each in (values, gradient))
+        values.requires_grad_().grad = gradient
+        return values
 
 
 def pieces_of(
@@ -62,7 +69,7 @@ def pieces_of(
             if parameter.grad is None:
                 continue
             kind = traits[number, parameter.dtype]
-            size, step = parameter.numel(), parameter.numel()
+            size = step = local_part(parameter).numel()
             if kind.is_elementwise and _is_flat(parameter):
                 step = slice_elements(parameter, slice_bytes)
             for start in range(0, max(1, size), max(1, step)):  # an empty one has state too
@@ -94,6 +101,7 @@ def chunks_of(pieces: Iterable[UpdatePiece], chunk_bytes: int) -> Iterator[list[
 
 
 def _is_flat(parameter: torch.Tensor) -> bool:
-    gradient = parameter.grad
-    dense = gradient is not None and gradient.layout == torch.strided
-    return dense and parameter.is_contiguous() and gradient.is_contiguous()  # type: ignore[union-attr]
+    assert parameter.grad is not None, "only parameters with gradients are updated"
+    values, gradient = local_part(parameter), local_part(parameter.grad)
+    is_dense = gradient.layout == torch.strided
+    return is_dense and values.is_contiguous() and gradient.is_contiguous()

@@ -1,19 +1,15 @@
-"""State and gradients on the host under DDP, and shards: what one of the ranks finds."""
+"""State and gradients on the host under DDP: what one of the ranks finds."""
 
 import contextlib
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from memo_runtime.host_tensors import place_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import memo_compile
-from memo_compile.errors import ConfigError
 from memo_compile.reporting import state
 from tests.numerics.small import Stack, rows
 
@@ -21,9 +17,9 @@ OPTIONS = {"lowering": "aten", "strict": True, "costs": "roofline", "debug": ("p
 HIDDEN, STEPS = 32, 3
 
 
-def main(*, settings: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each setting of DDP gives, and what is said to shards."""
-    return {"parallel": [in_parallel(**setting) for setting in settings], "sharded": sharded()}
+def main(*, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each setting of DDP gives."""
+    return [in_parallel(**setting) for setting in settings]
 
 
 def in_parallel(**arguments: Any) -> dict[str, Any]:
@@ -65,12 +61,3 @@ def _trained(
             optimizer.step()
             optimizer.zero_grad()
     return [each.detach().clone() for each in model.parameters()], at_home
-
-
-def sharded() -> str:
-    """Why shards are refused. FSDP2's would leave a class behind, which later reports name."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shard = nn.Parameter(distribute_tensor(torch.ones(HIDDEN, HIDDEN), mesh, [Shard(0)]))
-    with pytest.raises(ConfigError) as refused:
-        memo_compile.offload(torch.optim.AdamW([shard]))
-    return str(refused.value)

@@ -1,10 +1,12 @@
 """FSDP2 around blocks under memo, block by block or whole, beside one process in eager."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -50,9 +52,69 @@ class Blocks(nn.Module):
         return self.head(x).pow(2).mean()
 
 
-def main(*, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each setting's training gives, one after the other in the same processes."""
+def main(
+    *, settings: list[dict[str, Any]], optimizer: str | None = None
+) -> list[dict[str, Any]] | dict[str, Any]:
+    """What each setting's training gives, one after the other in the same processes.
+
+    With ``optimizer``: what comes of state on the host.
+    """
+    if optimizer is not None:
+        return state_on_host(getattr(torch.optim, optimizer))
     return [trained(**setting) for setting in settings]
+
+
+def state_on_host(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Shards whose optimizer state is on the host, beside the plain optimizer; and a resume.
+
+    Three ranks share 64 rows, so that one of them has less of each weight.
+    """
+    plain, _ = _trained_with(kind, offloads=False)
+    ours, saved = _trained_with(kind, offloads=True)
+    report = memo_compile.report()
+    resumed, _ = _trained_with(kind, offloads=True, saved=saved)
+    own = _trained_with(kind, offloads=False, saved=saved)[0]  # the plain optimizer goes on too
+    return {
+        "same": [
+            torch.equal(weights[name], plain[name])
+            for weights in (ours, resumed, own)
+            for name in plain
+        ],
+        "state": dataclasses.asdict(report.training_state.optimizer_state),
+        "shards": sum(weight.nbytes for weight in ours.values()),
+        "active": report.active,
+    }
+
+
+def _trained_with(
+    kind: type[torch.optim.Optimizer], *, offloads: bool, saved: Any = None
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """This rank's weights after some steps, and a checkpoint made after two of them."""
+    torch._dynamo.reset()
+    state.reset()
+    torch.manual_seed(0)
+    model = Blocks(2)
+    for module in (*model.layers, model):
+        if isinstance(module, Block):
+            module.compile(backend="memo", options={"lowering": "aten", "strict": True})
+        fully_shard(module)
+    decayed = [each for each in model.parameters() if each.dim() > 1]
+    rest = [each for each in model.parameters() if each.dim() == 1]
+    optimizer = kind([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=0.01)
+    if offloads:
+        optimizer = memo_compile.offload(optimizer)
+    if saved is not None:  # a copy: an optimizer counts on in the steps that it is given
+        saved = copy.deepcopy(saved)
+        dcp.set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+    for step in range(2 if saved is not None else 0, STEPS + 1):
+        if step == 2 and saved is None:
+            saved = copy.deepcopy(dcp.get_state_dict(model, optimizer))
+        drawn = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        model(torch.randn(ROWS, HIDDEN, generator=drawn)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: each.to_local().clone() for name, each in model.named_parameters()}, saved
 
 
 def trained(

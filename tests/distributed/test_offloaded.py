@@ -1,13 +1,13 @@
-"""Gradients and updates on the host under DDP are the plain optimizer's; shards are refused."""
+"""Gradients and updates on the host under DDP are the plain optimizer's."""
 
 from tests.distributed.ranks import run_ranks
 
 SETTINGS = [{}, {"gradient_as_bucket_view": True}]
 
 
-def test_gradients_on_the_host_under_ddp_and_shards(tmp_path, subtests):
+def test_gradients_on_the_host_under_ddp(tmp_path, subtests):
     for rank in run_ranks("tests.distributed.offloaded", tmp_path, {"settings": SETTINGS}):
-        for setting, found in zip(SETTINGS, rank.found["parallel"], strict=True):
+        for setting, found in zip(SETTINGS, rank.found, strict=True):
             with subtests.test(**setting):
                 assert all(found["same"])
                 assert found["active"]
@@ -15,7 +15,3 @@ def test_gradients_on_the_host_under_ddp_and_shards(tmp_path, subtests):
                 assert found["training_state"] == "host"
                 # DDP itself puts its buckets' views in the place of reduced gradients.
                 assert found["at_home"] == [not setting] * len(found["at_home"])
-        assert rank.found["sharded"] == (
-            "offload: a parameter is a DTensor, whose state cannot be kept on the host yet; "
-            "leave this optimizer as it is"
-        )

@@ -85,6 +85,17 @@ def test_blocks_that_are_sequence_parallel_too(tmp_path, subtests):
         assert group["offloaded_bytes"] > 0
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("RAdam", marks=pytest.mark.full)])
+def test_state_of_shards_lies_on_the_host(optimizer, tmp_path):
+    """Weights are the plain optimizer's, also after a resume from either's checkpoint."""
+    arguments = {"settings": [], "optimizer": optimizer}
+    for rank in run_ranks("tests.distributed.sharded", tmp_path, arguments, 3):
+        assert all(rank.found["same"])
+        assert rank.found["active"]
+        assert rank.found["state"]["device_bytes"] == 0
+        assert rank.found["state"]["host_bytes"] == 2 * rank.found["shards"]
+
+
 def assert_right(folder, subtests, settings, num_ranks=2):
     for rank in run_ranks("tests.distributed.sharded", folder, {"settings": settings}, num_ranks):
         for setting, found in zip(settings, rank.found, strict=True):
