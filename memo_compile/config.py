@@ -40,6 +40,8 @@ _CHOICES = {
     "weights": ("device", "host", "auto"),
     "placement_solver": ("auto", "greedy", "mip", "search", "cbc", "gurobi"),
 }
+CUDA_GRAPHS = "triton.cudagraphs"
+"""Inductor's setting behind ``mode="reduce-overhead"``."""
 DEBUG_FLAGS = (
     "poison",
     "copies-early",
@@ -147,7 +149,8 @@ class MemoConfig:
     lowering: str = "inductor"
     """``inductor``, or ``aten``: slow and simple, the reference."""
     mode: str = "default"
-    """torch.compile's mode. CUDA graphs of reduce-overhead are not used."""
+    """torch.compile's mode. With ``reduce-overhead`` and ``max-autotune`` halves of a step become
+    CUDA graphs, as with Inductor's setting ``triton.cudagraphs``."""
     dump: str | None = None
     """Folder for graphs before and after every pass, their times, problem.json and plan.json."""
     passes: tuple[str, ...] = ()
@@ -295,6 +298,12 @@ class MemoConfig:
     def kind_for_kernels(self, device_type: str) -> str:
         """Returns the host memory for tensors that kernels read where they lie."""
         return "pinned" if device_type == "cuda" else self.host_kind(device_type)
+
+    def asks_for_cuda_graphs(self) -> str:
+        """Returns the option that asks for CUDA graphs; "" where none does."""
+        if self.mode in ("reduce-overhead", "max-autotune"):
+            return f"mode={self.mode!r}"
+        return CUDA_GRAPHS if self.inductor_options.get(CUDA_GRAPHS) else ""
 
     def idle_options(self) -> list[str]:
         """Returns a note for each option that was set and changes nothing beside the others."""

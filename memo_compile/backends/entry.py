@@ -24,7 +24,7 @@ from memo_compile.backends.capture import COMPILED_AUTOGRAD, Finish, StepCapture
 from memo_compile.backends.negated import resolving
 from memo_compile.backends.retile import PlannedGraph, Retiled
 from memo_compile.backends.specialise import Specialised, symbol_positions
-from memo_compile.config import MemoConfig, misspelt_variables, resolve
+from memo_compile.config import CUDA_GRAPHS, MemoConfig, misspelt_variables, resolve
 from memo_compile.costs.host import missing_store, processor_name
 from memo_compile.costs.measure import MIN_OWN_BLOCK_BYTES, keep_large_blocks_apart
 from memo_compile.driver.agreement import RankStep, graph_key, job_rank, orders_of
@@ -75,8 +75,6 @@ OF_PIECE = (
 )
 MOST_SHAPES = 4
 """Inputs that a report's head names."""
-CUDA_GRAPHS = "triton.cudagraphs"
-"""Inductor's setting behind ``mode="reduce-overhead"``."""
 
 
 def memo(
@@ -134,8 +132,7 @@ def _compiled(
         for note in config.idle_options():
             state.warn_once(note)
         compile_caches.store_no_unsafe_views()
-        if option := _asks_for_cuda_graphs(config):
-            state.warn_once(f"{option}: CUDA graphs are not used together with the arena")
+        config = _with_cuda_graphs(config, example_inputs)
         _note_distributed()
         if any(_is_unplannable(value) for value in example_inputs):
             error = UnsupportedGraph("an input is a nested or a sparse tensor")
@@ -492,12 +489,16 @@ def _note_distributed() -> None:
         )
 
 
-def _asks_for_cuda_graphs(config: MemoConfig) -> str:
-    """Returns the option that asks for CUDA graphs; "" where none does."""
-    if config.mode == "reduce-overhead":
-        return "mode='reduce-overhead'"
-    default = inductor_api.inductor_uses_cuda_graphs()
-    return CUDA_GRAPHS if config.inductor_options.get(CUDA_GRAPHS, default) else ""
+def _with_cuda_graphs(config: MemoConfig, example_inputs: Sequence[Any]) -> MemoConfig:
+    """Returns ``config`` with Inductor's own default for CUDA graphs; says where it is idle."""
+    if inductor_api.inductor_uses_cuda_graphs():
+        settings = {CUDA_GRAPHS: True, **config.inductor_options}
+        config = dataclasses.replace(config, inductor_options=settings)
+    option = config.asks_for_cuda_graphs()
+    tensors = (value for value in example_inputs if isinstance(value, torch.Tensor))
+    if option and not any(tensor.is_cuda for tensor in tensors):
+        state.add_note(f"{option}: CUDA graphs are not used: this is no CUDA device")
+    return config
 
 
 def _require_usable(config: MemoConfig) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memo_runtime.arena import ArenaError, arena_of
+from memo_runtime.backward_run import BackwardRun
 from memo_runtime.heap import COUNTED_LATE_BYTES
 from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters, leases
@@ -257,22 +258,20 @@ class Assembly:
         self._require_room(
             args, keep_graph=keep_graph, stays=gates is None, is_part=not leaves_early
         )
-        if gates is not None:
-            return self._begin_in_parts(gates, args)
         with self._memory.explained(self.problem, self.reported):
             run = begin_backward(self.step, args, keep_graph=keep_graph)
+        if gates is not None and run.graph is None:
+            return self._begin_in_parts(gates, run)
+        with self._memory.explained(self.problem, self.reported):
             results = run.rest(range(len(run.plan.backward.results)))
         self._backward_ended()
         return results
 
-    def _begin_in_parts(self, gates: Gates, args: list[Any]) -> list[Any]:
+    def _begin_in_parts(self, gates: Gates, run: BackwardRun) -> list[Any]:
         """Runs the first part of the backward, and returns its gradients; None for all others.
 
         Later parts run when autograd reaches their gates (``driver.early_gradients``).
         """
-        with self._memory.explained(self.problem, self.reported):
-            run = begin_backward(self.step, args, keep_graph=False)
-
         watch = gates.watch
         assert watch is not None, "its forward ran"
         watch.begin(follows=adds_all())

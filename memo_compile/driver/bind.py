@@ -6,12 +6,13 @@ regions' code, the layouts of their buffers, and the graph's constants are used.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 import torch
 from memo_runtime.arena import FrameView
+from memo_runtime.cuda_graphs import GraphUse
 from memo_runtime.group_steps import GroupPlan
 from memo_runtime.heap import HeapWatch
 from memo_runtime.instructions import (
@@ -29,9 +30,11 @@ from memo_runtime.instructions import WaitCopy as Wait
 from memo_runtime.pages import gives_pages_back
 from memo_runtime.run_step import RunHalf, StepPlan
 
-from memo_compile.analysis.regions import ViewSpec
+from memo_compile.analysis.purity import written_storages
+from memo_compile.analysis.regions import RegionGraph, ViewSpec
 from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep, PlannedStep
+from memo_compile.reporting import state
 from memo_compile.step.halves import RUNS, half_keys, half_starts, halves_of_calls
 from memo_compile.step.hand_over import last_uses, ready_after
 from memo_compile.step.joint_step import member_name
@@ -53,6 +56,7 @@ from memo_compile.step.residency import (
     ordinary_bytes,
     step_constant_bytes,
 )
+from memo_compile.torch_private.storages import end_failed_capture
 
 _keys = itertools.count(1)
 
@@ -83,7 +87,10 @@ def _bound(
         }
         for phase in Phase
     }
+    graphs = _graph_use(planned, steps[0], config)
     binder = Binder(planned, constants, poison, device)
+    if graphs is not None:
+        binder.written = _written_values(planned.problem, steps[0].regions)
     first = StepPlan(
         key=next(_keys),
         device=device,
@@ -100,6 +107,7 @@ def _bound(
         collective_schedule=config.collective_schedule(),
         comm_bytes_per_s=config.comm_bytes_per_s,
         throttle_bytes_per_s=config.copy_speeds(),
+        graphs=graphs,
         idle_bytes=idle_after_step_bytes(planned.problem, planned.plan),
         heap=_heap_watch(planned) if gives_pages_back(device) and not poison else None,
     )
@@ -112,6 +120,31 @@ def _bound(
         for member in range(1, len(steps))
     )
     return (first, *later_members)
+
+
+def _graph_use(planned: PlannedStep, step: CutStep, config: MemoConfig) -> GraphUse | None:
+    """Returns how the step uses CUDA graphs; None: it does not."""
+    option, plan, name = config.asks_for_cuda_graphs(), planned.plan, step.name
+    if not option or step.facts.device.type != "cuda":
+        return None
+    room_bytes = math.inf if plan.budget_bytes is None else plan.budget_bytes - plan.peak_bytes
+    return GraphUse(
+        most_bytes=room_bytes,
+        say=lambda note: state.add_note(f"{option}: {name}: {note}"),
+        clean_up=end_failed_capture,
+    )
+
+
+def _written_values(problem: Problem, regions: Mapping[str, RegionGraph]) -> Set[str]:
+    """Returns the values of the step in whose memory an operator of a region writes."""
+    positions: dict[str, list[int]] = {}
+    for name, region in regions.items():
+        graph = region.gm.graph
+        written, inputs = written_storages(graph), graph.find_nodes(op="placeholder")
+        positions[name] = [at for at, node in enumerate(inputs) if node in written]
+    sources = aliases(problem)
+    values = (call.inputs[at] for call in problem.calls for at in positions.get(call.region, ()))
+    return {sources.get(value, value) for value in values}
 
 
 def _heap_watch(planned: PlannedStep) -> HeapWatch:
@@ -132,6 +165,8 @@ class Binder:
     ) -> None:
         """``constants`` are the tensors that the graph of each half carries itself."""
         self.device = device
+        self.written: Set[str] = frozenset()
+        """Where halves may become CUDA graphs, the values that regions write into."""
         problem = planned.problem
         self.planned, self.problem, self.plan = planned, problem, planned.plan
         self.constants = constants
@@ -255,6 +290,9 @@ class _Half:
             constants=tuple((self.registers[key], constants[key]) for key in half.constants),
             arguments=self._registers_of(half.arguments),
             calls=(*shown, *(self._instruction(index, call) for index, call in self.calls)),
+            written=self._registers_of(
+                value for value in half.arguments if value in self.binder.written
+            ),
             owners=(*(half.member for _ in shown), *(call.member for _, call in self.calls)),
             results=tuple(None if v is None else self.registers[v] for v in half.results),
             leased=self._registers_of(self.leased),

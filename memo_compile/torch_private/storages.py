@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -19,6 +20,19 @@ def is_plain_alone(parameter: torch.Tensor) -> bool:
     storage = parameter.untyped_storage()
     uses: int = torch._C._storage_Use_Count(storage._cdata)
     return storage.nbytes() == parameter.nbytes and uses <= _ONE_TENSOR
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Lets torch forget a capture into ``pool`` that CUDA has refused (2.11, 2.13).
+
+    ``CUDAGraph.capture_end`` raises before it does so. Memory that is freed would be kept, and in
+    2.11 random numbers outside of a capture would be refused.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch._C._cuda_endAllocateToPool(index, pool)
+    torch._C._cuda_releasePool(index, pool)
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from it: it takes a new storage, and its views are made anew. Whoever else looks
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,6 +50,8 @@ class Slab:
         """Bytes from its start that may be in physical memory, where pages are given back (CPU)."""
         self._tables: dict[int, list[list[torch.Tensor]] | None] = {}
         """Plan -> its views; None where the slab has grown since they were made."""
+        self.graphs: dict[tuple[int, bool], Any] = {}
+        """Plan and half (True: the backward) -> a ``cuda_graphs.HalfInSlab``."""
         self._allocate(size_bytes)
 
     @property
@@ -62,6 +65,7 @@ class Slab:
             raise AssertionError("a leased slab must not move")
         if size_bytes > self.size_bytes:
             self._tables = dict.fromkeys(self._tables)
+            self.graphs.clear()
             self._allocate(size_bytes)
 
     def _allocate(self, size_bytes: int) -> None:
@@ -205,6 +209,8 @@ class DeviceArena:
         with self._lock:
             for slab in self._slabs:
                 slab._tables.pop(key, None)
+                for is_backward in (False, True):
+                    slab.graphs.pop((key, is_backward), None)
             self._slabs = [slab for slab in self._slabs if slab.leased or slab._tables]
             self.idle_after_step.pop(key, None)
         self.host.forget(key)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memo_runtime.cuda_graphs import HalfGraph
 from memo_runtime.current import current
 from memo_runtime.instructions import Instruction, Running
 from memo_runtime.leases import Lease
@@ -29,6 +30,8 @@ class BackwardRun:
     running: Running
     calls: tuple[Instruction, ...]
     """The plan's backward; in a group without the copies of members that never began."""
+    graph: HalfGraph | None = None
+    """The backward as one launch: then it does not run in parts."""
     keeps_graph: bool
     """The backward may run again: the frame is not given back."""
     snapshot: torch.Tensor | None
@@ -93,8 +96,12 @@ class BackwardRun:
             )
         try:
             with self.running.timed(self.plan):
-                for call in self.calls[self._done : end]:
-                    call.execute(self.running)
+                if self.graph is not None:
+                    for register, copy in self.graph.replay(self.running).items():
+                        self.running.env[register] = copy
+                else:
+                    for call in self.calls[self._done : end]:
+                        call.execute(self.running)
         except BaseException:
             self.running.lease.settle_ranks()  # a group's frame may go on to serve other members
             self._end()

@@ -40,6 +40,11 @@ def is_any_mode_active() -> bool:
     )
 
 
+def shows_to_modes() -> bool:
+    """True inside ``hidden_from_modes`` where the user's dispatch modes see compiled code."""
+    return bool(_hidden.modes)
+
+
 @contextlib.contextmanager
 def hidden_from_modes() -> Iterator[None]:
     """Inside, no mode of the user sees what is called, but for what is ``shown_to_modes``."""

@@ -13,6 +13,7 @@ from memo_runtime.backward_run import BackwardRun
 from memo_runtime.backward_run import StepError as StepError
 from memo_runtime.collectives import CollectiveSchedule, CollectiveTimes, engine_for
 from memo_runtime.copies import CopySchedule, Throttle, engine_of
+from memo_runtime.cuda_graphs import GraphUse, graph_of
 from memo_runtime.current import current
 from memo_runtime.heap import HeapWatch
 from memo_runtime.instructions import Instruction, Running
@@ -55,6 +56,8 @@ class RunHalf:
     """BACKWARD: (register, number of calls that read it) of tensors that the user may write."""
     checked_until: tuple[int, ...] = ()
     """BACKWARD: ``read_until`` of the forward's ``checked``."""
+    written: tuple[int, ...] = ()
+    """Registers of the arguments that it writes into."""
     owners: tuple[int, ...] = ()
     """Per instruction the member of the group that it belongs to; 0 in a step by itself."""
     handle: int
@@ -92,6 +95,8 @@ class StepPlan:
     """CUDA: ``stall_s`` is measured, for which the host must wait with the device."""
     on_step_end: Callable[[StepCounters], None] = lambda counted: None
     """Called after each backward that succeeded, with what the step did, its forward included."""
+    graphs: GraphUse | None = None
+    """CUDA: halves become CUDA graphs; None: they run call by call."""
     heap: HeapWatch | None = None
     """CPU: gives free heap back where memory is above the plan."""
     idle_bytes: int = 0
@@ -198,10 +203,10 @@ def run_forward(plan: StepPlan, args: list[Any], member: Lease | None = None) ->
         env = _environment(plan.forward, args)
         checked = [env[register] for register in plan.forward.checked]
         lease.note_read_later(env[register] for register in plan.forward.read_later)
-        lease.counted = _execute(plan, plan.forward, lease, env)
+        lease.counted, copies = _execute(plan, plan.forward, lease, env)
         env[plan.forward.handle] = lease.handle()
         results = [
-            None if register is None else _no_view(env[register])
+            None if register is None else _no_view(copies.get(register, env[register]))
             for register in plan.forward.results
         ]
         for register in plan.forward.visible:
@@ -307,10 +312,12 @@ def begin_backward(plan: StepPlan, args: list[Any], *, keep_graph: bool) -> Back
     lease.running = True
     if not keep_graph:
         lease.saved = []  # so that the last call that reads a tensor frees it
+    running = _running(plan, lease, env)
     return BackwardRun(
         plan=plan,
         lease=lease,
-        running=_running(plan, lease, env),
+        running=running,
+        graph=graph_of(plan, half, running, is_member=lease.group is not None),
         calls=_calls(half, lease),
         keeps_graph=keep_graph,
         snapshot=lease.snapshot() if keep_graph and lease.group is None else None,
@@ -348,13 +355,19 @@ def _running(plan: StepPlan, lease: Lease, env: list[Any]) -> Running:
     )
 
 
-def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> StepCounters:
-    """Runs all instructions of a half; returns what it counted."""
-    running = _running(plan, lease, env)
+def _execute(
+    plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]
+) -> tuple[StepCounters, dict[int, Any]]:
+    """Runs a half; returns what it counted, and of a replay copies of its results by register."""
+    running, copies = _running(plan, lease, env), {}
+    graph = graph_of(plan, half, running, is_member=lease.group is not None)
     try:
         with running.timed(plan):
-            for call in _calls(half, lease):
-                call.execute(running)
+            if graph is not None:
+                copies = graph.replay(running)
+            else:
+                for call in _calls(half, lease):
+                    call.execute(running)
         running.leave(half)
     except BaseException:
         running.lease.settle_ranks()  # a group's frame may go on to serve other members
@@ -362,4 +375,4 @@ def _execute(plan: StepPlan, half: RunHalf, lease: Lease, env: list[Any]) -> Ste
     finally:
         current.views = ()
         current.inputs = {}
-    return running.counted
+    return running.counted, copies

@@ -61,6 +61,7 @@ class Counts(NamedTuple):
     peak_bytes: int
     host_copies: int
     """Copies between the device and the host."""
+    graph_launches: int
 
 
 def counts() -> Counts:
@@ -154,12 +155,15 @@ def shadow(address: int) -> int:
 
 
 _waiting: dict[int, Callable[[], None]] = {}
+_captured: dict[int, Callable[[], None]] = {}
+"""Kernels of CUDA graphs, which may be launched again."""
 _numbers = itertools.count(1)
 
 
 @_FUNCTION
 def _run(number: int) -> None:
-    _waiting.pop(number)()
+    run = _captured[number] if number in _captured else _waiting.pop(number)
+    run()
 
 
 def launch(run: Callable[[], None]) -> None:
@@ -168,7 +172,8 @@ def launch(run: Callable[[], None]) -> None:
     Raises RuntimeError: an earlier call of this thread failed, as behind torch's own launches.
     """
     number = next(_numbers)
-    _waiting[number] = run
+    kept = _captured if torch.cuda.is_current_stream_capturing() else _waiting
+    kept[number] = run
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     _device.memo_device_call(stream, _run, ctypes.c_long(number))
     if error := _device.cudaGetLastError():

@@ -1,8 +1,8 @@
 """Builds the emulated CUDA device: the libraries that torch's CUDA build finds before NVIDIA's.
 
 ``device/*.cpp`` is a CUDA runtime and driver; ``device/device.h`` says how it works. Functions of
-cuBLAS do nothing, those of graphs and of other processes' memory answer "not supported". Headers
-come with torch's CUDA build: from nvidia-cuda-runtime and from triton.
+cuBLAS do nothing, those of other processes' memory answer "not supported". Headers come with
+torch's CUDA build: from nvidia-cuda-runtime and from triton.
 """
 
 import hashlib

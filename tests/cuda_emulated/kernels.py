@@ -16,7 +16,7 @@ from tests.cuda_emulated.device_calls import Did, launch, say, shadow
 
 OPERATORS = (
     *("add.out", "add.Tensor", "add_.Tensor", "mul.out", "mul.Tensor", "mul_.Tensor"),
-    *("sum.dim_IntList", "fill_.Scalar", "zero_"),
+    *("sum.dim_IntList", "fill_.Scalar", "zero_", "_foreach_copy_"),
 )
 """Those that the small steps of ``tests.steps.moving`` launch."""
 
@@ -64,7 +64,7 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
             if declared.name in written
         ] + [kwargs[name] for name in written if name in kwargs]
         result = None if targets else _result(op, args, kwargs)
-        made = targets or [*_on_device(result)]
+        made = [*_on_device(targets or result)]
         for tensor in _on_device((args, kwargs)):
             _say(Did.READ, tensor)
         for tensor in made:
@@ -82,6 +82,8 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
         launch(compute if all(tensor.nbytes <= MOST_BYTES for tensor in made) else lambda: None)
         if not targets:
             return result
+        if not op._schema.returns:
+            return None
         return targets[0] if len(targets) == 1 else tuple(targets)
 
     return run

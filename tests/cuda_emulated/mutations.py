@@ -1,8 +1,9 @@
 """Random removals of waits, events, holds and orders of lanes from the runtime: are they seen?
 
-    python -m tests.cuda_emulated mutations --mutations 50 --seed 1
+    python -m tests.cuda_emulated mutations --mutations 50 --seed 1 [--captured]
 
-The runtime's, and those of updates of optimizers that are offloaded. Each mutation leaves one to
+The runtime's, and those of updates of optimizers that are offloaded; with ``--captured`` those that
+become a part of a CUDA graph, or order one. Each mutation leaves one to
 three of these calls out, told apart by the lines that lead to them; each alone must be seen. Seen
 is a race (``order``), a wrong number or an exception, in a scenario that makes the call. What
 cannot change a number is not drawn, and is printed with its reason.
@@ -16,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tests.cuda_emulated import kernels
+from tests.cuda_emulated.captured_scenarios import SCENARIOS as CAPTURED
 from tests.cuda_emulated.scenarios import Scenario, failure
 from tests.cuda_emulated.training_scenarios import SCENARIOS
 from tests.cuda_emulated.waits import Site, is_exempt, reason_of, sites_of, without
@@ -27,10 +29,10 @@ CHANCES = (0.0, 0.5)
 Sites = Mapping[Site, Sequence[Scenario]]
 
 
-def all_sites() -> Sites:
+def all_sites(scenarios: Sequence[Scenario] = SCENARIOS) -> Sites:
     """Every call that orders something, and the scenarios that make it."""
     used: dict[Site, list[Scenario]] = {}
-    for scenario in SCENARIOS:
+    for scenario in scenarios:
         for site in sites_of(lambda scenario=scenario: failure(scenario, chance=None)):
             used.setdefault(site, []).append(scenario)
     return used
@@ -52,10 +54,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mutations", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--captured", action="store_true")
     options = parser.parse_args()
     kernels.install()
     begin = time.monotonic()
-    used = all_sites()
+    used = all_sites(CAPTURED if options.captured else SCENARIOS)
+    if options.captured:
+        used = {site: used[site] for site in used if "cuda_graphs." in " ".join(site)}
     drawn, missed = collections.Counter(), []
     wanted = sorted(site for site in used if not is_exempt(site))
     chooser = random.Random(options.seed)

@@ -1,7 +1,8 @@
 """What users do with training state on the host: optimizer state, gradients, updates and weights.
 
-As in ``scenarios``, whose ``STEPS`` come first in ``SCENARIOS``. All numbers are small integers and
-halves of them, so that every kernel of an update gives the same.
+As in ``scenarios``, whose ``STEPS`` come first in ``SCENARIOS``; those of ``captured_scenarios``
+come next. All numbers are small integers and halves of them, so that every kernel of an update
+gives the same.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import memo_compile
 from memo_compile.driver.layer_weights import place_on_host
 from memo_compile.training_state import offloaded_optimizer, sizes, update
 from memo_compile.training_state.traits import StateTraits, traits_of
+from tests.cuda_emulated.captured_scenarios import SCENARIOS as CAPTURED
 from tests.cuda_emulated.scenarios import (
     CUDA,
     LARGER,
@@ -286,6 +288,7 @@ def steps_whose_weight_is_updated_on_the_host() -> Iterator[Result]:
 
 SCENARIOS: tuple[Scenario, ...] = (
     *STEPS,
+    *CAPTURED,
     updates_on_the_device,
     updates_on_the_host,
     updates_on_the_device_of_weights_on_the_host,

@@ -121,7 +121,10 @@ _WAITED = "at the end of a whole backward its plan has waited for all copies"
 _HOST_WAITS = "the host waits for the copy's end besides"
 _STREAM = "the stream waits besides, and what uses these bytes next is behind it"
 _HOST_WAITED = "the host has waited for the stream that computes when the update began"
-_NO_ORDER = "each copy of an update, and of a weight, is waited for before its bytes are used again"
+_NO_ORDER = (
+    "each copy of an update, of a weight and of a captured half is waited for by itself before its "
+    "bytes are used again"
+)
 _STARTED = "copies._start < copies.begin"
 EXEMPT = {
     "Stream.record_event < copies.copy_now < *": _OWN,
@@ -142,6 +145,10 @@ EXEMPT = {
     "Stream.wait_event < copies.finish < copies.wait < copies.wait_on_host < *": _HOST_WAITS,
     "CopyEngine.wait < gradient_homes.take < *": _HOST_WAITS,
     f"CopyEngine.settle < leases.settle < {_BACKWARD}": _WAITED,
+    "CopyEngine.wait < leases.wait < cuda_graphs._wait_for_copies < cuda_graphs._capture"
+    " < cuda_graphs.graph_of < run_step.begin_backward < *": _WAITED,
+    f"_CudaLanes.start < {_STARTED} < leases.issue < instructions.issue < instructions.Start*"
+    " < cuda_graphs._capture < *": _NO_ORDER,
     f"CopyEngine.settle < leases.settle < leases._end < leases.release < {_BACKWARD}": _WAITED,
 }
 """A site without lines, as a pattern of fnmatch -> why nothing can fail without it."""

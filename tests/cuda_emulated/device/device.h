@@ -77,6 +77,8 @@ enum class Did : int32_t {
 };
 void log_did(Did did, void* stream, const void* a, const void* b, size_t c);
 int number_of(void* stream);
+bool is_captured(void* stream);          // into a CUDA graph
+cudaError_t forbid(cudaError_t error);  // what a capture does not allow: it is invalid now
 
 struct Logged {
   Did did;

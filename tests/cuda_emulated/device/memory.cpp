@@ -254,6 +254,8 @@ static cudaError_t copy(void* to, const void* from, size_t size, void* stream, b
   if (crosses && leaves_pinned(target.on_device ? from : to, size))
     return fail(cudaErrorInvalidValue);
   bool is_pinned = crosses && (target.on_device ? source.is_pinned : target.is_pinned);
+  if (is_captured(stream) && (!async || (crosses && !is_pinned)))
+    return forbid(cudaErrorStreamCaptureUnsupported);
   TRACE("copy %s->%s %zu B stream %d %s%s", target.on_device ? "dev" : "host",
         source.on_device ? "dev" : "host", size, number_of(stream), is_pinned ? "pinned " : "",
         async ? "async" : "sync");

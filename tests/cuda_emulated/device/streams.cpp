@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -23,6 +24,7 @@ struct Event {
   long passed = 0;    // the last of these that its stream has reached
   Stream* on = nullptr;
   unsigned long long capture = 0;  // during which it was recorded
+  std::map<Stream*, long> seen;    // what of that capture comes before it, see Capture
 };
 struct Work {
   std::function<void()> run;
@@ -49,13 +51,38 @@ static double chance = 0;  // LATE: that a call makes some stream go on
 static std::mt19937 dice;
 static std::atomic<double> seconds_of_a_kernel{KERNEL_S}, speed_of_the_link{PINNED_BYTES_PER_S};
 
-static Stream* captured = nullptr;  // into a CUDA graph
-static bool is_invalid = false;     // the capture: something forbidden happened
+// What a CUDA graph does: work, events and waits of several streams, in the order of their calls.
+struct Node {
+  Stream* stream;
+  Logged logged;
+  bool is_work = false;
+  double seconds = 0;
+  std::function<void()> run;
+  std::shared_ptr<Event> records, waits;
+};
+struct Graph {
+  Stream* origin = nullptr;
+  std::vector<Node> nodes;
+};
+struct Capture : Graph {
+  unsigned long long number = 0;
+  bool is_invalid = false;  // something forbidden happened
+  // Per stream that takes part: how many pieces of each stream's work come before its next one.
+  std::map<Stream*, std::map<Stream*, long>> seen;
+};
+static std::unique_ptr<Capture> captured;
 static unsigned long long num_captures = 0;
+static std::atomic<long> num_graph_launches{0};
 
-static cudaError_t forbid(cudaError_t error) {
-  is_invalid = true;
+cudaError_t forbid(cudaError_t error) {
+  if (captured) captured->is_invalid = true;
   return fail(error);
+}
+static bool takes_part(Stream& one) {
+  return captured && captured->seen.count(&one);
+}
+static void join(std::map<Stream*, long>& into, const std::map<Stream*, long>& from) {
+  for (auto& [stream, number] : from) into[stream] = std::max(into[stream], number);
 }
 
 double kernel_s() {
@@ -75,6 +102,9 @@ static Stream& at(void* stream) {
 }
 int number_of(void* stream) {
   return at(stream).number;
+}
+bool is_captured(void* stream) {
+  return takes_part(at(stream));
 }
 
 // ---- running what is queued
@@ -121,26 +151,31 @@ static void go_on_somewhere(Hold& hold) {
   if (!ready.empty()) run_first(hold, *ready[dice() % ready.size()]);
 }
 static void put(Hold& hold, Stream& stream, Work work) {
-  host_time += CALL_S;
   stream.queue.push_back(std::move(work));
   if (runs_late)
     go_on_somewhere(hold);
   else if (!stream.is_busy)  // else its owner goes on with what was put
     run_all(hold, stream);
 }
-static void enqueue_unlogged(Hold& hold, Stream& one, double seconds, std::function<void()> run) {
+static void put_work(Hold& hold, Stream& one, double seconds, std::function<void()> run) {
   one.time = std::max(one.time, host_time) + seconds;
   one.busy_s += seconds;
   put(hold, one, {std::move(run)});
 }
 void enqueue(void* stream, double seconds, const Logged& logged, std::function<void()> run) {
   Hold hold(mutex);
+  Stream& one = at(stream);
+  host_time += CALL_S;
+  if (takes_part(one)) {
+    captured->seen[&one][&one]++;
+    captured->nodes.push_back({&one, logged, true, seconds, std::move(run)});
+    return;
+  }
   log_did(logged.did, stream, logged.a, logged.b, logged.c);
-  enqueue_unlogged(hold, at(stream), seconds, std::move(run));
+  put_work(hold, one, seconds, std::move(run));
 }
 static void enqueue_host_function(void* stream, std::function<void()> run) {
-  Hold hold(mutex);
-  enqueue_unlogged(hold, at(stream), 0, std::move(run));
+  enqueue(stream, 0, {Did::MARK}, std::move(run));
 }
 // 0: work runs when it is put into a stream. 1: as late as the host allows, but each call makes
 // some stream go on with this chance.
@@ -244,11 +279,16 @@ X cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t run, void* ar
   enqueue_host_function(stream, [=] { run(argument); });
   return cudaSuccess;
 }
-// CUDA graphs: a capture begins and ends, by CUDA's rules of what may happen meanwhile. What the
-// stream is given runs as ever; no graph can be launched.
+// ---- CUDA graphs: a capture begins and ends, by CUDA's rules of what may happen meanwhile. A launch
+// puts the work into the stream that it is given to, and into streams of its own for those that the
+// capture had forked.
+struct Launchable {
+  Graph graph;
+  std::map<Stream*, Stream*> lanes;  // a forked stream -> the one that has its work in a launch
+};
 static cudaStreamCaptureStatus status_of(void* stream) {
-  if (!captured || &at(stream) != captured) return cudaStreamCaptureStatusNone;
-  return is_invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+  if (!takes_part(at(stream))) return cudaStreamCaptureStatusNone;
+  return captured->is_invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
 }
 X cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   *status = status_of(stream);
@@ -266,31 +306,79 @@ X cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
   return cudaSuccess;
 }
 X cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  Hold hold(mutex);
   if (captured) return fail(cudaErrorIllegalState);
-  captured = &at(stream);
-  is_invalid = false;
-  num_captures++;
+  captured = std::make_unique<Capture>();
+  captured->origin = &at(stream);
+  captured->number = ++num_captures;
+  captured->seen[captured->origin];
   return cudaSuccess;
 }
 X cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* made) {
-  if (&at(stream) != captured) return fail(cudaErrorStreamCaptureUnmatched);
-  captured = nullptr;
-  *made = is_invalid ? nullptr : (cudaGraph_t)16;
-  return is_invalid ? fail(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
-}
-X cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* number) {
-  *number = 1;
+  Hold hold(mutex);
+  if (!captured || &at(stream) != captured->origin) return fail(cudaErrorStreamCaptureUnmatched);
+  auto ended = std::move(captured);
+  *made = nullptr;
+  if (ended->is_invalid) return fail(cudaErrorStreamCaptureInvalidated);
+  auto& joined = ended->seen[ended->origin];
+  for (auto& [one, seen] : ended->seen)
+    if (joined[one] < seen[one]) return fail(cudaErrorStreamCaptureUnjoined);
+  *made = (cudaGraph_t) new Graph(*ended);
   return cudaSuccess;
 }
-X cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t,
+X cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* number) {
+  *number = ((Graph*)graph)->nodes.size();
+  return cudaSuccess;
+}
+X cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
                                             unsigned long long) {
-  *made = (cudaGraphExec_t)16;
+  auto* one = new Launchable{*(Graph*)graph};
+  for (Node& node : one->graph.nodes)
+    if (node.stream != one->graph.origin && !one->lanes.count(node.stream)) {
+      cudaStream_t lane;
+      cudaStreamCreate(&lane);
+      one->lanes[node.stream] = (Stream*)lane;
+    }
+  *made = (cudaGraphExec_t)one;
   return cudaSuccess;
 }
-X cudaError_t cudaGraphDestroy(cudaGraph_t) {
+X cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete (Graph*)graph;
   return cudaSuccess;
 }
-X cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) {
+X cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
+  delete (Launchable*)graph;  // what it has launched goes on
+  return cudaSuccess;
+}
+static void record(Hold& hold, Stream& one, std::shared_ptr<Event>& shared);
+static void wait(Hold& hold, Stream& one, std::shared_ptr<Event>& shared);
+X cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
+  Hold hold(mutex);
+  Stream& origin = at(stream);
+  if (takes_part(origin)) return forbid(cudaErrorStreamCaptureUnsupported);
+  num_graph_launches++;
+  host_time += CALL_S;
+  Launchable& launched = *(Launchable*)graph;
+  std::map<Event*, std::shared_ptr<Event>> events;  // of the capture -> of this launch
+  auto of_launch = [&](const std::shared_ptr<Event>& event) -> std::shared_ptr<Event>& {
+    auto& own = events[event.get()];
+    if (!own) {
+      own = std::make_shared<Event>();
+      own->number = ++num_events;
+    }
+    return own;
+  };
+  for (Node& node : launched.graph.nodes) {
+    Stream& one = node.stream == launched.graph.origin ? origin : *launched.lanes[node.stream];
+    if (node.records)
+      record(hold, one, of_launch(node.records));
+    else if (node.waits)
+      wait(hold, one, of_launch(node.waits));
+    else {
+      log_did(node.logged.did, &one, node.logged.a, node.logged.b, node.logged.c);
+      if (node.is_work) put_work(hold, one, node.seconds, node.run);
+    }
+  }
   return cudaSuccess;
 }
 
@@ -313,40 +401,65 @@ X cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete &at(event);
   return cudaSuccess;
 }
-X cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  Hold hold(mutex);
-  log_did(Did::RECORD, stream, (void*)at(event)->number, nullptr, 0);
-  Stream& one = at(stream);
-  auto& shared = at(event);
+static void record(Hold& hold, Stream& one, std::shared_ptr<Event>& shared) {
+  log_did(Did::RECORD, &one, (void*)shared->number, nullptr, 0);
   shared->time = std::max(one.time, host_time);
   shared->recorded++;
-  shared->capture = captured ? num_captures : 0;
+  shared->capture = 0;
   shared->on = &one;
   TRACE("record event %ld on stream %d", shared->number, one.number);
   Work work;
   work.records = shared;
   work.version = shared->recorded;
   put(hold, one, std::move(work));
+}
+X cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  Hold hold(mutex);
+  host_time += CALL_S;
+  Stream& one = at(stream);
+  auto& shared = at(event);
+  if (!takes_part(one)) {
+    record(hold, one, shared);
+    return cudaSuccess;
+  }
+  auto fresh = std::make_shared<Event>();  // what was recorded before may be in the graph too
+  fresh->number = shared->number;
+  fresh->recorded = 1;
+  fresh->capture = num_captures;
+  fresh->seen = captured->seen[&one];
+  shared = fresh;
+  captured->nodes.push_back({&one, {}});
+  captured->nodes.back().records = shared;
   return cudaSuccess;
 }
 X cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   return cudaEventRecord(event, stream);
 }
-X cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  Hold hold(mutex);
-  log_did(Did::WAIT, stream, (void*)at(event)->number, nullptr, 0);
-  Stream& one = at(stream);
-  auto& shared = at(event);
+static void wait(Hold& hold, Stream& one, std::shared_ptr<Event>& shared) {
+  log_did(Did::WAIT, &one, (void*)shared->number, nullptr, 0);
   TRACE("stream %d waits for event %ld", one.number, shared->number);
-  if (!shared->recorded) return cudaSuccess;
-  if (&one == captured && shared->capture != num_captures)
-    return forbid(cudaErrorStreamCaptureIsolation);
+  if (!shared->recorded) return;
   one.time = std::max(one.time, shared->time);
   Work work;
   work.waits = shared;
   work.version = shared->recorded;
   work.on = shared->on;
   put(hold, one, std::move(work));
+}
+X cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  Hold hold(mutex);
+  host_time += CALL_S;
+  Stream& one = at(stream);
+  auto& shared = at(event);
+  if (captured && shared->capture == captured->number) {  // forks `one` off, or joins it
+    join(captured->seen[&one], shared->seen);
+    captured->nodes.push_back({&one, {}});
+    captured->nodes.back().waits = shared;
+    return cudaSuccess;
+  }
+  if (shared->capture) return forbid(cudaErrorCapturedEvent);
+  if (takes_part(one) && shared->recorded) return forbid(cudaErrorStreamCaptureIsolation);
+  wait(hold, one, shared);
   return cudaSuccess;
 }
 static bool has_passed(Event& event) {
@@ -356,6 +469,7 @@ X cudaError_t cudaEventQuery(cudaEvent_t event) {
   {
     Hold hold(mutex);
     host_time += CALL_S;  // a program that asks again and again gets on
+    if (at(event)->capture) return forbid(cudaErrorCapturedEvent);
     if (!has_passed(*at(event))) return cudaErrorNotReady;
     log_did(Did::SYNC_EVENT, nullptr, (void*)at(event)->number, nullptr, 0);
   }
@@ -364,6 +478,7 @@ X cudaError_t cudaEventQuery(cudaEvent_t event) {
 X cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   Hold hold(mutex);
   if (captured) return forbid(cudaErrorStreamCaptureUnsupported);
+  if (at(event)->capture) return fail(cudaErrorCapturedEvent);
   log_did(Did::SYNC_EVENT, nullptr, (void*)at(event)->number, nullptr, 0);
   std::shared_ptr<Event> shared = at(event);
   long wanted = shared->recorded;
@@ -405,7 +520,12 @@ X long memo_device_log_read(Entry* into, long room) {  // how many there are
   return (long)entries.size();
 }
 X void memo_device_says(int did, void* stream, void* start, size_t size) {
-  log_did((Did)did, stream, start, nullptr, size);
+  Hold hold(mutex);
+  Stream& one = at(stream);
+  if (takes_part(one))
+    captured->nodes.push_back({&one, {(Did)did, start, nullptr, size}});
+  else
+    log_did((Did)did, stream, start, nullptr, size);
 }
 X void memo_device_counts(long* out) {
   out[0] = num_launches();
@@ -414,4 +534,5 @@ X void memo_device_counts(long* out) {
   out[3] = (long)used_bytes();
   out[4] = (long)peak_bytes();
   out[5] = num_host_copies();
+  out[6] = num_graph_launches;
 }

@@ -1,0 +1,354 @@
+"""CUDA graphs: what a half gives to the device is captured once, and then launched as a whole.
+
+The first step of a plan runs call by call, because libraries and Triton make things at first use.
+The second one is captured and replayed, later ones are replayed. A replay uses the addresses of the
+capture, so memo sees to it that what lies there is right:
+
+* the frame and the host frame stay where they are, and so do parameters, as a rule;
+* an input that has moved (a batch) is copied into memory of the graph before each replay;
+* results lie in memory of the graph, which the next replay overwrites: the user gets copies.
+
+Streams that copy fork off the captured stream, and join it before the half ends: a copy that the
+forward begins has ended when the backward begins. What cannot be captured runs call by call.
+"""
+
+import contextlib
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from memo_runtime.copies import CopyEngine, CopySchedule, Lane, Ticket
+from memo_runtime.current import current
+from memo_runtime.instructions import IssueCollective, RunCall, Running, view_inside
+from memo_runtime.leases import Lease, StepCounters
+from memo_runtime.operator_modes import shows_to_modes
+from memo_runtime.stream_order import StreamOrder
+
+MAX_CAPTURES = 4
+"""A half whose inputs have moved once more after so many captures runs call by call."""
+_nothing = torch.empty(0, dtype=torch.uint8)
+_ENDED = Ticket(Lane.D2H, _nothing, _nothing, finished=True)
+"""In place of the ticket of a copy that has been waited for."""
+
+
+class NotCapturedError(RuntimeError):
+    """Why a half is not captured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphUse:
+    """How the steps of a plan use CUDA graphs."""
+
+    most_bytes: float
+    """What all graphs of the device may hold beside what is planned."""
+    say: Callable[[str], object]
+    """Is told what became of each half."""
+    clean_up: Callable[[torch.device, Any], None]
+    """Ends what torch leaves open of a capture into this pool that has failed."""
+
+
+class _DeviceGraphs:
+    """What all graphs of a device share.
+
+    They run one after another, whatever their streams are, because torch has one place in which it
+    tells the random numbers of all graphs their seed, and one workspace for their products.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.Lock()
+        self.stream = torch.cuda.Stream(device)
+        self.order = StreamOrder(device)
+        self.alive: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Graphs that may be replayed -> bytes that they have taken of the device."""
+        self.broken: list[torch.cuda.CUDAGraph] = []
+        """Graphs whose capture has failed: torch goes on asking them what they own."""
+
+    @contextlib.contextmanager
+    def capturing(
+        self, use: GraphUse, graph: torch.cuda.CUDAGraph, beside: torch.cuda.CUDAGraph | None
+    ) -> Iterator[None]:
+        """What is launched inside goes into ``graph``, and does not run. Raises what CUDA refuses.
+
+        It shares its memory with ``beside``, which never runs at the same time. Python's collector
+        ends no step inside: its waits would be captured too.
+        """
+        is_collecting = gc.isenabled()
+        pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool()
+        torch.cuda.empty_cache()  # a capture cannot take memory from torch's cache
+        before_bytes = torch.cuda.memory_reserved(self.device)
+        with self.lock, torch.cuda.stream(self.stream):
+            gc.disable()
+            self.order.begin()
+            try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    yield
+                finally:
+                    graph.capture_end()
+                self.order.end()
+                self.alive[graph] = torch.cuda.memory_reserved(self.device) - before_bytes
+            except BaseException:
+                use.clean_up(self.device, pool)
+                self.broken.append(graph)
+                # Torch takes nothing more into this pool, and random numbers have another state.
+                self.alive.clear()
+                raise
+            finally:
+                if is_collecting:
+                    gc.enable()
+
+
+_graphs_of = functools.cache(_DeviceGraphs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfGraph:
+    """A captured half."""
+
+    graph: torch.cuda.CUDAGraph
+    device: torch.device
+    copies: Mapping[int, torch.Tensor]
+    """Register of an input that moves -> the memory that a replay copies it into."""
+    made: Mapping[int, Any]
+    """Register -> what the half leaves there. Of a value in the memory of an argument only the
+    layout, on no device: the graph must not keep that memory."""
+    arguments: Mapping[int, tuple[int, int]]
+    """Register of such a value -> the argument's, and how many bytes the value begins behind it."""
+    results: tuple[int, ...]
+    """The registers of ``made`` whose values lie in memory of the graph, and go to the user."""
+    tickets: frozenset[int]
+    """The numbers of the copies that the half begins."""
+    shown: Mapping[int, tuple[torch.Tensor, int]]
+    """As of the lease, when the half has run."""
+    counted: StepCounters
+
+    @property
+    def is_alive(self) -> bool:
+        """False where a capture has failed since this one."""
+        return self.graph in _graphs_of(self.device).alive
+
+    @torch.no_grad()
+    def replay(self, running: Running) -> dict[int, torch.Tensor]:
+        """Launches the half, and leaves in the environment what it makes.
+
+        Returns the results, by register, as copies in ordinary memory.
+        """
+        env, lease = running.env, running.lease
+        _wait_for_copies(lease)
+        _copy_all(self.copies.values(), [env[register] for register in self.copies])
+        order = _graphs_of(self.device).order
+        order.begin()
+        self.graph.replay()
+        order.end()
+        for register, value in self.made.items():
+            if register in self.arguments:
+                argument, behind_bytes = self.arguments[register]
+                start_bytes = _start_bytes(env[argument]) + behind_bytes
+                value = view_inside(env[argument], value, start_bytes)
+            env[register] = value
+        lease.tickets.update(dict.fromkeys(self.tickets, _ENDED))
+        lease.shown.update(self.shown)
+        running.counted += self.counted
+        copies = {register: _memory_like(env[register]) for register in self.results}
+        _copy_all(copies.values(), [env[register] for register in self.results])
+        return copies
+
+
+@dataclass(slots=True, kw_only=True)
+class HalfInSlab:
+    """One half of one plan in one slab: where its inputs lay, and its graph, if it has one now."""
+
+    graph: HalfGraph | None = None
+    seen: list[Any] | None = None
+    """The inputs of the last step that was no replay: addresses, and what is no tensor."""
+    moving: set[int] = field(default_factory=set)
+    """Registers of the tensors that have lain at several addresses."""
+    num_captures: int = 0
+    is_refused: bool = False
+
+    @property
+    def live_graph(self) -> HalfGraph | None:
+        """The graph, if it may be replayed."""
+        return self.graph if self.graph is not None and self.graph.is_alive else None
+
+    def fits(self, registers: Sequence[int], running: Running) -> bool:
+        """True where the inputs lie where they lay; notes those that do not. True at first."""
+        values, host = [running.env[register] for register in registers], running.lease.host
+        values.append(None if host is None else host.bytes(1))
+        seen = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
+        before, self.seen = self.seen or seen, seen
+        changed = {at for at, (old, new) in enumerate(zip(before, seen, strict=True)) if old != new}
+        moved = {at for at in changed if (*registers, None)[at] not in self.moving}
+        tensors = (at for at in moved if isinstance(values[at], torch.Tensor))
+        self.moving.update(registers[at] for at in tensors if at < len(registers))
+        return not moved
+
+
+def graph_of(plan: Any, half: Any, running: Running, *, is_member: bool) -> HalfGraph | None:
+    """Returns the graph of ``half`` (a RunHalf of the StepPlan ``plan``), captured now if need be.
+
+    None: it runs call by call, as a member of a group does. Behind a forward that is captured anew
+    the backward is captured anew, because what is saved for it may lie elsewhere.
+    """
+    use, graphs = plan.graphs, running.lease.slab.graphs
+    if use is None or shows_to_modes():
+        return None
+    is_backward = half is plan.backward
+    state = graphs.setdefault((plan.key, is_backward), HalfInSlab())
+    registers = [each for each in half.arguments if each != half.handle]
+    registers += half.leased if is_backward else ()
+    is_first = state.seen is None
+    if state.is_refused:
+        return None
+    if state.fits(registers, running) and state.live_graph is not None:
+        return state.graph
+    state.graph = None
+    if is_first:
+        return None
+    if not is_backward:
+        graphs.pop((plan.key, True), None)
+    name = "backward" if is_backward else "forward"
+    try:
+        state.num_captures += 1
+        if is_member:
+            raise NotCapturedError("several graphs run as one step")
+        if state.num_captures > MAX_CAPTURES:
+            raise NotCapturedError(f"it was captured {MAX_CAPTURES} times, and inputs move again")
+        _require_capturable(half, running, state.moving, registers)
+        graph = _capture(plan, half, running, state.moving)
+        # Results that leave one by one are planned as they leave: now they are there at once.
+        held_bytes = sum(_graphs_of(graph.device).alive.values())
+        held_bytes += sum(graph.made[register].nbytes for register in graph.results)
+        if held_bytes > use.most_bytes:
+            raise NotCapturedError(f"graphs take {held_bytes} B, more than memory_budget leaves")
+        state.graph = graph
+        use.say(f"the {name} is a CUDA graph")
+    except Exception as error:
+        state.is_refused = True
+        use.say(f"the {name} runs call by call: {(str(error) or repr(error)).splitlines()[0]}")
+    return state.graph
+
+
+def _require_capturable(
+    half: Any, running: Running, moving: set[int], registers: Sequence[int]
+) -> None:
+    """Raises NotCapturedError: a graph would not do what the half does."""
+    if any(isinstance(call, IssueCollective) for call in half.calls):
+        raise NotCapturedError("it talks to other ranks")
+    if moving.intersection(half.written):
+        raise NotCapturedError("it writes into an input that moves")
+    for register in registers:
+        _require_on_device(running.env[register])
+
+
+def _require_on_device(value: Any) -> None:
+    """Raises NotCapturedError for a tensor that the host has made: no replay would make it."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cuda":
+            raise NotCapturedError("some of its values are made by the host")
+        if value.is_conj() or value.is_neg():
+            raise NotCapturedError("a value is conjugated or negated where it is read")
+
+
+@torch.no_grad()
+def _capture(plan: Any, half: Any, running: Running, moving: set[int]) -> HalfGraph:
+    """Captures ``half``; nothing of it runs. Raises what its calls, or CUDA, do not allow."""
+    lease, given, device = running.lease, running.env, running.lease.slab.device
+    inside = replace(
+        lease,  # its copies get streams of their own: those of other steps must not be captured
+        engine=CopyEngine(device, CopySchedule(plan.schedule)),
+        tickets=dict.fromkeys(lease.tickets, _ENDED),  # as a replay waits for them
+        shown=dict(lease.shown),
+    )
+    captured = replace(running, lease=inside, env=list(given), counted=StepCounters())
+    env, graph = captured.env, torch.cuda.CUDAGraph()
+    live = (each.live_graph for each in lease.slab.graphs.values())
+    beside = next((each.graph for each in live if each is not None), None)
+    try:
+        with _graphs_of(device).capturing(plan.graphs, graph, beside):
+            copies = {register: _memory_like(given[register]) for register in moving}
+            for register, copy in copies.items():
+                env[register] = copy
+            for call in half.calls:
+                call.execute(captured)
+                for register in call.outputs if isinstance(call, RunCall) else ():
+                    _require_on_device(env[register])
+            _wait_for_copies(inside)
+    finally:
+        current.views, current.inputs = (), {}
+    kept = {each for each in half.results if each is not None}
+    kept.update(half.leased if half is plan.forward else ())
+    kept -= {half.handle, *half.arguments}  # these are in the environment already
+    inputs = set(half.arguments) - copies.keys() - {half.handle}
+    memories = {_memory(given[each]): each for each in inputs if _memory(given[each])}
+    made, arguments = {register: env[register] for register in kept}, {}
+    for register, value in made.items():
+        if (argument := memories.get(_memory(value))) is not None:
+            arguments[register] = argument, _start_bytes(value) - _start_bytes(given[argument])
+            layout = torch.empty_strided(
+                value.size(), value.stride(), dtype=value.dtype, device="meta"
+            )
+            made[register] = layout
+    return HalfGraph(
+        graph=graph,
+        device=device,
+        copies=copies,
+        made=made,
+        arguments=arguments,
+        results=tuple(
+            each
+            for each in kept.intersection(half.results)
+            if isinstance(env[each], torch.Tensor) and each not in arguments
+        ),
+        tickets=frozenset(inside.tickets.keys() - lease.tickets.keys()),
+        shown=inside.shown,
+        counted=captured.counted,
+    )
+
+
+def _memory(value: Any) -> int:
+    """Returns the address of the memory of a tensor; 0 of an empty one, and of what is none."""
+    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else 0
+
+
+def _start_bytes(value: torch.Tensor) -> int:
+    """Returns where in its memory ``value`` begins."""
+    return int(value.storage_offset() * value.element_size())
+
+
+def _memory_like(value: torch.Tensor) -> torch.Tensor:
+    """Returns new memory in the layout of ``value``."""
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _extent(value: torch.Tensor) -> torch.Tensor:
+    """Returns the elements from the first to the last of ``value`` in memory, in one dimension."""
+    pairs = zip(value.size(), value.stride(), strict=True)
+    length = sum((n - 1) * step for n, step in pairs) + 1 if value.numel() else 0
+    return value.as_strided((length,), (1,))
+
+
+def _copy_all(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+    """Copies tensors to others of the same layout, many of one type by one kernel."""
+    by_type: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        to, of = by_type.setdefault(source.dtype, ([], []))
+        to.append(_extent(target))
+        of.append(_extent(source))
+    for to, of in by_type.values():
+        torch._foreach_copy_(to, of)
+
+
+def _wait_for_copies(lease: Lease) -> None:
+    """Lets the current stream wait for all copies of the step that have begun."""
+    for number in list(lease.tickets):
+        lease.wait(number)
