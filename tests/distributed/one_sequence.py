@@ -19,8 +19,6 @@ from memo_compile.reporting import state
 from tests.distributed.llama import LAYERS, VOCABULARY, Core, Llama, gradient_errors
 from tests.numerics.first_step import watches_of
 
-MAX_REFUSALS = 4
-
 
 def lengths_of(num_tokens: int, num_ranks: int) -> list[int]:
     """The tokens of each rank: as equal as they can be."""
@@ -143,21 +141,20 @@ def main(*, settings: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [at_budgets(**setting) for setting in settings]
 
 
-def at_budgets(*, parts: Sequence[float] = (), **setting: Any) -> list[dict[str, Any]]:
-    """Trains with budgets that are ``parts`` of the way from the rank's floor to its free peak."""
-    if not parts:
+def at_budgets(*, above: Sequence[float] = (), **setting: Any) -> list[dict[str, Any]]:
+    """Trains at the rank's floor, and at so many times the floor; or as the setting says."""
+    if not above:
         return [trained(**setting)]
-    free_bytes, floor_bytes = trained(**setting)["peak_bytes"], 1
-    for _ in range(MAX_REFUSALS):
+    floor_bytes, at_floor = 1, None
+    while at_floor is None:
         try:
-            trained(**setting, memory_budget=floor_bytes)
-            break
+            at_floor = trained(**setting, memory_budget=floor_bytes)
         except BackendCompilerFailed as failed:  # the other ranks raise as well
             error = failed.inner_exception
             assert isinstance(error, MemoError), error
             floor_bytes = getattr(error, "floor_bytes", None) or floor_bytes
-    budgets = [int(floor_bytes + part * (free_bytes - floor_bytes)) for part in parts]
-    return [trained(**setting, memory_budget=budget) for budget in budgets]
+    budgets = [int(times * floor_bytes) for times in above]
+    return [at_floor, *(trained(**setting, memory_budget=budget) for budget in budgets)]
 
 
 def trained(

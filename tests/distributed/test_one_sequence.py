@@ -35,7 +35,7 @@ def test_gradients_are_those_of_one_process(tmp_path, subtests):
 def test_three_budgets_from_the_floor(kind, lowering, num_ranks, tmp_path, subtests):
     """Causal or not, lengths that do not divide and one that does, copies early and late."""
     settings = [
-        {"kind": kind, "lowering": lowering, "parts": [0.0, 0.3, 0.8], **varied}
+        {"kind": kind, "lowering": lowering, "above": [1.04, 1.12], **varied}
         for varied in (
             {"num_tokens": 37, "debug": LATE},
             {"num_tokens": 37, "causal": False, "debug": EARLY},
@@ -55,7 +55,7 @@ def test_each_rank_keeps_its_budget(kind, tmp_path, subtests):
             "lowering": "aten",
             "num_tokens": 32_768,
             "num_layers": 4,
-            "parts": [0.0, 0.5],
+            "above": [1.1],
             "host_budget": 0,
         }
     ]
