@@ -25,7 +25,7 @@ import torch
 
 from memo_runtime.copies import CopyEngine, CopySchedule, Lane, Ticket
 from memo_runtime.current import current
-from memo_runtime.instructions import IssueCollective, RunCall, Running, view_inside
+from memo_runtime.instructions import InputView, IssueCollective, RunCall, Running, viewed
 from memo_runtime.leases import Lease, StepCounters
 from memo_runtime.operator_modes import shows_to_modes
 from memo_runtime.stream_order import StreamOrder
@@ -35,10 +35,6 @@ MAX_CAPTURES = 4
 _nothing = torch.empty(0, dtype=torch.uint8)
 _ENDED = Ticket(Lane.D2H, _nothing, _nothing, finished=True)
 """In place of the ticket of a copy that has been waited for."""
-
-
-class NotCapturedError(RuntimeError):
-    """Why a half is not captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,16 +111,16 @@ class HalfGraph:
     """A captured half."""
 
     graph: torch.cuda.CUDAGraph
-    device: torch.device
+    shared: _DeviceGraphs
     copies: Mapping[int, torch.Tensor]
     """Register of an input that moves -> the memory that a replay copies it into."""
     made: Mapping[int, Any]
-    """Register -> what the half leaves there. Of a value in the memory of an argument only the
-    layout, on no device: the graph must not keep that memory."""
-    arguments: Mapping[int, tuple[int, int]]
-    """Register of such a value -> the argument's, and how many bytes the value begins behind it."""
+    """Register -> what the half leaves there, in memory of the graph or in the frame."""
+    views: Mapping[int, InputView]
+    """Register -> the view that the half leaves there of an argument, whose register comes first in
+    it: the graph keeps no memory of arguments."""
     results: tuple[int, ...]
-    """The registers of ``made`` whose values lie in memory of the graph, and go to the user."""
+    """The registers of ``made`` whose values go to the user."""
     tickets: frozenset[int]
     """The numbers of the copies that the half begins."""
     shown: Mapping[int, tuple[torch.Tensor, int]]
@@ -134,7 +130,7 @@ class HalfGraph:
     @property
     def is_alive(self) -> bool:
         """False where a capture has failed since this one."""
-        return self.graph in _graphs_of(self.device).alive
+        return self.graph in self.shared.alive
 
     @torch.no_grad()
     def replay(self, running: Running) -> dict[int, torch.Tensor]:
@@ -145,16 +141,13 @@ class HalfGraph:
         env, lease = running.env, running.lease
         _wait_for_copies(lease)
         _copy_all(self.copies.values(), [env[register] for register in self.copies])
-        order = _graphs_of(self.device).order
-        order.begin()
+        self.shared.order.begin()
         self.graph.replay()
-        order.end()
+        self.shared.order.end()
         for register, value in self.made.items():
-            if register in self.arguments:
-                argument, behind_bytes = self.arguments[register]
-                start_bytes = _start_bytes(env[argument]) + behind_bytes
-                value = view_inside(env[argument], value, start_bytes)
             env[register] = value
+        for register, view in self.views.items():
+            env[register] = viewed(env[view[0]], view)
         lease.tickets.update(dict.fromkeys(self.tickets, _ENDED))
         lease.shown.update(self.shown)
         running.counted += self.counted
@@ -175,10 +168,15 @@ class HalfInSlab:
     num_captures: int = 0
     is_refused: bool = False
 
-    @property
-    def live_graph(self) -> HalfGraph | None:
-        """The graph, if it may be replayed."""
-        return self.graph if self.graph is not None and self.graph.is_alive else None
+    def begin_capture(self, half: Any) -> None:
+        """Counts a capture of ``half``. Raises RuntimeError: a graph would not do what it does."""
+        self.num_captures += 1
+        if self.num_captures > MAX_CAPTURES:
+            raise RuntimeError(f"it was captured {MAX_CAPTURES} times, and inputs move again")
+        if any(isinstance(call, IssueCollective) for call in half.calls):
+            raise RuntimeError("it talks to other ranks")
+        if self.moving.intersection(half.written):
+            raise RuntimeError("it writes into an input that moves")
 
     def fits(self, registers: Sequence[int], running: Running) -> bool:
         """True where the inputs lie where they lay; notes those that do not. True at first."""
@@ -209,7 +207,7 @@ def graph_of(plan: Any, half: Any, running: Running, *, is_member: bool) -> Half
     is_first = state.seen is None
     if state.is_refused:
         return None
-    if state.fits(registers, running) and state.live_graph is not None:
+    if state.fits(registers, running) and state.graph is not None and state.graph.is_alive:
         return state.graph
     state.graph = None
     if is_first:
@@ -218,18 +216,17 @@ def graph_of(plan: Any, half: Any, running: Running, *, is_member: bool) -> Half
         graphs.pop((plan.key, True), None)
     name = "backward" if is_backward else "forward"
     try:
-        state.num_captures += 1
         if is_member:
-            raise NotCapturedError("several graphs run as one step")
-        if state.num_captures > MAX_CAPTURES:
-            raise NotCapturedError(f"it was captured {MAX_CAPTURES} times, and inputs move again")
-        _require_capturable(half, running, state.moving, registers)
+            raise RuntimeError("several graphs run as one step")
+        for register in registers:
+            _require_on_device(running.env[register])
+        state.begin_capture(half)
         graph = _capture(plan, half, running, state.moving)
         # Results that leave one by one are planned as they leave: now they are there at once.
-        held_bytes = sum(_graphs_of(graph.device).alive.values())
+        held_bytes = sum(graph.shared.alive.values())
         held_bytes += sum(graph.made[register].nbytes for register in graph.results)
         if held_bytes > use.most_bytes:
-            raise NotCapturedError(f"graphs take {held_bytes} B, more than memory_budget leaves")
+            raise RuntimeError(f"graphs take {held_bytes} B, more than memory_budget leaves")
         state.graph = graph
         use.say(f"the {name} is a CUDA graph")
     except Exception as error:
@@ -238,43 +235,28 @@ def graph_of(plan: Any, half: Any, running: Running, *, is_member: bool) -> Half
     return state.graph
 
 
-def _require_capturable(
-    half: Any, running: Running, moving: set[int], registers: Sequence[int]
-) -> None:
-    """Raises NotCapturedError: a graph would not do what the half does."""
-    if any(isinstance(call, IssueCollective) for call in half.calls):
-        raise NotCapturedError("it talks to other ranks")
-    if moving.intersection(half.written):
-        raise NotCapturedError("it writes into an input that moves")
-    for register in registers:
-        _require_on_device(running.env[register])
-
-
 def _require_on_device(value: Any) -> None:
-    """Raises NotCapturedError for a tensor that the host has made: no replay would make it."""
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "cuda":
-            raise NotCapturedError("some of its values are made by the host")
-        if value.is_conj() or value.is_neg():
-            raise NotCapturedError("a value is conjugated or negated where it is read")
+    """Raises RuntimeError for a tensor that the host makes: no replay would make it."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cuda":
+        raise RuntimeError("the host makes some of its values")
 
 
 @torch.no_grad()
 def _capture(plan: Any, half: Any, running: Running, moving: set[int]) -> HalfGraph:
     """Captures ``half``; nothing of it runs. Raises what its calls, or CUDA, do not allow."""
-    lease, given, device = running.lease, running.env, running.lease.slab.device
+    lease, given, shared = running.lease, running.env, _graphs_of(running.lease.slab.device)
     inside = replace(
         lease,  # its copies get streams of their own: those of other steps must not be captured
-        engine=CopyEngine(device, CopySchedule(plan.schedule)),
+        engine=CopyEngine(shared.device, CopySchedule(plan.schedule)),
         tickets=dict.fromkeys(lease.tickets, _ENDED),  # as a replay waits for them
         shown=dict(lease.shown),
     )
     captured = replace(running, lease=inside, env=list(given), counted=StepCounters())
     env, graph = captured.env, torch.cuda.CUDAGraph()
-    live = (each.live_graph for each in lease.slab.graphs.values())
-    beside = next((each.graph for each in live if each is not None), None)
+    graphs = (state.graph for state in lease.slab.graphs.values())
+    beside = next((each.graph for each in graphs if each is not None and each.is_alive), None)
     try:
-        with _graphs_of(device).capturing(plan.graphs, graph, beside):
+        with shared.capturing(plan.graphs, graph, beside):
             copies = {register: _memory_like(given[register]) for register in moving}
             for register, copy in copies.items():
                 env[register] = copy
@@ -288,26 +270,25 @@ def _capture(plan: Any, half: Any, running: Running, moving: set[int]) -> HalfGr
     kept = {each for each in half.results if each is not None}
     kept.update(half.leased if half is plan.forward else ())
     kept -= {half.handle, *half.arguments}  # these are in the environment already
-    inputs = set(half.arguments) - copies.keys() - {half.handle}
-    memories = {_memory(given[each]): each for each in inputs if _memory(given[each])}
-    made, arguments = {register: env[register] for register in kept}, {}
-    for register, value in made.items():
-        if (argument := memories.get(_memory(value))) is not None:
-            arguments[register] = argument, _start_bytes(value) - _start_bytes(given[argument])
-            layout = torch.empty_strided(
-                value.size(), value.stride(), dtype=value.dtype, device="meta"
-            )
-            made[register] = layout
+    stay = set(half.arguments) - copies.keys() - {half.handle}
+    argument_at = {_memory(given[each]): each for each in stay if _memory(given[each])}
+    made, views = {register: env[register] for register in kept}, {}
+    for register in [each for each in kept if _memory(env[each]) in argument_at]:
+        value, argument = made.pop(register), argument_at[_memory(env[register])]
+        if value.dtype != given[argument].dtype:
+            raise RuntimeError("an input is read as another type")
+        offset = value.storage_offset() - given[argument].storage_offset()
+        views[register] = (argument, tuple(value.size()), value.stride(), int(offset))
     return HalfGraph(
         graph=graph,
-        device=device,
+        shared=shared,
         copies=copies,
         made=made,
-        arguments=arguments,
+        views=views,
         results=tuple(
             each
-            for each in kept.intersection(half.results)
-            if isinstance(env[each], torch.Tensor) and each not in arguments
+            for each, value in made.items()
+            if each in half.results and isinstance(value, torch.Tensor)
         ),
         tickets=frozenset(inside.tickets.keys() - lease.tickets.keys()),
         shown=inside.shown,
@@ -318,11 +299,6 @@ def _capture(plan: Any, half: Any, running: Running, moving: set[int]) -> HalfGr
 def _memory(value: Any) -> int:
     """Returns the address of the memory of a tensor; 0 of an empty one, and of what is none."""
     return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else 0
-
-
-def _start_bytes(value: torch.Tensor) -> int:
-    """Returns where in its memory ``value`` begins."""
-    return int(value.storage_offset() * value.element_size())
 
 
 def _memory_like(value: torch.Tensor) -> torch.Tensor:
