@@ -69,6 +69,8 @@ class Try:
     """Regions whose transients are no larger run whole; ``driver/tile_order.py`` sets it."""
     drop_above_bytes: int = 0
     """What is no larger, with its gradient, may be saved where chains run in tiles."""
+    by_heads: bool = False
+    """Attention runs in tiles of heads, and nothing between its projections is saved."""
     stores_float8: bool = False
     """Saved activations are stored as float8."""
     max_over_compute: float = math.inf

@@ -59,7 +59,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     if not is_repeatable(node) or is_declared(node):
         return None
     name = op_name(node)
-    if name in _ATTENTION_KERNELS or name.removesuffix("_backward") in _ATTENTION_KERNELS:
+    if is_attention(node):
         return _attention
     if node.target in _BY_OVERLOAD:
         return _BY_OVERLOAD[node.target]
@@ -356,37 +356,50 @@ _ATTENTION_KERNELS = (
 ).split()
 
 
-def _attention(node: fx.Node, rows: Rows) -> Carried | None:
-    """It keeps the sequences of a batch apart, but not tokens or heads.
+def is_attention(node: fx.Node) -> bool:
+    """True for an attention kernel, forward or backward, whose arguments are known here."""
+    return op_name(node).removesuffix("_backward") in _ATTENTION_KERNELS
 
-    A mask of four dimensions has the batch in front, of size 1 where it is broadcast. A mask of
-    fewer has none: dimension 0 of [T, S] is the queries', also where there are as many sequences.
+
+def _attention(node: fx.Node, rows: Rows) -> Carried | None:
+    """It keeps the sequences of a batch apart, and heads, but not tokens.
+
+    Several heads of queries may share one of keys and values: a row is then such a group. A mask of
+    four dimensions has batch and heads in front, of size 1 where it is broadcast. A mask of fewer
+    has none: dimension 0 of [T, S] is the queries', also where there are as many sequences.
     """
-    if {row.dim for row in rows.values()} != {0} or len(set(rows.values())) != 1:
+    at = {(row.dim, shape_of(source)[row.dim] // row.factor) for source, row in rows.items()}
+    if len(at) != 1:
         return None
-    has_batch_of: dict[fx.Node, bool] = {}
+    ((dim, num_rows),) = at
+    if dim not in (0, 1):
+        return None
+    row_of: dict[fx.Node, RowDim | None] = {}
     for name in _argument_names(node):
         source = argument(node, name)
         if not isinstance(source, fx.Node):
             continue
         shape = shape_of(source)
         if name in _BATCHED:
-            has_batch = True
-            if len(shape) != 4 and name != "logsumexp":
+            has_rows = True
+            if (len(shape) != 4 and name != "logsumexp") or shape[dim] % num_rows:
                 return None
         elif name in _MASKS:
-            has_batch = len(shape) == 4 and shape[0] != 1
+            has_rows = len(shape) == 4 and shape[dim] != 1
+            if dim == 1 and (len(shape) == 3 or (has_rows and shape[1] % num_rows)):
+                return None
         elif name in _COUNTERS:
-            has_batch = False
+            has_rows = False
         else:
             return None
-        if has_batch_of.setdefault(source, has_batch) != has_batch:
+        row = RowDim(dim=dim, factor=shape[dim] // num_rows) if has_rows else None
+        if row_of.setdefault(source, row) != row:
             return None
-    if not all(has_batch_of[source] for source in rows):
+    if any(row_of[source] != row for source, row in rows.items()):
         return None
-    out = next(iter(rows.values()))
-    others = (source for source in has_batch_of if has_batch_of[source] and source not in rows)
-    return Carried(out=out, needs=tuple((source, out) for source in others))
+    needs = ((source, row) for source, row in row_of.items() if row and source not in rows)
+    query = row_of[argument(node, "query")]
+    return None if query is None else Carried(out=query, needs=tuple(needs))
 
 
 def is_counter(node: fx.Node) -> bool:
@@ -428,16 +441,22 @@ def _repeat(node: fx.Node, rows: Rows) -> Carried | None:
     return joined
 
 
-@_of_first
-def _getitem(node: fx.Node, row_dim: int, shape: tuple[int, ...]) -> int | None:
-    """An element of a tuple has its rows where the rule of the tuple's node says.
+def _getitem(node: fx.Node, rows: Rows) -> Carried | None:
+    """An element of a tuple has its rows where the rule of the tuple's node says of the first one.
 
     All results of an operator with a rule have the rows at one dimension, except for the gradient
-    of an attention's mask, which is a sum over the batch unless the mask carries rows.
+    of an attention's mask, which is a sum over what the mask is broadcast along. Gradients of
+    keys have fewer heads than that of the queries in each row.
     """
-    maker, position = node.args
-    of_mask = op_name(_node(maker)).endswith("attention_backward") and position == 3
-    return row_dim if is_tensor(node) and not is_counter(node) and not of_mask else None
+    maker, position = _node(node.args[0]), node.args[1]
+    of_mask = op_name(maker).endswith("attention_backward") and position == 3
+    if not is_tensor(node) or is_counter(node) or of_mask:
+        return None
+    row = rows[maker]
+    if row.dim >= len(shape_of(node)):
+        return Carried(out=row)
+    factor, left = divmod(shape_of(node)[row.dim] * row.factor, shape_of(maker)[row.dim])
+    return None if left else Carried(out=RowDim(dim=row.dim, factor=factor))
 
 
 def _select_scatter(node: fx.Node, rows: Rows) -> Carried | None:

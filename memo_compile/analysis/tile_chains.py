@@ -1,4 +1,7 @@
-"""Finds chains of row-wise nodes that can run in tiles, around the values of a region's peak."""
+"""Finds chains of row-wise nodes that can run in tiles: of tokens, or of heads of attention.
+
+Tokens are looked for around the values of a region's peak, heads around its attention.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from memo_compile.analysis.purity import is_check
+from memo_compile.analysis.purity import is_check, is_collective
 from memo_compile.analysis.regions import RegionGraph
-from memo_compile.analysis.row_rules import RowDim
+from memo_compile.analysis.row_rules import RowDim, is_attention
 from memo_compile.analysis.rows import is_row_wise, rows_through
-from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.structure import argument, is_matmul, op_name
 from memo_compile.analysis.views import (
+    base_of,
     bytes_of,
     is_item,
     is_tensor,
@@ -44,11 +48,14 @@ class Chain:
     """Row-wise nodes that run in tiles, and the sums over rows that end the chain."""
 
     nodes: frozenset[fx.Node]
-    sums: frozenset[fx.Node]
+    sums: Mapping[fx.Node, fx.Node]
+    """Sum -> the node that is the total: the sum itself, or an addition of several sums."""
     dims: Mapping[fx.Node, RowDim | None]
     num_rows: int
     tile_rows: int
     """Rows of every tile but the last, which may have fewer, but more than one."""
+    by_heads: bool = False
+    """A row is a head of keys and values, with the heads of queries that read it."""
 
 
 def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
@@ -58,8 +65,10 @@ def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
     """
     keys: set[tuple[frozenset[fx.Node], int]] = set()
     for anchor in _anchors(region.gm):
+        dim = next(at for at, size in enumerate(shape_of(anchor)) if size > 1)
+        if dim == 1 and any(map(is_attention, anchor.all_input_nodes)):
+            continue  # these are heads
         for num_rows in _row_counts(region.gm, anchor):
-            dim = next(at for at, size in enumerate(shape_of(anchor)) if size > 1)
             row = RowDim(dim=dim, factor=shape_of(anchor)[dim] // num_rows)
             dims = rows_through(region.gm, anchor, row, num_rows)
             lengths = _tile_lengths(num_rows, tiles)
@@ -72,8 +81,50 @@ def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
                 keys.add(key)
                 for length in lengths:
                     yield Chain(
-                        nodes=nodes, sums=sums, dims=dims, num_rows=num_rows, tile_rows=length
+                        nodes=nodes,
+                        sums={node: node for node in sums},
+                        dims=dims,
+                        num_rows=num_rows,
+                        tile_rows=length,
                     )
+
+
+def head_chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
+    """Yields candidates around the first attention, of as many equal tiles of heads as may be."""
+    attention = next(filter(is_attention, region.gm.graph.nodes), None)
+    if attention is None:
+        return
+    inputs = [argument(attention, name) for name in ("query", "key", "value")]
+    counts = [shape_of(source)[1] for source in inputs]
+    for source in inputs:  # repeated heads come from a narrower product
+        batch, _, tokens, width = shape_of(source)
+        products = map(shape_of, filter(is_matmul, projections(source)))
+        of_tokens = (shape for shape in products if math.prod(shape[:-1]) == batch * tokens)
+        counts += [shape[-1] // width for shape in of_tokens]
+    num_rows = math.gcd(*counts)
+    if num_rows < 2:
+        return
+    row = RowDim(dim=1, factor=counts[0] // num_rows)
+    dims = rows_through(region.gm, inputs[0], row, num_rows)
+    num_tiles = next(n for n in range(min(tiles, num_rows), 0, -1) if num_rows % n == 0)
+    for nodes, sums in _stages(region, dims, fills_external=True):
+        yield Chain(
+            nodes=nodes,
+            sums=_added_up(sums),
+            dims=dims,
+            num_rows=num_rows,
+            tile_rows=num_rows // num_tiles,
+            by_heads=True,
+        )
+
+
+def projections(source: fx.Node) -> set[fx.Node]:
+    """Returns what an attention's input is made of, back to the products that project it."""
+
+    def goes_on(node: fx.Node) -> bool:
+        return node.op == "call_function" and not is_matmul(node) and not is_collective(node)
+
+    return makers_of([source], goes_on)
 
 
 def _tile_lengths(num_rows: int, tiles: int) -> list[int]:
@@ -116,7 +167,7 @@ def _row_counts(gm: fx.GraphModule, anchor: fx.Node) -> list[int]:
 
 
 def _stages(
-    region: RegionGraph, dims: Mapping[fx.Node, RowDim | None]
+    region: RegionGraph, dims: Mapping[fx.Node, RowDim | None], *, fills_external: bool = False
 ) -> Iterable[tuple[frozenset[fx.Node], frozenset[fx.Node]]]:
     """Yields (row-wise nodes, sums at their end) of each stage of the region.
 
@@ -124,9 +175,12 @@ def _stages(
     stage and comes back to it. A node whose only readers are in a later stage moves there. Sums of
     narrow values that wide ones read (how many labels count), and checks of such values (that
     labels are in range), run before the tiles and begin no stage.
+
+    The user's memory is not written in parts. With ``fills_external`` it is a copy of what tiles
+    fill.
     """
     nodes = [node for node in region.gm.graph.nodes if node.op == "call_function"]
-    external = region.external_storages()  # the user's memory is not written in parts
+    external = frozenset() if fills_external else region.external_storages()
     row_wise = {
         node
         for node in nodes
@@ -159,6 +213,38 @@ def _stages(
             if users and all(user in chain or user in ends for user in users):
                 chain.update((node, *items))
         yield frozenset(chain), frozenset(ends)
+
+
+def _added_up(sums: frozenset[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Returns the total of each of ``sums``: of those that are only added to each other, one.
+
+    The input of three projections has a gradient of three products; each would take a total.
+    """
+    parts_of = {node: [node] for node in sums}
+    for node in next(iter(sums)).graph.nodes if sums else ():
+        operands = node.all_input_nodes if node.target is torch.ops.aten.add.Tensor else []
+        bases = [base_of(operand) for operand in operands]
+        if (
+            len(bases) == 2
+            and not node.kwargs
+            and all(base in parts_of and is_matmul(parts_of[base][0]) for base in bases)
+            and len({_form(parts_of[base][0]) for base in bases}) == 1
+            and all(map(_is_read_once, operands))
+            and all(each.meta["val"].is_contiguous() for each in (node, *operands))
+        ):
+            parts_of[node] = [part for base in bases for part in parts_of.pop(base)]
+    return {part: total for total, parts in parts_of.items() for part in parts}
+
+
+def _form(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
+    return shape_of(node), node.meta["val"].dtype
+
+
+def _is_read_once(node: fx.Node) -> bool:
+    """True if nothing but the one reader of ``node`` reads its memory."""
+    while len(node.users) == 1 and is_view(node):
+        (node,) = node.all_input_nodes
+    return len(node.users) == 1
 
 
 def _narrow_ends(

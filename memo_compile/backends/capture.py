@@ -388,7 +388,11 @@ class StepCapture:
         )
         return (
             min_cut,
-            EqualCut(units=units, drops_above=self.config.drops_above()),
+            EqualCut(
+                units=units,
+                drops_above=self.config.drops_above(),
+                drops_heads=self.config.attempt.by_heads,
+            ),
             sufficient,
             *(() if self.config.drops_above() is None else (GatherOnce(),)),
         )

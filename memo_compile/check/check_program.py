@@ -109,7 +109,8 @@ class _Tiles:
         if any(run != totals[0] for run in totals) or any(run != filled[0] for run in filled):
             yield f"{name}: its tiles fill {filled} and add to {totals}, which must be the same"
             return
-        if len({*filled[0], *totals[0]}) != len(filled[0]) + len(totals[0]):
+        taken = [*filled[0], *set(totals[0])]  # several sums may be added to one total
+        if len(set(taken)) != len(taken):
             yield f"{name}: two outputs of its tiles go into one value: {filled[0] + totals[0]}"
         operands_of = [
             [*tiles.inputs, *(term for added in tiles.sums for term in added.terms)]

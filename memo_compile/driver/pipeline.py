@@ -248,11 +248,20 @@ def cut_step(
     tiles, above_bytes = config.token_tiles or 1, config.attempt.tile_above_bytes
 
     def tiled(whole: Cut) -> Cut:
-        return tile_cut(whole, tiles, step.runner, accepts, say_dropped, above_bytes=above_bytes)
+        return tile_cut(
+            whole,
+            tiles,
+            step.runner,
+            accepts,
+            say_dropped,
+            above_bytes=above_bytes,
+            by_heads=config.attempt.by_heads,
+        )
 
+    settings = {"joins": tiles > 1, "by_heads": config.attempt.by_heads}
     with state.noting() as notes:
-        forward = tiled(_cut_forward(step, joins=tiles > 1))
-        backward = tiled(_cut_backward(step, joins=tiles > 1))
+        forward = tiled(_cut_forward(step, settings))
+        backward = tiled(_cut_backward(step, settings))
     return CutStep(
         name=step.name,
         forward=forward,
@@ -299,14 +308,14 @@ def lower_step(
     )
 
 
-def _cut_forward(step: CapturedStep, *, joins: bool) -> Cut:
+def _cut_forward(step: CapturedStep, settings: Mapping[str, bool]) -> Cut:
     apart = SeparateResults(own_results=step.own_results, num_results=step.num_results)
     gm = step.runner.run(step.forward, [apart], stage="forward")
-    return _cut_half(step, gm, forward_positions(gm.graph), Phase.FORWARD, joins=joins)
+    return _cut_half(step, gm, forward_positions(gm.graph), Phase.FORWARD, settings)
 
 
-def _cut_backward(step: CapturedStep, *, joins: bool) -> Cut:
-    """Cuts the backward, in which no two gradients overlap; ``joins`` as of a CutRequest."""
+def _cut_backward(step: CapturedStep, settings: Mapping[str, bool]) -> Cut:
+    """Cuts the backward, in which no two gradients overlap; ``settings`` of a CutRequest."""
     num_units = step.units.num_units
     (gradients,) = step.backward.graph.output_node().args
     assert isinstance(gradients, list | tuple), "a backward returns a tuple"
@@ -314,7 +323,7 @@ def _cut_backward(step: CapturedStep, *, joins: bool) -> Cut:
     in_place = AccumulateInPlace(num_units=num_units)
     gm = step.runner.run(step.backward, [apart, in_place], stage="backward")
     positions = backward_positions(gm.graph, num_units)
-    return _cut_half(step, gm, positions, Phase.BACKWARD, joins=joins)
+    return _cut_half(step, gm, positions, Phase.BACKWARD, settings)
 
 
 def _cut_half(
@@ -322,8 +331,7 @@ def _cut_half(
     gm: fx.GraphModule,
     positions: Mapping[fx.Node, int],
     phase: Phase,
-    *,
-    joins: bool,
+    settings: Mapping[str, bool],
 ) -> Cut:
     """Cuts a half into regions: ``positions`` say of each node in which unit's turn it runs."""
     gm = step.runner.run(gm, [TokensApart()], stage=phase.value)
@@ -334,7 +342,7 @@ def _cut_half(
         static_inputs=step.facts.static_names,
         device=step.facts.device,
         names=region_names(step.units, phase),
-        joins=joins,
+        **settings,
     )
     return step.runner.derive(
         "cut",

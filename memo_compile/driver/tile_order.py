@@ -79,14 +79,17 @@ class Tiles(NamedTuple):
     """Tensors that are no larger may be saved."""
     max_over_compute: float = math.inf
     """A plan whose step takes more than this many times its computation is refused (TooSlow)."""
+    by_heads: bool = False
+    """Attention runs in tiles of heads."""
     stores_float8: bool = False
     """Saved activations are stored as float8."""
 
     def __str__(self) -> str:
         where = f", where more than {format_bytes(self.above_bytes)} are in use at once"
         saved = f", what takes up to {format_bytes(self.drop_above_bytes)} is saved"
+        heads = " and heads" if self.by_heads else ""
         return (
-            f"{self.number} tiles of tokens{where if self.above_bytes else ''}"
+            f"{self.number} tiles of tokens{heads}{where if self.above_bytes else ''}"
             f"{saved if self.drop_above_bytes else ''}"
             f"{', saved as float8' if self.stores_float8 else ''}"
         )
@@ -101,6 +104,7 @@ class Tiles(NamedTuple):
         return replace(config, token_tiles=self.number).trying(
             tile_above_bytes=self.above_bytes,
             drop_above_bytes=self.drop_above_bytes,
+            by_heads=self.by_heads,
             stores_float8=self.stores_float8,
             max_over_compute=self.max_over_compute,
             max_step_s=max_step_s,
@@ -259,6 +263,7 @@ class Sizes(NamedTuple):
     """Bytes of the widest two products' results, which differ."""
     constant_bytes: int
     """Parameters, a gradient for each that is trained, and optimizer state."""
+    has_attention: bool
 
 
 def order_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tuple[Tiles, ...]:
@@ -287,31 +292,34 @@ def _tiles_of(sizes: Sizes, config: MemoConfig, budget_bytes: int | None) -> tup
     * ``needed``: only regions that break the budget by themselves run in tiles, since tiles cost
       time;
     * ``in_all``: all regions with wide chains run in tiles;
-    * ``everywhere``: these chains are recomputed tile by tile as well, instead of saved.
+    * ``everywhere``: these chains are recomputed tile by tile as well, instead of saved;
+    * ``by_heads``: attention runs in tiles of heads, and is recomputed in them as well, which takes
+      a third of its time: where nothing else fits.
 
     Sizes are estimates: a step that would just have fitted whole may run in tiles. Where logits
     just fit, the whole graph is taken only if it is fast: with less memory the step might run in
     tiles, and a smaller budget must not be faster. Where each try is compiled and timed, it is
     taken all the same.
     """
-    whole, everywhere = Tiles(1), Tiles(TOKEN_TILES)
+    whole, in_tiles = Tiles(1), Tiles(TOKEN_TILES)
+    everywhere = (in_tiles, *([in_tiles._replace(by_heads=True)] if sizes.has_attention else []))
     widest, second = sizes.products_bytes
     head = Tiles(HEAD_TILES if widest >= MANY_BYTES else TOKEN_TILES, widest, sys.maxsize)
     first = head if widest >= max(HEAD_BYTES, HEAD_FACTOR * second) else whole
     if budget_bytes is None:
-        return (first, whole, everywhere) if first is head else (whole, everywhere)
+        return (first, whole, in_tiles) if first is head else (whole, in_tiles)
     room = int(budget_bytes * (1 - LAYERS_SHARE)) - sizes.constant_bytes
     if room <= 0:
-        return everywhere, whole
+        return *everywhere, whole
     compiles = config.costs != "roofline"
     patience = COMPILING if compiles else 1.0
     needed = Tiles(HEAD_TILES, room, room, FAST * patience)
     in_all = Tiles(TOKEN_TILES, 0, room, FAST_IN_ALL * patience)
     if 2 * widest > room:
-        return needed, in_all, everywhere, whole
+        return needed, in_all, *everywhere, whole
     if first is whole and compiles:
-        return whole, everywhere
+        return whole, *everywhere
     if first is whole and 2 * widest <= SMALL_LOGITS * room:
-        return whole._replace(max_over_compute=FAST_IN_ALL), in_all, everywhere
-    order = (first._replace(max_over_compute=FAST * patience), needed, in_all, everywhere)
+        return whole._replace(max_over_compute=FAST_IN_ALL), in_all, *everywhere
+    order = (first._replace(max_over_compute=FAST * patience), needed, in_all, *everywhere)
     return (*order, whole) if first is head else order

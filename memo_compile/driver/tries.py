@@ -5,13 +5,14 @@ the try that will fit comes first, where that can be told before (``tile_order``
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import fx
 
+from memo_compile.analysis.row_rules import is_attention
 from memo_compile.config import MemoConfig
 from memo_compile.driver.assumed import BlockInfeasible
 from memo_compile.driver.facts import GraphFacts
@@ -93,17 +94,24 @@ def tile_order(
     gm: fx.GraphModule, facts: GraphFacts, config: MemoConfig, device_bytes: int | None
 ) -> tuple[Tiles, ...]:
     """Returns the tiles to try, the more promising first, for a Dynamo graph under a budget."""
-    sizes = sizes_of(products_bytes(gm), facts, config)
+    sizes = sizes_of(gm, facts, config)
     return order_of(sizes, config, config.budget_bytes(device_bytes))
 
 
-def sizes_of(products: Iterable[int], facts: GraphFacts, config: MemoConfig) -> Sizes:
-    """Returns what the order of tiles is made of; ``products`` are its ``products_bytes``."""
-    widest, second, *_ = sorted({0, -1, *products}, reverse=True)  # at least two entries
+def sizes_of(gm: fx.GraphModule, facts: GraphFacts, config: MemoConfig) -> Sizes:
+    """Returns what the order of tiles is made of, for a Dynamo graph."""
+    # At least two entries.
+    widest, second, *_ = sorted({0, -1, *products_bytes(gm)}, reverse=True)
     constant_bytes = facts.constant_bytes(config.optimizer_state_bytes_per_parameter)
     if config.weights != "device":  # but for embeddings and heads
         constant_bytes -= facts.parameter_bytes
-    return Sizes((widest, second), constant_bytes)
+    graphs = (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule))
+    has_attention = any(
+        node.target is torch.nn.functional.scaled_dot_product_attention or is_attention(node)
+        for graph in graphs
+        for node in graph.nodes
+    )
+    return Sizes((widest, second), constant_bytes, has_attention)
 
 
 def products_bytes(gm: fx.GraphModule) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from memo_compile.driver.recompute_library import RegionMaker
 from memo_compile.driver.stages import CapturedStep, CutStep, PlannedStep
 from memo_compile.driver.step_planner import require_fast
 from memo_compile.driver.tile_order import Sizes
-from memo_compile.driver.tries import first_that_fits, products_bytes, sizes_of
+from memo_compile.driver.tries import first_that_fits, sizes_of
 from memo_compile.errors import MemoError, UnsupportedGraph
 from memo_compile.gpus import GpuFacts, target_of
 from memo_compile.lowering.lower import lowered_once
@@ -174,8 +174,9 @@ class TracedModel:
     """The GPU that the graph is lowered for although its tensors lie on the CPU."""
     figures: dict[str, float] | None = None
     """As ``StepKnowledge.figures``."""
-    _captured: dict[int | None, CapturedStep] = field(default_factory=dict)
-    """Bound on the bytes of saved tensors -> the halves that were cut from the one joint graph."""
+    _captured: dict[tuple[int | None, bool], CapturedStep] = field(default_factory=dict)
+    """Bound on the bytes of saved tensors, whether attention runs by heads -> the halves that were
+    cut from the one joint graph."""
     _capture: StepCapture | None = None
     _planned: dict[Tiling, tuple[StepKnowledge, PlannedStep, OfflineStep]] = field(
         default_factory=dict
@@ -188,7 +189,7 @@ class TracedModel:
 
     def sizes(self, config: MemoConfig) -> Sizes:
         """Returns the sizes that decide in which order numbers of tiles are tried."""
-        return sizes_of(products_bytes(self.gm), self.facts(), config)
+        return sizes_of(self.gm, self.facts(), config)
 
     def attempt(self, graph: fx.GraphModule, options: MemoConfig) -> OfflineStep:
         """Returns the plan in the tiles that ``options`` name. Raises TooSlow, Infeasible.
@@ -263,21 +264,22 @@ class TracedModel:
         ``options`` bound the bytes of a tensor that may be saved. The model is captured once, from
         ``graph`` or ``self.gm``; for another bound its joint graph is divided into halves again.
         """
-        bound_bytes = self._equivalent_bound(options.drops_above())
-        if bound_bytes not in self._captured:
+        by_heads = options.attempt.by_heads
+        key = self._equivalent_bound(options.drops_above(), by_heads), by_heads
+        if key not in self._captured:
             if self._capture is None:
                 traced = self.gm if graph is None else graph
                 step, self._capture = _captured(traced, self.facts(), self.examples, options)
             else:
                 first = next(iter(self._captured.values()))
                 step = self._capture.captured_again(first, options)
-            self._captured[bound_bytes] = step
-        return self._captured[bound_bytes]
+            self._captured[key] = step
+        return self._captured[key]
 
-    def _equivalent_bound(self, bound_bytes: int | None) -> int | None:
+    def _equivalent_bound(self, bound_bytes: int | None, by_heads: bool) -> int | None:
         """Returns a captured step's bound that lets the same tensors be saved; else this one."""
-        for captured_bytes, step in self._captured.items():
-            if bound_bytes is not None and captured_bytes is not None:
+        for (captured_bytes, of_heads), step in self._captured.items():
+            if bound_bytes is not None and captured_bytes is not None and of_heads == by_heads:
                 sizes = step.droppable
                 if all((size > bound_bytes) == (size > captured_bytes) for size in sizes):
                     return captured_bytes

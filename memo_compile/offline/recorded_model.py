@@ -91,6 +91,7 @@ class ModelRecord:
     facts: ModelFacts
     products_bytes: tuple[int, int]
     """Bytes of the two widest different results of matrix products."""
+    has_attention: bool
     held_bytes: int
     """Bytes of the parameters, and of a gradient for each that is trained."""
     weight_bytes: int
@@ -105,7 +106,8 @@ class ModelRecord:
         state_bytes = config.optimizer_state_bytes_per_parameter
         assert state_bytes is not None, "a forecast says which optimizer trains"
         held_bytes = self.held_bytes - (self.weight_bytes if config.weights != "device" else 0)
-        return Sizes(self.products_bytes, held_bytes + int(self.num_trained * state_bytes))
+        constant_bytes = held_bytes + int(self.num_trained * state_bytes)
+        return Sizes(self.products_bytes, constant_bytes, self.has_attention)
 
 
 @dataclass(kw_only=True)
@@ -328,11 +330,12 @@ class RecordedModel:
         """Returns ``ModelRecord.sizes``, for which a model without a record is traced."""
         if self._record is None:
             traced = self._trace()
-            facts = traced.facts()
+            facts, sizes = traced.facts(), traced.sizes(config)
             self._write_model(
                 ModelRecord(
                     facts=self.facts,
-                    products_bytes=traced.sizes(config).products_bytes,
+                    products_bytes=sizes.products_bytes,
+                    has_attention=sizes.has_attention,
                     held_bytes=facts.constant_bytes(0.0),
                     weight_bytes=facts.parameter_bytes,
                     num_trained=facts.num_with_state,
@@ -388,6 +391,7 @@ class RecordedModel:
             "content": self._content,
             "has_budget": options.memory_budget is not None,
             "drops": options.drops_above() is not None,
+            "by_heads": options.attempt.by_heads,
             "options": options_of_step,
         }
 

@@ -38,14 +38,16 @@ GRAPH_NAME = "graph0"
 
 Tiling = tuple[int | None, ...]
 """How a graph is lowered: number of tiles, the bytes above which a region is cut into them, the
-bytes above which a tensor may not be saved, and whether weights may lie on the host (1)."""
+bytes above which a tensor may not be saved, whether weights may lie on the host (1), and whether
+attention runs by heads (1)."""
 
 
 def tiling_of(options: MemoConfig) -> Tiling:
     """Returns the options that decide how a graph is cut, and what may lie where."""
     weights = int(options.weights != "device")
     above_bytes = options.attempt.tile_above_bytes
-    return options.token_tiles, above_bytes, options.drops_above(), weights
+    by_heads = int(options.attempt.by_heads)
+    return options.token_tiles, above_bytes, options.drops_above(), weights, by_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

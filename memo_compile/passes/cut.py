@@ -39,7 +39,8 @@ from memo_compile.analysis.views import (
     storage_of,
 )
 from memo_compile.passes.at_numbers import symbol_text
-from memo_compile.passes.collective_cut import pieces
+from memo_compile.passes.attention_cut import beside_attention
+from memo_compile.passes.collective_cut import CutPiece, pieces
 from memo_compile.passes.extract import copied
 from memo_compile.passes.lease import HANDLE, is_given
 from memo_compile.step.problem import CallKind, Layouts, Phase
@@ -121,6 +122,8 @@ class CutRequest:
     """Position -> name of its region in dumps, such as ``layer0_fwd``."""
     joins: bool = False
     """Collectives begin later if that saves memory, see ``collective_cut.pieces``."""
+    by_heads: bool = False
+    """Layers are cut beside their attention, which is to run in tiles of heads."""
 
 
 def cut(request: CutRequest) -> Cut:
@@ -148,11 +151,11 @@ class _Cutter:
             self.positions[wait] = self.positions[issue]
 
     def run(self) -> Cut:
-        """Cuts at positions first; if there are collectives, the places once more at these."""
+        """Cuts at positions first, the places at their collectives and beside attention."""
         places = self._places()
         layers = _Calls(self, self.positions, places)
         layer_calls = layers.run()
-        if not self.waits:
+        if not self.waits and not self.request.by_heads:
             return self._assemble(layer_calls, layers.regions)
         parts = self._parts(places, layers.handed_over)
         part_of = {node: at for at, part in enumerate(parts) for node in part.nodes}
@@ -182,10 +185,10 @@ class _Cutter:
         """Returns the places, cut at their collectives; ``handed_over`` are results of places."""
         parts: list[_Place] = []
         for place in places:
-            if self.waits.keys().isdisjoint(place.nodes):
+            cut_pieces = self._pieces(place, handed_over)
+            if len(cut_pieces) == 1:
                 parts.append(replace(place, at=len(parts)))
                 continue
-            cut_pieces = pieces(place.nodes, self.waits, handed_over, joins=self.request.joins)
             for number, piece in enumerate(cut_pieces):
                 name = op_name(piece.nodes[0]) if piece.kind is CallKind.ISSUE else "part"
                 name = "wait" if piece.kind is CallKind.COMM_WAIT else name
@@ -199,6 +202,21 @@ class _Cutter:
                 )
                 parts.append(part)
         return parts
+
+    def _pieces(self, place: "_Place", handed_over: set[fx.Node]) -> list[CutPiece]:
+        """Returns the pieces of a place, in order."""
+        request = self.request
+        if self.waits.keys().isdisjoint(place.nodes):
+            cut_pieces = [CutPiece(kind=place.kind, nodes=place.nodes)]
+        else:
+            cut_pieces = pieces(place.nodes, self.waits, handed_over, joins=request.joins)
+        if not request.by_heads:
+            return cut_pieces
+        return [
+            replace(piece, nodes=nodes)
+            for piece in cut_pieces
+            for nodes in beside_attention(piece.nodes, request.phase, request.static_inputs)
+        ]
 
     def value(self, node: fx.Node) -> str:
         """Returns the step-wide name of the value that ``node`` makes."""

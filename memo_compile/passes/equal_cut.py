@@ -28,11 +28,21 @@ from memo_compile.analysis.joint_units import (
     tag_saved,
     tangent_dependents,
 )
-from memo_compile.analysis.purity import is_constant, is_pure, must_be_saved, overwritten, runs_once
-from memo_compile.analysis.structure import op_name
+from memo_compile.analysis.purity import (
+    is_constant,
+    is_pure,
+    is_repeatable,
+    must_be_saved,
+    overwritten,
+    runs_once,
+)
+from memo_compile.analysis.row_rules import is_attention
+from memo_compile.analysis.structure import argument, op_name
+from memo_compile.analysis.tile_chains import projections
 from memo_compile.analysis.views import (
     base_of,
     bytes_of,
+    is_item,
     is_movable_view,
     is_tensor,
     makers_of,
@@ -113,6 +123,9 @@ class EqualCut:
     """A tensor is not saved if it and its gradient take more bytes than this, and it is much wider
     than its unit's input: the backward recomputes it next to its readers, where both can run tile
     by tile. None: all may be saved."""
+    drops_heads: bool = False
+    """Nothing between an attention's projections is saved: it runs in tiles of heads, which the
+    backward recomputes."""
     name: ClassVar[str] = "equal-cut"
     is_required: ClassVar[bool] = False
 
@@ -122,6 +135,8 @@ class EqualCut:
         above = self.drops_above
         if above is not None:
             saved -= {node for node in _droppable(units, saved) if 2 * bytes_of(node) > above}
+        if self.drops_heads:
+            saved -= _of_heads(units, saved)
         chosen = {node for node in saved if node.op == "placeholder" or UNIT not in node.meta}
         spans, classes = units.structure.units, units.structure.classes
         middle_of = {cls.class_key: spans[cls.units[len(cls.units) // 2]] for cls in classes}
@@ -213,6 +228,21 @@ def _droppable(units: JointUnits, saved: Iterable[fx.Node]) -> set[fx.Node]:
     return {node for node in saved if node in wide and not must_be_saved(node)}
 
 
+def _of_heads(units: JointUnits, saved: Iterable[fx.Node]) -> set[fx.Node]:
+    """Returns those of ``saved`` that stand between a projection and attention, or come from it.
+
+    Attention with dropout is not repeated, nor what its unit shares with others (rotary tables).
+    """
+    of_heads: set[fx.Node] = set()
+    for node in filter(is_attention, units.forward):
+        if is_repeatable(node):
+            operands = (argument(node, name) for name in ("query", "key", "value"))
+            makers = set().union(*map(projections, operands))
+            made = {each for each in makers if each.meta.get(UNIT) == node.meta.get(UNIT)}
+            of_heads |= made | set(node.users)
+    return {node for node in saved if node in of_heads and not must_be_saved(node)}
+
+
 def _wide(units: JointUnits) -> set[fx.Node]:
     """Returns tensors TILE_FACTOR times their unit's input or more, none next to attention."""
     wide = set()
@@ -250,6 +280,12 @@ def _unit_of_every_node(joint: fx.GraphModule, units: JointUnits) -> dict[fx.Nod
     return unit_of
 
 
+def _is_made_again(node: fx.Node) -> bool:
+    """True where a backward may compute ``node`` again: pure operators, attention by its rule."""
+    maker = node.all_input_nodes[0] if is_item(node) else node
+    return is_pure(node) or (is_attention(maker) and is_repeatable(maker))
+
+
 @dataclass(slots=True, kw_only=True)
 class _Cut:
     """The tensors of the forward that the backward gets."""
@@ -280,7 +316,7 @@ class _Cut:
             return False
         unit = self.unit_of.get(reader)
         crosses = unit is not None and self.unit_of.get(base, unit) != unit
-        if crosses or must_be_saved(base) or not (is_pure(base) or base in self.remade):
+        if crosses or must_be_saved(base) or not (_is_made_again(base) or base in self.remade):
             self.saved.add(base)
             return True
         return False

@@ -69,8 +69,11 @@ def tile_cut(
     dropped: Dropped,
     *,
     above_bytes: int = 0,
+    by_heads: bool = False,
 ) -> Cut:
     """Returns ``cut`` with its wide regions in ``tiles`` tiles, very large ones in more.
+
+    Those are tiles of tokens; with ``by_heads`` of heads where that leaves fewer bytes.
 
     A region stays whole if its transients are not above ``above_bytes``, if tiles save too little,
     if it prints, writes into its inputs or returns one value twice, if ``accepts`` refuses all of
@@ -86,7 +89,7 @@ def tile_cut(
         if above_bytes and region_bytes <= above_bytes:
             continue
         try:
-            tiled = _best(region, tiles_of(tiles, region_bytes), accepts, runner)
+            tiled = _best(region, tiles_of(tiles, region_bytes), accepts, runner, by_heads=by_heads)
         except Exception as error:  # tiles are a possibility: without them the region runs whole
             dropped(f"region {name} is not run in tiles", error)
             continue
@@ -121,12 +124,12 @@ def tiles_of(tiles: int, region_bytes: int) -> int:
 
 
 def _best(
-    region: RegionGraph, tiles: int, accepts: Accepts, runner: PassRunner
+    region: RegionGraph, tiles: int, accepts: Accepts, runner: PassRunner, *, by_heads: bool
 ) -> TiledRegion | None:
     """Returns the first tiling of ``region`` that is accepted, which needs the fewest bytes."""
 
     def best() -> TiledRegion | None:
-        forms = tilings(region, tiles)
+        forms = tilings(region, tiles, by_heads=by_heads)
         return next((form for form in forms if accepts(RegionTiling.of(region, form))), None)
 
     return runner.derive(

@@ -66,11 +66,14 @@ class Totals:
         return value.new_empty(value.shape, dtype=torch.float32) if self.is_wide(node) else value
 
     def rounded(self, graph: fx.Graph, node: fx.Node, total: fx.Node) -> fx.Node:
-        """Returns the value of the sum ``node``, from the ``total`` of all tiles."""
-        if not self.is_wide(node):
+        """Returns the value of ``node``, one sum or several added up, from all tiles' ``total``."""
+        value, seen = node.meta["val"], total.meta["val"]
+        if seen.dtype is not value.dtype:
+            like = seen.new_empty(seen.shape, dtype=value.dtype)
+            total = call_like(graph, _to_dtype, (total, value.dtype), like=like)
+        if seen.shape == value.shape:
             return total
-        value = node.meta["val"]
-        return call_like(graph, _to_dtype, (total, value.dtype), like=value)
+        return call_like(graph, _aten.view.default, (total, list(value.shape)), like=value)
 
     def added(
         self,

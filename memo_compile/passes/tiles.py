@@ -15,6 +15,7 @@ Rewrite, x [4096, 64], w [64, 32768], 8 tiles:
                                                # after     loss = mul(acc, scale)
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -26,14 +27,16 @@ from memo_compile.analysis.purity import has_effect, is_check, is_collective, is
 from memo_compile.analysis.regions import RegionGraph, layout_of
 from memo_compile.analysis.row_rules import RowDim
 from memo_compile.analysis.rows import is_row_wise, row_layout
-from memo_compile.analysis.tile_chains import Chain, chains, transient_bytes
+from memo_compile.analysis.tile_chains import Chain, chains, head_chains, transient_bytes
 from memo_compile.analysis.views import (
     base_of,
+    bytes_of,
     is_item,
     is_tensor,
     is_view,
     makers_of,
     results_of,
+    shape_of,
     storage_of,
 )
 from memo_compile.passes.extract import Extract, call_like, extract
@@ -74,8 +77,11 @@ class TiledRegion:
         return replace(self.chain, gm=gm)
 
 
-def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
+def tilings(region: RegionGraph, tiles: int, *, by_heads: bool = False) -> list[TiledRegion]:
     """Returns ``region`` with one of its wide chains in tiles, fewest transient bytes first.
+
+    With ``by_heads`` its attention in tiles of heads comes before them, if that saves bytes of the
+    chain: an attention's kernels take memory beside their results, which no graph shows.
 
     Tilings that save too little are left out. There are none for a region with an effect (it
     prints, or writes into its inputs), or with an output that is an input or comes twice. Checks
@@ -93,6 +99,10 @@ def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
     if tiles < 2 or not is_plain:
         return []
     whole_bytes = transient_bytes(region.gm)
+    if by_heads:
+        of_heads = [_Splitter(region, chain).run() for chain in head_chains(region, tiles)]
+        if saving := [form for form in of_heads if form is not None and _saves_in_chain(form)]:
+            return sorted(saving, key=lambda form: form.transient_bytes)
     forms = [_Splitter(region, chain).run() for chain in chains(region, tiles)]
     tiled = [form for form in forms if form is not None]
     saves_little = all(form.transient_bytes > whole_bytes * (1 - FEW_SAVING) for form in tiled)
@@ -103,12 +113,21 @@ def tilings(region: RegionGraph, tiles: int) -> list[TiledRegion]:
     return sorted(saving, key=lambda form: form.transient_bytes)
 
 
+def _saves_in_chain(form: TiledRegion) -> bool:
+    """True if a tile and its totals take less than the chain for all rows."""
+    run, before = form.tiling.runs[0], results_of(form.parts[form.tiling.before].gm.graph)
+    totals = {running_sum.total for running_sum in run.sums}
+    tile_bytes = transient_bytes(form.parts[run.region].gm)
+    tile_bytes += sum(bytes_of(before[total]) for total in totals)
+    return tile_bytes < transient_bytes(form.chain.gm) * (1 - MIN_SAVING)
+
+
 class _Crossing(NamedTuple):
     """What the parts of a chain hand out, in the order of the parts' outputs; see ``_Splitter``."""
 
     early: list[fx.Node]
     rows: list[fx.Node]
-    sums: list[fx.Node]
+    totals: list[fx.Node]
     late: list[fx.Node]
 
 
@@ -119,6 +138,10 @@ class _EqualTiles(NamedTuple):
     num_tiles: int
     length: int
     start: int
+
+    def slice(self, row: RowDim) -> Slice:
+        """Returns the slices of a value with its rows at ``row``."""
+        return Slice(dim=row.dim, length=self.length * row.factor, start=self.start * row.factor)
 
 
 class _Splitter:
@@ -140,8 +163,12 @@ class _Splitter:
         self.static = {self.placeholders[at] for at in region.static_inputs}
         self.results = list(results_of(region.gm.graph))
         self.external = region.external_storages()
-        self.inside = chain.nodes | chain.sums
+        self.first_sum = {total: node for node, total in chain.sums.items()}
+        """Total -> one of the sums in it."""
+        self.inside = chain.nodes | makers_of(self.first_sum, lambda node: node not in chain.sums)
         self.behind = self._behind()
+        self.turned_dims: dict[fx.Node, RowDim | None] = {}
+        """The rows of copies in the chain that have them outermost."""
         num_equal, last_rows = divmod(chain.num_rows, chain.tile_rows)
         self.runs = [_EqualTiles("tile", num_equal, chain.tile_rows, 0)]
         if last_rows:
@@ -150,25 +177,29 @@ class _Splitter:
     def run(self) -> TiledRegion | None:
         """Returns the parts; None: a value cannot cross between them, or tiles cannot fill it."""
         # What each part makes, from the last to the first: after, the tiles, before.
-        late = [node for node in self.results if node in self.behind or self._is_rounded(node)]
+        late = [node for node in self.results if node in self.behind or self._is_finished(node)]
         after = extract(self.region.gm, [*late, *(self.checks & self.behind)], self._ends_after)
         wanted = {*after.inputs, *self.results} & self.chain.nodes
         rows = [node for node in self.nodes if node in wanted and not is_view(node)]
-        sums = [node for node in self.nodes if node in self.chain.sums]
+        totals = [node for node in self.nodes if node in self.first_sum]
         if not all(map(is_tensor, [*after.inputs, *rows])):
             return None  # a tuple that the parts would have to share
         not_in_tiles = [node for node in rows if not self._fills_ranges(node)]
         if not_in_tiles:
             return self._without(not_in_tiles)
-        chain = self._whole_chain([*rows, *_inputs_of(sums)])
+        chain = self._whole_chain(rows, _inputs_of(self._sums()))
         if chain is None:
             return None
         early = self._early([*after.inputs, *map(self._value_of, chain.inputs)])
-        crossing = _Crossing(early, rows, sums, late)
+        crossing = _Crossing(early, rows, totals, late)
         return self._tiled_region(self._before(crossing), chain, after, crossing)
 
-    def _whole_chain(self, ends: Sequence[fx.Node]) -> Extract | None:
-        """Returns the chain for all rows, which makes ``ends``; None: tiles cannot run it."""
+    def _whole_chain(self, rows: list[fx.Node], sources: list[fx.Node]) -> Extract | None:
+        """Returns the chain for all rows, which makes ``rows``, and ``sources`` of the sums.
+
+        None: tiles cannot run it.
+        """
+        ends = [*rows, *sources]
         if not ends:
             return None  # nothing reads what the chain makes
         chain = extract(self.region.gm, ends, self._ends_tile)
@@ -179,10 +210,21 @@ class _Splitter:
                 chain.copies[node].meta["val"] = _dense(node.meta["val"])
         if not all(self._is_aligned(node, chain) for node in chain.inputs):
             return None
-        chain.finish(ends)
+        filled = [self._turned(node, chain) for node in rows]
+        chain.graph.output((*filled, *(chain.copies[node] for node in sources)))
         if all(copy.op != "call_function" for copy in chain.copies.values()):
             return None  # nothing but sums of inputs
         return chain
+
+    def _turned(self, node: fx.Node, chain: Extract) -> fx.Node:
+        """Returns the copy of ``node`` in ``chain``, as tiles fill it."""
+        copy, row = chain.copies[node], self.dims[node]
+        if row is None or row.dim == 0 or not self._is_turned(node):
+            return copy
+        dense = _moved(chain.graph, copy, row.dim, 0)
+        for made in (dense, *dense.all_input_nodes):
+            self.turned_dims[made] = RowDim(dim=0, factor=row.factor)
+        return dense
 
     def _is_aligned(self, node: fx.Node, chain: Extract) -> bool:
         """True if every tile's slice of input ``node`` begins at a multiple of ALIGNMENT_BYTES.
@@ -199,23 +241,24 @@ class _Splitter:
         """Returns the part that makes early values, and allocates sums and rows."""
         ends = [*crossing.early, *(self.checks - self.behind)]
         before = extract(self.region.gm, ends, lambda node: node.op == "placeholder")
-        self._finish_before(before, crossing.early, crossing.sums, crossing.rows)
+        self._finish_before(before, crossing.early, crossing.totals, crossing.rows)
         return before
 
     def _tiled_region(
         self, before: Extract, chain: Extract, after: Extract, crossing: _Crossing
     ) -> TiledRegion:
         """Returns the region that calls the parts; cuts ``chain`` into tiles for that."""
-        early, rows, sums, late = crossing
+        early, rows, totals, late = crossing
         # Where the values lie for the parts that read them.
         places = _refs(Source.REGION_INPUT, self.placeholders)
-        places |= _refs(Source.BEFORE, [*early, *sums, *rows])
+        places |= _refs(Source.BEFORE, [*early, *totals, *rows])
         results = places | _refs(Source.AFTER, late)
         self._finish_after(after, late)
         dims = {copy: self.dims.get(node) for node, copy in chain.copies.items()}
-        tiles = [self._tiles(equal, chain, dims, rows, sums, places) for equal in self.runs]
+        dims |= self.turned_dims
+        tiles = [self._tiles(equal, chain, dims, rows, places) for equal in self.runs]
         transients = [*map(transient_bytes, (before.gm, after.gm)), *(size for _, _, size in tiles)]
-        parts = [self._part("before", before, [*early, *sums])]
+        parts = [self._part("before", before, [*early, *totals])]
         parts += [tile for _, regions, _ in tiles for tile in regions]
         has_after = bool(late or self.checks & self.behind)
         parts += [self._part("after", after, late)] if has_after else []
@@ -232,7 +275,7 @@ class _Splitter:
             parts={region.name: region for region in parts},
             tiling=tiling,
             num_rows=self.chain.num_rows,
-            transient_bytes=max(transients) + self._shared_bytes([*early, *rows], sums),
+            transient_bytes=max(transients) + self._shared_bytes([*early, *rows], totals),
             chain=self._tile_region("tile", chain.gm, chain),
             chain_dims=dims,
         )
@@ -243,33 +286,62 @@ class _Splitter:
         part: Extract,
         dims: Mapping[fx.Node, RowDim | None],
         rows: list[fx.Node],
-        sums: list[fx.Node],
         places: Mapping[fx.Node, Ref],
     ) -> tuple[TileRun, list[RegionGraph], int]:
         """Returns a run, the regions of a tile and of its sums, and a tile's transient bytes.
 
         ``part`` is the chain for all rows, with rows at ``dims``; its values lie at ``places``.
         """
+        sums = self._sums()
         gm = self._tile_graph(part, dims, len(rows), sums, equal.length)
         tile_bytes = transient_bytes(gm)
         tile = self._tile_region(equal.name, gm, part)
         inputs = [self._operand(node, part, places, equal) for node in part.inputs]
-        totals = [places[node].index for node in sums]
+        totals = [places[self.chain.sums[node]].index for node in sums]
         additions = take_sums_out(tile, inputs, len(rows), totals)
         run = TileRun(
             num_tiles=equal.num_tiles,
             region=tile.name,
             inputs=tuple(inputs),
             rows=tuple(
-                Rows(whole=places[node].index, slice=self._slice(node, equal)) for node in rows
+                Rows(whole=places[node].index, slice=equal.slice(self._filled(node)[1]))
+                for node in rows
             ),
             sums=tuple(running_sum for _, running_sum in additions),
         )
         return run, [tile, *(sum_region for sum_region, _ in additions)], tile_bytes
 
+    def _sums(self) -> list[fx.Node]:
+        return [node for node in self.nodes if node in self.chain.sums]
+
     def _is_rounded(self, node: fx.Node) -> bool:
-        """True for a sum whose total has more digits, so that ``after`` must round it."""
-        return node in self.chain.sums and self.totals.is_wide(node)
+        """True for a total that ``after`` must round, or give its shape."""
+        part = self.first_sum.get(node)
+        return part is not None and (self.totals.is_wide(part) or shape_of(part) != shape_of(node))
+
+    def _is_finished(self, node: fx.Node) -> bool:
+        """True for a value that tiles fill in another form than its readers expect."""
+        return self._is_rounded(node) or (node in self.chain.nodes and self._is_turned(node))
+
+    def _is_turned(self, node: fx.Node) -> bool:
+        """True for a value of heads that tiles fill with the heads outermost, and ``after`` copies.
+
+        The gradient of an output projection has them in dimension 1. The user's memory is not
+        filled in parts.
+        """
+        row, value = self.dims.get(node), node.meta["val"]
+        if not self.chain.by_heads or row is None or not value.is_contiguous():
+            return False
+        is_range = row_layout(value, row, self.chain.num_rows) is not None
+        return storage_of(node) in self.external or not is_range
+
+    def _filled(self, node: fx.Node) -> tuple[torch.Tensor, RowDim]:
+        """Returns a fake of the row-wise ``node`` as tiles fill it, and its rows there."""
+        row, value = self.dims[node], node.meta["val"]
+        assert row is not None, f"{node.name} is in the chain and carries no rows"
+        if self._is_turned(node):
+            value, row = _dense(value.movedim(row.dim, 0)), RowDim(dim=0, factor=row.factor)
+        return value, row
 
     def _without(self, values: Sequence[fx.Node]) -> TiledRegion | None:
         """Returns the region with a chain without ``values`` and their makers; None: as ``run``."""
@@ -343,8 +415,8 @@ class _Splitter:
 
     def _fills_ranges(self, node: fx.Node) -> bool:
         """True for a value of which every tile fills one aligned range of bytes."""
-        row, value = self.dims[node], node.meta["val"]
-        row_bytes = None if row is None else row_layout(value, row, self.chain.num_rows)
+        value, row = self._filled(node)
+        row_bytes = row_layout(value, row, self.chain.num_rows)
         if row_bytes is None or not value.is_contiguous():
             return False
         return row_bytes * self.chain.tile_rows % ALIGNMENT_BYTES == 0
@@ -352,9 +424,8 @@ class _Splitter:
     def _slice(self, node: fx.Node, equal: _EqualTiles) -> Slice:
         """Returns the slices of ``node``, which carries rows, in the tiles of a run."""
         row = self.dims[node]
-        assert row is not None, f"{node.name} is in the chain and carries no rows"
-        length, start = equal.length * row.factor, equal.start * row.factor
-        return Slice(dim=row.dim, length=length, start=start)
+        assert row is not None, f"{node.name} is read or made in slices and carries no rows"
+        return equal.slice(row)
 
     def _operand(
         self, node: fx.Node, part: Extract, places: Mapping[fx.Node, Ref], equal: _EqualTiles
@@ -367,9 +438,9 @@ class _Splitter:
         )
 
     def _finish_before(
-        self, before: Extract, early: list[fx.Node], sums: list[fx.Node], rows: list[fx.Node]
+        self, before: Extract, early: list[fx.Node], totals: list[fx.Node], rows: list[fx.Node]
     ) -> None:
-        """Gives ``before`` its outputs; the last ones are zeros for every sum and for ``rows``."""
+        """Gives ``before`` its outputs; the last are zeros for every total and for ``rows``."""
         graph = before.graph
         outputs = []
         for node in early:
@@ -378,8 +449,8 @@ class _Splitter:
                 dense, like = {"memory_format": torch.contiguous_format}, _dense(out.meta["val"])
                 out = call_like(graph, torch.ops.aten.clone.default, (out,), dense, like=like)
             outputs.append(out)
-        likes = [self.totals.like(node) for node in sums]
-        likes += [_dense(node.meta["val"]) for node in rows]
+        likes = [self.totals.like(self.first_sum[node]) for node in totals]
+        likes += [_dense(self._filled(node)[0]) for node in rows]
         for like in likes:
             options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
             full = torch.ops.aten.full.default
@@ -387,17 +458,26 @@ class _Splitter:
         graph.output(tuple(outputs))
 
     def _finish_after(self, after: Extract, late: list[fx.Node]) -> None:
-        """Gives ``after`` its outputs; totals with more digits are rounded first."""
-        last_input = after.copies[after.inputs[-1]] if after.inputs else None
-        for node in filter(self._is_rounded, after.inputs):
-            total = after.copies[node]
-            readers = list(total.users)
-            total.meta["val"] = self.totals.like(node)
-            with after.graph.inserting_after(last_input):
-                after.copies[node] = self.totals.rounded(after.graph, node, total)
+        """Gives ``after`` its outputs; first come those values that tiles fill in another form."""
+        first = next((node for node in after.graph.nodes if node.op != "placeholder"), None)
+        for node in filter(self._is_finished, after.inputs):
+            made = after.copies[node]
+            readers = list(made.users)
+            with after.graph.inserting_before(first) if first else contextlib.nullcontext():
+                after.copies[node] = self._finished(after.graph, node, made)
             for reader in readers:
-                reader.replace_input_with(total, after.copies[node])
+                reader.replace_input_with(made, after.copies[node])
         after.finish(late)
+
+    def _finished(self, graph: fx.Graph, node: fx.Node, made: fx.Node) -> fx.Node:
+        """Adds what makes ``node`` of ``made``, which the tiles have filled."""
+        if node in self.first_sum:
+            made.meta["val"] = self.totals.like(self.first_sum[node])
+            return self.totals.rounded(graph, node, made)
+        made.meta["val"], _ = self._filled(node)
+        row = self.dims[node]
+        assert row is not None, f"{node.name} is made in tiles"
+        return _moved(graph, made, 0, row.dim)
 
     def _tile_graph(
         self,
@@ -447,7 +527,7 @@ class _Splitter:
             at
             for at, output in enumerate(outputs)
             if storage_of(output) in self.external
-            and (name != "before" or not self._is_rounded(output))
+            and (name != "before" or not self._is_finished(output))
         }
         return replace(
             self.region,
@@ -457,13 +537,16 @@ class _Splitter:
             static_inputs=tuple(at for at, node in enumerate(part.inputs) if node in self.static),
         )
 
-    def _shared_bytes(self, values: Sequence[fx.Node], sums: Sequence[fx.Node]) -> int:
+    def _shared_bytes(self, values: Sequence[fx.Node], totals: Sequence[fx.Node]) -> int:
         """Returns the bytes of values that parts hand on and the region does not return."""
         returned = {storage_of(node) for node in self.results}
-        likes = {node: node.meta["val"] for node in values if storage_of(node) not in returned}
-        for node in sums:
-            if self._is_rounded(node) or storage_of(node) not in returned:
-                likes[node] = self.totals.like(node)
+        shared = [
+            node
+            for node in (*values, *totals)
+            if self._is_finished(node) or storage_of(node) not in returned
+        ]
+        likes = {node: node.meta["val"] for node in shared}
+        likes |= {node: self.totals.like(self.first_sum[node]) for node in shared if node in totals}
         return sum(int(like.nbytes) for like in likes.values())
 
 
@@ -473,6 +556,18 @@ def _refs(source: Source, nodes: Sequence[fx.Node]) -> dict[fx.Node, Ref]:
 
 def _inputs_of(sums: Sequence[fx.Node]) -> list[fx.Node]:
     return list(dict.fromkeys(source for node in sums for source in node.all_input_nodes))
+
+
+def _moved(graph: fx.Graph, node: fx.Node, source: int, target: int) -> fx.Node:
+    """Adds a dense copy of ``node`` with dimension ``source`` at ``target``."""
+    value = node.meta["val"]
+    order = list(range(value.dim()))
+    order.insert(target, order.pop(source))
+    moved = call_like(
+        graph, torch.ops.aten.permute.default, (node, order), like=value.permute(order)
+    )
+    dense, like = {"memory_format": torch.contiguous_format}, _dense(moved.meta["val"])
+    return call_like(graph, torch.ops.aten.clone.default, (moved,), dense, like=like)
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
