@@ -17,6 +17,9 @@ import torch
 pytestmark = pytest.mark.full
 
 MOST_OVER_BUDGET = 1.005
+HEAP_BYTES = 3 * 2**19
+"""Free heap that kernels of a backward and of an update on the host may use beside a budget: more
+than the part above where budgets are small (docs/limits.md)."""
 STATE_BYTES = 3 * 97 * 2**20
 """Less than what gradients and AdamW's state of the model take."""
 
@@ -68,8 +71,8 @@ def test_a_whole_step_stays_below_its_budget(
     assert (ours["budget"] < STATE_BYTES) == (over_floor < 2)
     assert ours["losses"] == plain["losses"]
     assert_same_weights(ours, plain)
-    ratios = [peak / ours["budget"] for peak in ours["peaks"]]
-    assert max(ratios) <= MOST_OVER_BUDGET, ratios
+    most_bytes = max(MOST_OVER_BUDGET * ours["budget"], ours["budget"] + HEAP_BYTES)
+    assert max(ours["peaks"]) <= most_bytes, [peak / ours["budget"] for peak in ours["peaks"]]
     resumed = trained(tmp_path, **training, resumes=True)
     assert resumed["losses"] == ours["losses"][len(ours["losses"]) // 2 :]
     assert_same_weights(resumed, plain)
