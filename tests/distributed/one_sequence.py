@@ -10,13 +10,22 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import memo_compile
 from memo_compile.backends.entry import large_blocks_leave_the_heap
 from memo_compile.errors import MemoError
 from memo_compile.reporting import state
-from tests.distributed.llama import LAYERS, VOCABULARY, Core, Llama, gradient_errors
+from tests.distributed.llama import (
+    LAYERS,
+    VOCABULARY,
+    Core,
+    Llama,
+    gradient_errors,
+    parallelize,
+)
 from tests.numerics.first_step import watches_of
 
 
@@ -28,9 +37,10 @@ def lengths_of(num_tokens: int, num_ranks: int) -> list[int]:
 class Ulysses(nn.Module):
     """Attention of a rank's tokens: before and after it all-to-alls swap tokens for heads."""
 
-    def __init__(self, lengths: list[int], *, causal: bool) -> None:
+    def __init__(self, lengths: list[int], group: dist.ProcessGroup, *, causal: bool) -> None:
         super().__init__()
-        self.lengths, self.causal, self.group = lengths, causal, dist.group.WORLD
+        self.lengths, self.causal, self.group = lengths, causal, group
+        self.tokens = lengths[group.rank()]
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = map(self.all_tokens, (q, k, v))
@@ -46,7 +56,7 @@ class Ulysses(nn.Module):
 
     def all_heads(self, y: torch.Tensor) -> torch.Tensor:
         """[1, heads here, all tokens, width] -> [1, heads, tokens here, width]."""
-        num_ranks, tokens = len(self.lengths), self.lengths[dist.get_rank()]
+        num_ranks, tokens = len(self.lengths), self.tokens
         rows = y.squeeze(0).transpose(0, 1)
         swapped = self.exchange(rows, [tokens] * num_ranks, self.lengths)
         heads = swapped.view(num_ranks, tokens, *rows.shape[1:]).transpose(1, 2)
@@ -59,9 +69,9 @@ class Ulysses(nn.Module):
 
 
 class Ring(nn.Module):
-    """Attention of a rank's queries to all keys and values, which go around."""
+    """Attention of a rank's queries to all keys and values, which go around all ranks."""
 
-    def __init__(self, lengths: list[int], *, causal: bool) -> None:
+    def __init__(self, lengths: list[int], _: dist.ProcessGroup, *, causal: bool) -> None:
         super().__init__()
         self.lengths, self.causal = lengths, causal
 
@@ -163,17 +173,26 @@ def trained(
     causal: bool = True,
     num_tokens: int = 35,
     num_layers: int = LAYERS,
+    num_tensor: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
-    """Two steps of both; the errors and the most memory of each."""
+    """Two steps of both; the errors and the most memory of each.
+
+    ``num_tensor`` neighbouring ranks have the same tokens, and share each layer's weights.
+    """
     torch._dynamo.reset()
     state.reset()
     torch.manual_seed(0)
-    rank, lengths = dist.get_rank(), lengths_of(num_tokens, dist.get_world_size())
+    num_parts = dist.get_world_size() // num_tensor
+    mesh = init_device_mesh("cpu", (num_parts, num_tensor), mesh_dim_names=("tokens", "tensor"))
+    group, lengths = mesh["tokens"].get_group(), lengths_of(num_tokens, num_parts)
+    rank = group.rank()
     ours, alone = Llama(num_layers), Llama(num_layers)
     alone.load_state_dict(ours.state_dict())
+    if num_tensor > 1:
+        parallelize(ours, mesh["tensor"], sequence=False)
     for layer in ours.layers:
-        layer.attention.core = KINDS[kind](lengths, causal=causal)
+        layer.attention.core = KINDS[kind](lengths, group, causal=causal)
     for layer in alone.layers:
         layer.attention.core = Core(causal=causal)
     given = {"strict": True, "optimizer_state_bytes_per_parameter": 0, **options}
@@ -193,7 +212,8 @@ def trained(
         held_bytes = sum(tensor.nbytes for tensor in (*ours.parameters(), mine))
         peaks.append(held_bytes + watches[0].growth_bytes)
         for parameter in ours.parameters():
-            dist.all_reduce(parameter.grad)
+            is_part = isinstance(parameter.grad, DTensor)
+            dist.all_reduce(parameter.grad.to_local() if is_part else parameter.grad, group=group)
         alone(ids).backward()
         errors.append(gradient_errors(ours, alone))
     report = memo_compile.report()

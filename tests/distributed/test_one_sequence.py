@@ -23,6 +23,9 @@ COLLECTIVES = {"ulysses": lambda num_ranks: 8, "ring": lambda num_ranks: 3 * num
 """Of a layer: q, k, v and the result, each way; keys with values go around but for the last step,
 in both halves, and their gradients all the way home."""
 
+REDUCTIONS = 2 + 5
+"""Of a tensor parallel layer, forwards and backwards."""
+
 
 def test_gradients_are_those_of_one_process(tmp_path, subtests):
     assert_right(tmp_path, subtests, SETTINGS, 2)
@@ -32,17 +35,25 @@ def test_gradients_are_those_of_one_process(tmp_path, subtests):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
-def test_three_budgets_from_the_floor(kind, lowering, num_ranks, tmp_path, subtests):
-    """Causal or not, lengths that do not divide and one that does, copies early and late."""
-    settings = [
-        {"kind": kind, "lowering": lowering, "above": [1.04, 1.12], **varied}
-        for varied in (
-            {"num_tokens": 37, "debug": LATE},
-            {"num_tokens": 37, "causal": False, "debug": EARLY},
-            {"num_tokens": 32, "debug": EARLY},
-        )
-    ]
+@pytest.mark.parametrize(
+    "varied",
+    [
+        {"num_tokens": 37, "debug": LATE},
+        {"num_tokens": 37, "causal": False, "debug": EARLY},
+        {"num_tokens": 32, "debug": EARLY},
+    ],
+    ids=["causal", "all see all", "lengths that divide"],
+)
+def test_three_budgets_from_the_floor(kind, lowering, num_ranks, varied, tmp_path, subtests):
+    settings = [{"kind": kind, "lowering": lowering, "above": [1.04, 1.12], **varied}]
     assert_right(tmp_path, subtests, settings, num_ranks)
+
+
+@pytest.mark.full
+def test_ulysses_of_tensor_parallel_layers(tmp_path, subtests):
+    """Two pairs of ranks: a pair shares each layer's weights, and the pairs share the tokens."""
+    setting = {**SETTINGS[0], "num_tensor": 2, "memory_budget": 200_000}
+    assert_right(tmp_path, subtests, [setting], 4)
 
 
 @pytest.mark.full
@@ -53,7 +64,7 @@ def test_each_rank_keeps_its_budget(kind, tmp_path, subtests):
         {
             "kind": kind,
             "lowering": "aten",
-            "num_tokens": 32_768,
+            "num_tokens": 8192,
             "num_layers": 4,
             "above": [1.1],
             "host_budget": 0,
@@ -76,6 +87,7 @@ def assert_right(folder, subtests, settings, num_ranks):
                 assert found["unplanned_steps"] == found["num_unwaited"] == 0
                 (num_layers,) = found["layers"]
                 per_layer = COLLECTIVES[setting["kind"]](num_ranks)
+                per_layer += REDUCTIONS if "num_tensor" in setting else 0
                 assert found["num_collectives"] == num_layers * per_layer
                 assert found["peak_bytes"] <= found["budget_bytes"]
                 for errors in found["errors"]:
