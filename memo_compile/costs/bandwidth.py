@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from memo_runtime.arena import arena_of
 from memo_runtime.copies import Lane, engine_of
-from memo_runtime.host_store import FILE_PREFIX, HostStore, HostStoreError
+from memo_runtime.host_store import FILE_PREFIX, HostStore
+from memo_runtime.pinned_memory import HostStoreError
 
 from memo_compile.config import user_store
 from memo_compile.costs.hardware_measure import device_name, machine, run_times
@@ -80,6 +82,7 @@ def measure_copies(device: torch.device, kind: str) -> CopyBandwidth:
     Files are timed in the system's page cache; a disk may be slower in the long run. Raises
     HostStoreError: the host refused even 64 MiB of it, or half of what a smaller disk has free.
     """
+    arena_of(device).host.wait()  # what is being pinned would take the link's time
     num_bytes = _timed_bytes(kind)
     store = HostStore(kind, num_bytes)
     on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)

@@ -15,8 +15,8 @@ from typing import Any
 from memo_runtime.arena import ArenaError, arena_of
 from memo_runtime.backward_run import BackwardRun
 from memo_runtime.heap import COUNTED_LATE_BYTES
-from memo_runtime.host_store import HostStoreError
 from memo_runtime.leases import StepCounters, leases
+from memo_runtime.pinned_memory import HostStoreError
 from memo_runtime.run_step import StepPlan, begin_backward, ran_before, run_forward
 
 from memo_compile.config import MemoConfig

@@ -33,6 +33,7 @@ from memo_compile.driver.gradient_watch import GradientWatch
 from memo_compile.driver.knowledge import StepKnowledge
 from memo_compile.driver.layer_weights import move_to_host
 from memo_compile.driver.left_whole import say_dropped
+from memo_compile.driver.pinned_early import pinned_early
 from memo_compile.driver.plan_step import plan_step
 from memo_compile.driver.stages import CapturedStep, CutStep, LoweredStep, PlannedStep, PlanRequest
 from memo_compile.driver.step_planner import require_fast
@@ -68,8 +69,9 @@ def assemble(
         ArenaError, HostStoreError: as ``Assembly.reserve``.
     """
     step = captured if isinstance(captured, CutStep) else cut_step(captured, config, accepts)
-    lowered = lower_step(step, config, for_cuda=step.facts.device.type == "cuda")
-    return assemble_lowered(lowered, config, request)
+    with pinned_early(step, config):
+        lowered = lower_step(step, config, for_cuda=step.facts.device.type == "cuda")
+        return assemble_lowered(lowered, config, request)
 
 
 def assemble_lowered(lowered: LoweredStep, config: MemoConfig, request: PlanRequest) -> Assembly:

@@ -6,12 +6,10 @@ over them has gone: a view that is still in use can never dangle.
 """
 
 import contextlib
-import logging
 import mmap
 import os
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,31 +17,20 @@ from pathlib import Path
 
 import torch
 
+from memo_runtime import pinned_memory
+from memo_runtime.pinned_memory import HostStoreError, PinnedMemory, borders
 from memo_runtime.stream_order import StreamOrder
-
-log = logging.getLogger("memo")
 
 _CPU = torch.device("cpu")
 
 ALIGNMENT = 512
 """Tensors that share a store begin at multiples of so many bytes, as those of an arena do."""
 
-PART_BYTES = 2**30
-"""Memory is registered with CUDA in parts of this size, a multiple of a page. One call for tens of
-GB takes seconds in which nothing can be said and no interrupt ends it."""
-
-SILENT_S = 2.0
-"""Seconds of registering after which its progress is logged, and again after as many."""
+PREPARED = -1
+"""The key of the plan that is being made, in place of its own: what it needs is not known yet."""
 
 FILE_PREFIX = "file:"
 """A kind ``file:DIR`` is a memory-mapped temporary file in DIR."""
-
-
-class HostStoreError(MemoryError):
-    """Host memory for offloaded activations was refused; the message says which option to change.
-
-    The step itself is sound: with a smaller host budget, or another kind of store, it can run.
-    """
 
 
 _live: "weakref.WeakSet[HostStore]" = weakref.WeakSet()
@@ -66,24 +53,42 @@ class HostStore:
     """``size_bytes`` of page-aligned host memory.
 
     ``kind`` is ``shm`` (anonymous shared memory, in /proc ``RssShmem``), ``pinned`` (private memory
-    that is registered with CUDA, so that copies run beside kernels) or ``file:DIR``. Raises
-    HostStoreError: the memory, the disk space or its registration was refused.
+    that is registered with CUDA, so that copies run beside kernels) or ``file:DIR``. Unless it
+    ``is_fixed``, ``pinned`` can be resized. Raises HostStoreError: memory, disk space or
+    registration was refused.
     """
 
-    def __init__(self, kind: str, size_bytes: int, device: torch.device = _CPU) -> None:
+    def __init__(
+        self, kind: str, size_bytes: int, device: torch.device = _CPU, *, is_fixed: bool = True
+    ) -> None:
         self.kind = kind
         self.order = StreamOrder(device)
         """Between the steps that use it one after another, on streams of ``device``."""
-        self.size_bytes = size_bytes
+        self._size_bytes = size_bytes
         self.pid = os.getpid()
         self.leased = False
         self.plans: set[int] = set()
         """Keys of the plans that have used it."""
-        self._tensor: torch.Tensor | None = _mapped(kind, size_bytes)
+        self.pinned: PinnedMemory | None = None
+        self._tensor: torch.Tensor | None = None
+        with _refusals(kind, size_bytes):
+            if kind == "pinned":
+                self.pinned = PinnedMemory(size_bytes, device, is_fixed=is_fixed)
+                self._tensor = self.pinned.tensor
+            else:
+                self._tensor = _mapped(kind, size_bytes)
         _live.add(self)
         self._unpin: weakref.finalize | None = None
-        if kind == "pinned":
-            self._unpin = _pin(self, self._tensor)
+        if self.pinned is not None:
+            self._unpin = weakref.finalize(
+                self, self.pinned.close
+            )  # at the latest when Python exits
+            self.pinned.resize(size_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Its bytes; of pinned memory those that are pinned by now."""
+        return self._size_bytes if self.pinned is None else self.pinned.pinned_bytes
 
     def bytes(self, num_bytes: int, offset_bytes: int = 0) -> torch.Tensor:
         """``num_bytes`` of the store from ``offset_bytes`` as a uint8 tensor, without a copy.
@@ -103,44 +108,35 @@ class HostStore:
         """Frees the memory once the last tensor over it has gone. A second call does nothing."""
         if self._unpin is not None:
             self._unpin()
-        self._tensor = None
+        self._tensor = self.pinned = None
         _live.discard(self)
+
+
+@contextlib.contextmanager
+def _refusals(kind: str, size_bytes: int) -> Iterator[None]:
+    """Turns an OSError of the block into a HostStoreError that names the options."""
+    try:
+        yield
+    except OSError as error:
+        raise HostStoreError(
+            f"memo: host memory for offloaded activations was refused: {size_bytes} B as {kind} "
+            f"({error}). Lower host_budget, or choose another host_store"
+        ) from error
 
 
 def _mapped(kind: str, size_bytes: int) -> torch.Tensor:
     """A tensor over new memory of ``kind``; the mapping goes with the tensor's storage."""
     if size_bytes <= 0:
         raise AssertionError(f"expected a size in bytes, got {size_bytes}")
-    try:
-        if kind.startswith(FILE_PREFIX):
-            memory = _mapped_file(Path(kind.removeprefix(FILE_PREFIX)), size_bytes)
-        elif kind == "pinned":
-            memory = _mapped_to_pin(size_bytes)
-        elif kind == "shm":
-            memory = mmap.mmap(-1, size_bytes)
-        else:
-            raise HostStoreError(
-                f"memo: expected the host store to be shm, pinned or {FILE_PREFIX}DIR, got {kind}"
-            )
-    except OSError as error:
+    if kind.startswith(FILE_PREFIX):
+        memory = _mapped_file(Path(kind.removeprefix(FILE_PREFIX)), size_bytes)
+    elif kind == "shm":
+        memory = mmap.mmap(-1, size_bytes)
+    else:
         raise HostStoreError(
-            f"memo: host memory for offloaded activations was refused: {size_bytes} B as {kind} "
-            f"({error}). Lower host_budget, or choose another host_store"
-        ) from error
+            f"memo: expected the host store to be shm, pinned or {FILE_PREFIX}DIR, got {kind}"
+        )
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _mapped_to_pin(size_bytes: int) -> mmap.mmap:
-    """Memory in huge pages, where the system has them: CUDA registers it twice as fast.
-
-    A forked child does not get it: it cannot use CUDA, and no page may be copied away from under
-    the device.
-    """
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.madvise(mmap.MADV_DONTFORK)
-    return memory
 
 
 def _mapped_file(folder: Path, size_bytes: int) -> mmap.mmap:
@@ -155,9 +151,9 @@ def parts(host: torch.Tensor) -> Iterator[tuple[int, int]]:
 
     CUDA refuses a copy that begins in one registered part and ends in another.
     """
-    first, size = host.storage_offset(), host.numel()
-    borders = range((first // PART_BYTES + 1) * PART_BYTES - first, size, PART_BYTES)
-    yield from zip((0, *borders), (*borders, size), strict=True)
+    first = int(host.storage_offset())
+    for start, end in borders(first, first + host.numel()):
+        yield start - first, end - first
 
 
 def end_to_end(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
@@ -167,57 +163,12 @@ def end_to_end(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
     """
     offsets, end = [], 0
     for size_bytes in sizes_bytes:
-        if size_bytes <= PART_BYTES and end % PART_BYTES + size_bytes > PART_BYTES:
-            end += -end % PART_BYTES
+        part_bytes = pinned_memory.PART_BYTES
+        if size_bytes <= part_bytes and end % part_bytes + size_bytes > part_bytes:
+            end += -end % part_bytes
         offsets.append(end)
         end += -(-size_bytes // ALIGNMENT) * ALIGNMENT
     return offsets, end
-
-
-def _pin(store: HostStore, memory: torch.Tensor) -> weakref.finalize:
-    """Registers ``memory`` with CUDA; the finalizer undoes it, at the latest when Python exits."""
-    if not torch.cuda.is_available():
-        raise HostStoreError("memo: expected a CUDA device to pin memory for; set host_store='shm'")
-    registered: list[int] = []
-    unpin = weakref.finalize(store, _unpin, memory, store.pid, registered)
-    said_s = time.monotonic()
-    try:
-        for start, end in parts(memory):
-            _register(memory.data_ptr() + start, end - start, store.size_bytes)
-            registered.append(memory.data_ptr() + start)
-            if time.monotonic() - said_s >= SILENT_S:
-                said_s = time.monotonic()
-                log.info("memo: %d of %d B of host memory are pinned", end, store.size_bytes)
-    except BaseException:
-        unpin()
-        raise
-    return unpin
-
-
-def _register(address: int, num_bytes: int, all_bytes: int) -> None:
-    """Registers one part with CUDA. Raises HostStoreError, which names the bytes of all parts."""
-    code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
-    if int(code) != 0:
-        reason = torch.cuda.cudart().cudaGetErrorString(code)
-        _clear_cuda_error()
-        raise HostStoreError(
-            f"memo: CUDA refused to pin {all_bytes} B of host memory ({reason}). Raise the "
-            "limit of locked memory (ulimit -l), lower host_budget, or set host_store='shm' "
-            "for pageable memory, which copies more slowly"
-        )
-
-
-def _unpin(memory: torch.Tensor, pid: int, registered: list[int]) -> None:
-    if pid == os.getpid() and registered:  # a forked child has no CUDA context to ask
-        torch.cuda.synchronize()
-        for address in registered:
-            torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _clear_cuda_error() -> None:
-    """Make CUDA forget the refusal: the next launch check reports and resets it, so provoke one."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -230,8 +181,29 @@ class HostPool:
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Re-entrant: the collector may end a lease while this thread holds it."""
 
+    def prepare(self, size_bytes: int) -> None:
+        """Begins to pin memory for the plan that is being made, beside the caller.
+
+        ``acquire`` takes it and makes it as large as it must be; ``forget(PREPARED)`` frees it.
+        """
+        with self.lock, contextlib.suppress(HostStoreError):  # ``acquire`` will say it
+            if not any(store.kind == "pinned" and not store.leased for store in self.stores):
+                store = HostStore("pinned", 0, self.device, is_fixed=False)
+                store.plans.add(PREPARED)
+                self.stores.append(store)
+                assert store.pinned is not None, "it was asked for"
+                if size_bytes <= store.pinned.room_bytes:
+                    store.pinned.begin(size_bytes)
+
+    def wait(self) -> None:
+        """Waits until nothing is being pinned: it would be in the way of copies that are timed."""
+        with self.lock:
+            for store in self.stores:
+                if store.pinned is not None:
+                    store.pinned.wait()
+
     def acquire(self, kind: str, size_bytes: int, plan_key: int) -> HostStore:
-        """The smallest free store that fits; else a new one, which replaces a free one too small.
+        """The smallest free store that fits; else the prepared one, or a new one that replaces one.
 
         Raises HostStoreError: new memory was refused.
         """
@@ -240,23 +212,32 @@ class HostPool:
             self.stores = [store for store in self.stores if store.pid == os.getpid()]
             free = [store for store in self.stores if not store.leased and store.kind == kind]
             fitting = [store for store in free if store.size_bytes >= size_bytes]
+            fitting = [store for store in fitting if PREPARED not in store.plans]
             if fitting:
                 store = min(fitting, key=lambda store: store.size_bytes)
             else:
-                store = self._replacement(free, kind, size_bytes)
+                store = self._made(free, kind, size_bytes)
             store.order.begin()
             store.leased = True
             store.plans.add(plan_key)
             return store
 
-    def _replacement(self, free: list[HostStore], kind: str, size_bytes: int) -> HostStore:
-        """Returns a new store; the largest of the ``free`` ones, too small, goes first if any."""
+    def _made(self, free: list[HostStore], kind: str, size_bytes: int) -> HostStore:
+        """Returns the prepared store in this size; else a new one, for which a ``free`` one goes.
+
+        One that a plan has used is not resized: CUDA graphs may hold its addresses.
+        """
         plans: set[int] = set()
         if free:
-            small = max(free, key=lambda store: store.size_bytes)
-            plans = small.plans
-            self.stores.remove(small)
-            small.close()
+            other = max(free, key=lambda store: (PREPARED in store.plans, store.size_bytes))
+            plans = other.plans - {PREPARED}
+            self.stores.remove(other)
+            if other.pinned is not None and size_bytes <= other.pinned.room_bytes and not plans:
+                other.pinned.resize(size_bytes)
+                other.plans = plans
+                self.stores.append(other)
+                return other
+            other.close()
         store = HostStore(kind, size_bytes, self.device)
         store.plans |= plans
         self.stores.append(store)
@@ -286,9 +267,10 @@ class HostPool:
         with self.lock:
             free = [store for store in self.stores if not store.leased]
             self.stores = [store for store in self.stores if store.leased]
+            freed_bytes = sum(store.size_bytes for store in free)
             for store in free:
                 store.close()
-            return sum(store.size_bytes for store in free)
+            return freed_bytes
 
     def _drop_unneeded(self) -> None:
         for store in list(self.stores):

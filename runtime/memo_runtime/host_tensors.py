@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from memo_runtime.host_store import HostStore, HostStoreError
+from memo_runtime.host_store import HostStore
+from memo_runtime.pinned_memory import HostStoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,9 @@ IS_EMULATED = "EMULATED_CUDA" in os.environ
 
 CALLS_THE_DEVICE = [
     *("test_attention.py", "test_budget.py", "test_cuda_graphs.py", "test_fragmentation.py"),
-    *("test_launches.py", "test_memory.py", "test_offline.py", "test_order.py"),
-    *("test_overlap.py", "test_refusals.py", "test_survival.py", "test_training_state.py"),
+    *("test_host_pool.py", "test_launches.py", "test_memory.py", "test_offline.py"),
+    *("test_order.py", "test_overlap.py", "test_refusals.py", "test_survival.py"),
+    "test_training_state.py",
 ]
 collect_ignore = [] if IS_EMULATED else CALLS_THE_DEVICE
 """What calls the emulated device itself does not even import without it."""

@@ -1,16 +1,20 @@
 """Host memory: exact size, kinds, refusals, and the pool of host frames."""
 
+import contextlib
 import gc
 import mmap
 import os
 import re
+import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from memo_runtime import host_store
-from memo_runtime.host_store import HostPool, HostStore, HostStoreError, bytes_held
+from memo_runtime import host_store, pinned_memory
+from memo_runtime.host_store import PREPARED, HostPool, HostStore, bytes_held
+from memo_runtime.pinned_memory import HostStoreError
 
 MIB = 2**20
 
@@ -119,36 +123,45 @@ def cudart(monkeypatch):
     fake = FakeCudart(0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     return fake
 
 
 def test_pinned_memory_is_registered_in_parts_and_its_progress_is_said(cudart, monkeypatch, caplog):
-    monkeypatch.setattr(host_store, "PART_BYTES", 8192)
-    monkeypatch.setattr(host_store, "SILENT_S", 0.0)
+    monkeypatch.setattr(pinned_memory, "PART_BYTES", 8192)
+    monkeypatch.setattr(pinned_memory, "SILENT_S", 0.0)
     caplog.set_level("INFO", "memo")
     store = HostStore("pinned", 20000)
     start = store.bytes(1).data_ptr()
     assert cudart.registered == {start: 8192, start + 8192: 8192, start + 16384: 3616}
-    assert "8192 of 20000 B of host memory are pinned" in caplog.text
+    assert re.search(r"\d+ of 20000 B of host memory are pinned", caplog.text)
     store.close()
     assert cudart.registered == {}
 
 
 @pytest.mark.parametrize("error", [HostStoreError, KeyboardInterrupt])
 def test_parts_are_given_back_when_one_is_refused_or_interrupted(cudart, monkeypatch, error):
-    monkeypatch.setattr(host_store, "PART_BYTES", 8192)
-    monkeypatch.setattr(host_store, "_clear_cuda_error", lambda: None)
+    monkeypatch.setattr(pinned_memory, "PART_BYTES", 8192)
+    monkeypatch.setattr(pinned_memory, "_clear_cuda_error", lambda: None)
     cudart.limit_bytes = 20000
     if error is KeyboardInterrupt:
-        monkeypatch.setattr(host_store, "_clear_cuda_error", interrupted)
+        monkeypatch.setattr(pinned_memory.PinnedMemory, "wait", interrupted_once())
     with pytest.raises(error):
         HostStore("pinned", 30000)
     assert cudart.registered == {}
 
 
-def interrupted() -> None:
-    raise KeyboardInterrupt
+def interrupted_once() -> Callable[[pinned_memory.PinnedMemory], None]:
+    wait, calls = pinned_memory.PinnedMemory.wait, iter((False, True))
+
+    def interrupted(memory: pinned_memory.PinnedMemory) -> None:
+        if next(calls, False):  # the first is before anything has begun
+            raise KeyboardInterrupt
+        wait(memory)
+
+    return interrupted
 
 
 @pytest.mark.parametrize(
@@ -163,9 +176,119 @@ def interrupted() -> None:
     ],
 )
 def test_parts_of_a_range(monkeypatch, offset, num_bytes, expected):
-    monkeypatch.setattr(host_store, "PART_BYTES", 8192)
+    monkeypatch.setattr(pinned_memory, "PART_BYTES", 8192)
     store = HostStore("shm", 30000)
     assert list(host_store.parts(store.bytes(num_bytes, offset))) == expected
+
+
+@pytest.fixture
+def slow(cudart, monkeypatch):
+    """Parts are of two pages, and none is registered before ``slow.set()``."""
+    monkeypatch.setattr(pinned_memory, "PART_BYTES", 8192)
+    go, at_once = threading.Event(), cudart.cudaHostRegister
+
+    def registered(*arguments: int) -> int:
+        assert go.wait(60)
+        return at_once(*arguments)
+
+    cudart.cudaHostRegister = registered
+    yield go
+    go.set()
+
+
+def sizes(cudart: FakeCudart) -> list[int]:
+    return [size for _, size in sorted(cudart.registered.items())]
+
+
+@pytest.mark.parametrize("size", [1000, 8192, 30000, 100_000, 120_000])
+def test_what_is_pinned_beside_a_compilation_becomes_as_large_as_its_plan(cudart, slow, size):
+    pool = HostPool()
+    pool.prepare(100_000)  # returns, although nothing is registered
+    (store,) = pool.stores
+    assert store.size_bytes == 0
+    begun = [thread for thread in store.pinned._threads if thread.is_alive()]
+    assert len(begun) == pinned_memory.NUM_THREADS
+    slow.set()
+    start = store._tensor.data_ptr()
+    assert pool.acquire("pinned", size, 1) is store
+    assert (store.size_bytes, store.bytes(1).data_ptr(), store.plans) == (size, start, {1})
+    assert sizes(cudart) == [8192] * (size // 8192) + ([size % 8192] if size % 8192 else [])
+    pool.forget(PREPARED)
+    assert sum(sizes(cudart)) == size
+    pool.release(store)
+    pool.forget(1)
+    assert cudart.registered == {}
+
+
+def test_what_no_plan_needs_is_given_back_without_pinning_the_rest(cudart, slow):
+    pool = HostPool()
+    pool.prepare(1 << 20)
+    threading.Timer(0.2, slow.set).start()
+    pool.forget(PREPARED)  # waits for the parts that have begun
+    assert (pool.stores, cudart.registered) == ([], {})
+
+
+def test_a_frame_that_a_plan_has_used_keeps_its_size_or_goes(cudart, monkeypatch):
+    """CUDA graphs hold its addresses."""
+    monkeypatch.setattr(pinned_memory, "PART_BYTES", 8192)
+    pool = HostPool()
+    pool.prepare(20000)
+    small = pool.acquire("pinned", 20000, 1)
+    pool.release(small)
+    assert pool.acquire("pinned", 100, 2) is small
+    assert small.size_bytes == 20000
+    pool.release(small)
+    large = pool.acquire("pinned", 40000, 3)
+    assert large is not small
+    assert (pool.stores, large.plans, sum(sizes(cudart))) == ([large], {1, 2, 3}, 40000)
+    large.close()
+
+
+def test_a_refusal_beside_a_compilation_is_said_when_the_memory_is_needed(cudart, monkeypatch):
+    monkeypatch.setattr(pinned_memory, "PART_BYTES", 8192)
+    monkeypatch.setattr(pinned_memory, "_clear_cuda_error", lambda: None)
+    cudart.limit_bytes, pool = 50_000, HostPool()
+    pool.prepare(100_000)
+    pool.wait()
+    with pytest.raises(HostStoreError, match=r"refused to pin 100000 B .*ulimit -l: "):
+        pool.acquire("pinned", 100_000, 1)
+    assert (pool.stores, cudart.registered) == ([], {})
+    pool.prepare(100_000)
+    store = pool.acquire("pinned", 40_000, 1)
+    assert store.size_bytes == 40_000
+    store.close()
+
+
+def test_a_system_that_grants_no_more_addresses(cudart, monkeypatch):
+    real = mmap.mmap
+
+    def limited(file: int, size: int, **flags: int) -> mmap.mmap:
+        if size > MIB:
+            raise OSError(12, "Cannot allocate memory")
+        return real(file, size, **flags)
+
+    monkeypatch.setattr(mmap, "mmap", limited)
+    pool = HostPool()
+    pool.prepare(100_000)  # not begun
+    assert cudart.registered == {}
+    for size in (40_000, 100_000):  # the second takes the first one's place
+        pool.release(pool.acquire("pinned", size, 1))
+        assert [store.size_bytes for store in pool.stores] == [size]
+    pool.forget(1)
+    assert cudart.registered == {}
+
+
+def test_addresses_take_no_memory(cudart):
+    gc.collect()
+    before, held = resident("RssAnon"), bytes_held("pinned", 0)
+    pool = HostPool()
+    pool.prepare(64 * MIB)
+    pool.wait()
+    assert resident("RssAnon") - before > 60 * MIB  # touched before it is registered
+    assert bytes_held("pinned", 0) - held == 64 * MIB
+    store = pool.acquire("pinned", 4 * MIB, 1)
+    assert resident("RssAnon") - before < 8 * MIB
+    assert store.size_bytes == 4 * MIB
 
 
 def test_pinned_memory_is_unregistered_by_the_finalizer(cudart):
@@ -179,7 +302,7 @@ def test_pinned_memory_is_unregistered_by_the_finalizer(cudart):
 
 def test_refused_pinning_clears_the_error_and_names_the_options(cudart, monkeypatch):
     cleared = []
-    monkeypatch.setattr(host_store, "_clear_cuda_error", lambda: cleared.append(1))
+    monkeypatch.setattr(pinned_memory, "_clear_cuda_error", lambda: cleared.append(1))
     cudart.code = 712
     expected = r"refused to pin 8192 B .*error 712.*ulimit -l.*host_budget.*host_store='shm'"
     with pytest.raises(HostStoreError, match=expected):
@@ -264,7 +387,7 @@ def test_a_forked_child_shares_no_frame_with_its_parent():
 
 
 def test_no_tensor_lies_in_two_parts(monkeypatch):
-    monkeypatch.setattr(host_store, "PART_BYTES", 8192)
+    monkeypatch.setattr(pinned_memory, "PART_BYTES", 8192)
     sizes = [5000, 4000, 100, 20000, 8192, 1]
     offsets, size_bytes = host_store.end_to_end(sizes)
     for offset, size in zip(offsets, sizes, strict=True):
