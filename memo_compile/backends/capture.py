@@ -269,7 +269,10 @@ class StepCapture:
                 }
             ),
         ):
-            yield
+            try:
+                yield
+            finally:
+                partitioner.close()
 
     def captured_again(self, step: CapturedStep, config: MemoConfig) -> CapturedStep:
         """Returns ``step``, captured here for a plan only, as captured under another ``config``.

@@ -21,11 +21,17 @@ class Partitioner(CustomPartitionerFn):
     """``run(joint, joint_inputs, **kwargs)`` as the object that Inductor's configuration wants."""
 
     def __init__(self, run: Callable[..., Any], uuid: str | None = None) -> None:
-        self._run, self._uuid = run, uuid
+        self._run: Callable[..., Any] | None = run
+        self._uuid = uuid
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         """Returns the halves of ``gm``."""
+        assert self._run is not None, "it is called while its settings hold"
         return self._run(gm, joint_inputs, **kwargs)
+
+    def close(self) -> None:
+        """Lets ``run`` go: torch keeps copies of its configuration, and never copies this."""
+        self._run = None
 
     def uuid(self) -> str | None:
         """Returns its key in caches; None: it has none."""
