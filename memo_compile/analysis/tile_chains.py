@@ -229,6 +229,7 @@ def _added_up(sums: frozenset[fx.Node]) -> dict[fx.Node, fx.Node]:
             and not node.kwargs
             and all(base in parts_of and is_matmul(parts_of[base][0]) for base in bases)
             and len({_form(parts_of[base][0]) for base in bases}) == 1
+            and node.meta["val"].numel() == bases[0].meta["val"].numel()  # none is broadcast
             and all(map(_is_read_once, operands))
             and all(each.meta["val"].is_contiguous() for each in (node, *operands))
         ):

@@ -92,6 +92,21 @@ def test_attention_of_a_group_of_heads_at_a_time(function, share, batch):
     assert len(totals) == 1, "the three products of the input's gradient are one sum"
 
 
+def test_sums_of_heads_for_every_pair_of_tokens_are_two_totals():
+    def pairs(x, starts, ends, *weights):
+        *_, out, _ = mixed(x, *weights)
+        start, end = (flat(out) @ weight.t() for weight in (starts, ends))
+        return (start[:, None] + end[None],)
+
+    given = inputs(1)
+    given[1:2] = torch.randn(2, 4, HEADS * HEAD)
+    whole = region(pairs, *given)
+    (tiled,) = tilings(whole, GROUPS, by_heads=True)
+    expected = interpret(whole.gm)(list(given))
+    torch.testing.assert_close(run_tiled(tiled, given), expected, rtol=1e-4, atol=1e-4)
+    assert len({added.total for added in tiled.tiling.runs[0].sums}) == 2
+
+
 def test_heads_that_are_mixed_run_whole():
     def mixes(x, wo, mixer, *weights):
         *_, out, _ = mixed(x, *weights)
