@@ -27,7 +27,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist work
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo examples quick test numerics-full fuzz opdb mutate check lint types layers sizes \
-	format docs package torch-versions cuda-emulated \
+	format docs package torch-versions cuda-emulated gpu-dry-run \
 	mutate-cuda clean
 
 help:            ## this list
@@ -116,6 +116,9 @@ cuda-emulated: $(CUDA)/.memo-stamp ## tests with torch's CUDA build on an emulat
 
 mutate-cuda: $(CUDA)/.memo-stamp ## leaves 50 random waits, events, holds, lane orders of the runtime out: are they seen?
 	OMP_NUM_THREADS=1 $(CUDA)/bin/python -m tests.cuda_emulated mutations --seed $(SEED) $(ARGS)
+
+gpu-dry-run: $(CUDA)/.memo-stamp ## every part of benchmarks.gpu with a tiny model on the emulated device
+	OMP_NUM_THREADS=1 $(CUDA)/bin/python -m tests.cuda_emulated run benchmarks.gpu --dry-run --no-save
 
 format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

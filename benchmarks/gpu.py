@@ -1,16 +1,18 @@
-"""Everything that needs a GPU, in parts of under five minutes: ``python -m benchmarks.gpu``.
+"""Everything that needs a GPU, in a quarter of an hour: ``python -m benchmarks.gpu``.
 
     --part tests      tests/gpu: numerics, budgets, streams
-    --part fits       the longest sequence that trains in each arm
-    --part speed      tokens/s at one length in each arm
+    --part speed      tokens/s at 16K and 64K tokens in each arm, memo under three budgets
+    --part longest    the longest sequence of the 8B model with LoRA, and with its state on the host
+    --part graphs     CUDA graphs on a small model: seconds of a step, and of the host in it
     --part overlap    copies beside kernels: measured, and as the simulator says; a trace is kept
+    --part fits       the longest sequence that trains in each arm; only if asked for
 
-The arms train a 1B-shaped and a Llama-3-8B-shaped model in bf16 with AdamW: memo under a budget,
-eager with checkpointing, the same with the checkpoints on the host, Inductor, and Inductor with an
-activation memory budget. Each is a process of its own with its share of its part's time, and each
-part ends at its limit. Results are written as they come; ``--resume`` measures what is missing
-in the result of this day and this code. memo's peak must lie within its budget and within
-1 % of its plan.
+The parts are in the order of their worth. Other arms than memo's are eager with checkpointing, the
+same with the checkpoints on the host, Inductor, and Inductor with an activation memory budget; all
+train in bf16 with AdamW, a 1B-shaped and a Llama-3-8B-shaped model. Each is a process of its own
+with its share of its part's time, and each part ends at its limit. Results are written as they
+come; ``--resume`` measures what is missing in the result of this day and this code. memo's peak
+must lie within its budget and within 1 % of its plan, and its tables show the simulated step.
 
 ``--dry-run`` takes the same ways through the code with a tiny model: on the CPU, or on the device
 that is there, as the emulated one (``python -m tests.cuda_emulated run benchmarks.gpu --dry-run``).
@@ -35,11 +37,27 @@ from memo_compile.units import format_bytes
 
 MODULE = "benchmarks.gpu"
 ARMS = ("memo", "checkpointing", "offloaded-checkpointing", "inductor", "inductor-budget")
-LIMITS_S = {"tests": 260.0, "fits": 220.0, "speed": 150.0, "overlap": 120.0}
+LIMITS_S = {
+    "tests": 200.0,
+    "speed": 320.0,
+    "longest": 160.0,
+    "graphs": 60.0,
+    "overlap": 60.0,
+    "fits": 220.0,
+}
 """Of each part. What an arm leaves over is for those after it. A first step that finds no kernels
 takes up to a minute."""
+USUAL = ("tests", "speed", "longest", "graphs", "overlap")
 OVERLAP = "memo-offload"
 """memo with everything that layers save on the host: an arm of the part ``overlap``."""
+LORA, STATE = "memo-lora", "memo-state"
+"""Arms of the part ``longest``: adapters train beside a frozen model; ``memo_compile.offload``."""
+GRAPHS = ("memo-graphs", "memo-calls", "inductor-graphs", "inductor")
+"""Arms of the part ``graphs``, memo and Inductor each with and without CUDA graphs."""
+SPEED_BUDGETS = ("92%", "70%", "50%")
+"""Of the device: memo's in the part ``speed``, as arms ``memo:92%``."""
+SPEED_TOKENS = (16384, 65536)
+LORA_RANK = 16
 KERNELS = harness.ROOT / "build" / "gpu_kernels"
 """Inductor's cache of the arms."""
 MOST_LENGTHS, DRY_LENGTHS = 8, 2
@@ -48,6 +66,8 @@ TEST_PROCESSES = 6
 """They share the GPU; most of a test is compilation."""
 MANY_STEPS = 10
 """Timed steps where only one length is trained."""
+OUT_OF_TIME = "out of time"
+"""What a row says that ``--resume`` measures."""
 NO_TESTS = 5
 """pytest's exit code where all are skipped or none is there."""
 MIN_ARM_S = 20.0
@@ -81,6 +101,7 @@ class Shape:
 SHAPES = {
     "1b": Shape(hidden=2048, ffn=8192, layers=16, heads=32, kv_heads=8, vocab=128256, tokens=16384),
     "8b": Shape(hidden=4096, ffn=14336, layers=32, heads=32, kv_heads=8, vocab=128256, tokens=8192),
+    "small": Shape(hidden=512, ffn=1536, layers=8, heads=8, kv_heads=8, vocab=8192, tokens=512),
     "tiny": Shape(hidden=64, ffn=128, layers=3, heads=4, kv_heads=2, vocab=256, tokens=128),
 }
 
@@ -129,7 +150,9 @@ def name_of(part: str) -> str:
 def run_tests(limit_s: float, *, dry_run: bool) -> dict[str, Any]:
     """``tests/gpu``, stopped at the limit."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "tests/gpu"]
-    if importlib.util.find_spec("xdist") is not None:
+    if dry_run:
+        command.append("--collect-only")  # an emulated device computes nothing
+    elif importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(TEST_PROCESSES, os.cpu_count() or 1)), "--dist", "worksteal"]
     try:
         code = subprocess.run(command, check=False, timeout=limit_s).returncode
@@ -153,8 +176,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = harness.parser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="a tiny model; needs no GPU")
-    parser.add_argument("--models", default=None, help="comma-separated, of 1b, 8b, tiny")
-    parser.add_argument("--part", default=",".join(LIMITS_S), help="comma-separated")
+    parser.add_argument("--models", default=None, help=f"comma-separated, of {', '.join(SHAPES)}")
+    parser.add_argument("--part", default=",".join(USUAL), help="comma-separated")
     parser.add_argument("--resume", action="store_true", help="measure what is missing")
     parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each length")
@@ -163,14 +186,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory-budget", default=None, help=f"memo's; {MEMO_BUDGET}% by default")
     parser.add_argument("--time-limit", type=float, default=None, help="of each part, in seconds")
     options = parser.parse_args(argv)
-    if options.models is None:
-        options.models = "tiny" if options.dry_run else "1b,8b"
+    if options.models is None and options.dry_run:
+        options.models = "tiny"
     if options.max_lengths is None:
         options.max_lengths = DRY_LENGTHS if options.dry_run else MOST_LENGTHS
     known_of = {"models": tuple(SHAPES), "arms": ARMS, "part": tuple(LIMITS_S)}
     for name, known in known_of.items():
-        for value in getattr(options, name).split(","):
-            if value not in known:
+        for value in (getattr(options, name) or "").split(",") if not options.child else ():
+            if value and value not in known:
                 parser.error(f"--{name}: unknown {value!r}; known: {', '.join(known)}")
     return options
 
@@ -186,25 +209,23 @@ def run_arms(
 
     The time until ``deadline`` is shared out evenly. An arm that fails leaves a row that says why.
     """
-    arms = (OVERLAP,) if part == "overlap" else options.arms.split(",")
-    measured = {(row["model"], row["arm"]) for row in rows}
-    jobs = [(m, a) for m in options.models.split(",") for a in arms if (m, a) not in measured]
-    if part == "overlap":
-        jobs = jobs[:1]
-    for index, (model, name) in enumerate(jobs):
+    measured = {(row["model"], row["arm"], row.get("first")) for row in rows}
+    jobs = [job for job in jobs_of(part, options) if job not in measured]
+    for index, (model, name, tokens) in enumerate(jobs):
         share_s = (deadline - time.monotonic()) / (len(jobs) - index)
-        row: dict[str, Any] = {"model": model, "arm": name, "lengths": []}
+        row: dict[str, Any] = {"model": model, "arm": name, "first": tokens, "lengths": []}
         rows.append(row)
         if share_s < MIN_ARM_S and not options.dry_run:
-            row["failure"] = "out of time"
+            row["failure"] = OUT_OF_TIME
             continue
-        most = options.max_lengths if part == "fits" else 1
-        steps = options.steps if part == "fits" else max(options.steps, MANY_STEPS)
+        grows = part in ("fits", "longest")
+        most = options.max_lengths if grows else 1
+        steps = options.steps if grows or options.dry_run else max(options.steps, MANY_STEPS)
         flags = [f"--child={name}", f"--models={model}", f"--steps={steps}"]
         flags += [f"--time-limit={share_s:.0f}", f"--max-lengths={most}"]
         flags += ["--dry-run"] * options.dry_run
-        if options.tokens:
-            flags.append(f"--tokens={options.tokens}")
+        if tokens:
+            flags.append(f"--tokens={tokens}")
         if options.memory_budget:
             flags.append(f"--memory-budget={options.memory_budget}")
         # Kernels that one run has compiled are there for the next part, and for the next run.
@@ -219,6 +240,26 @@ def run_arms(
             is_told = error.sent is not None and "exit code" not in lines[0]
             row.update({**(error.sent or {}), "ended" if is_told else "failure": _reason(lines)})
         save()
+
+
+def jobs_of(part: str, options: argparse.Namespace) -> list[tuple[str, str, int | None]]:
+    """Model, arm, and the first length if it is not the model's own, the most telling first."""
+    tokens = options.tokens
+    chosen = options.models.split(",") if options.models else None
+    arms = options.arms.split(",")
+    if part == "longest":
+        return [((chosen or ["8b"])[0], arm, tokens) for arm in (LORA, STATE)]
+    if part == "graphs":
+        return [((chosen or ["small"])[0], arm, tokens) for arm in GRAPHS]
+    if part == "overlap":
+        return [((chosen or ["1b"])[0], OVERLAP, tokens)]
+    models = chosen or ["1b", "8b"]
+    if part == "speed" and not options.memory_budget:
+        number = 1 if options.dry_run else len(SPEED_BUDGETS)
+        budgets = [f"memo:{budget}" for budget in SPEED_BUDGETS[:number]]
+        arms = [each for arm in arms for each in (budgets if arm == "memo" else [arm])]
+    lengths = SPEED_TOKENS if part == "speed" and not (tokens or options.dry_run) else (tokens,)
+    return [(model, arm, length) for length in lengths for model in models for arm in arms]
 
 
 def _reason(lines: list[str]) -> str:
@@ -265,7 +306,14 @@ class Trainer:
         self.arm, self.shape, self.options = arm, shape, options
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = make_model(shape, self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        if arm == LORA:
+            add_adapters(self.model)
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        if arm == STATE:
+            import memo_compile
+
+            self.optimizer = memo_compile.offload(torch.optim.AdamW(trained, lr=1e-5))
         self.loss = self._compiled(self._loss)
 
     def _loss(self, ids: Any) -> Any:
@@ -278,20 +326,26 @@ class Trainer:
         if "checkpointing" in self.arm:
             self.model._set_gradient_checkpointing(gradient_checkpointing_func=self._checkpoint)
             return loss
-        if self.arm in ("memo", OVERLAP):
+        if self.arm.startswith("memo"):
             settings: dict[str, Any] = {"strict": True}
+            budget = self.arm.partition(":")[2] or self.options.memory_budget
             if self.options.dry_run:
-                settings["lowering"] = "aten"
+                settings |= {"lowering": "aten", "costs": "roofline"}
             if self.arm == OVERLAP:
                 settings["policy"] = "full-offload"
-            elif self.options.memory_budget or not self.options.dry_run:
-                settings["memory_budget"] = self.options.memory_budget or MEMO_BUDGET
+            elif self.arm == GRAPHS[0]:
+                settings["mode"] = "reduce-overhead"
+            elif self.arm not in GRAPHS and (budget or not self.options.dry_run):
+                settings["memory_budget"] = budget or MEMO_BUDGET
             return torch.compile(loss, backend="memo", options=settings)
         if self.arm == "inductor-budget":
             import torch._functorch.config as functorch_config
 
             functorch_config.activation_memory_budget = ACTIVATION_BUDGET
-        return torch.compile(loss, backend="eager" if self.options.dry_run else "inductor")
+        mode = "reduce-overhead" if self.arm == "inductor-graphs" else None
+        if self.options.dry_run:
+            return torch.compile(loss, backend="eager")
+        return torch.compile(loss, mode=mode)
 
     def try_length(self, tokens: int, rows: list[dict[str, Any]]) -> str | None:
         """Train at ``tokens`` and add a row; what refused it when it does not fit, else None."""
@@ -326,11 +380,12 @@ class Trainer:
         held = self._held_bytes(ids)
         with harness.physical_peak(self.device, held) as peak:
             self._forward_backward(ids)
-        times = [self._timed(ids) for _ in range(self.options.steps)]
+        times, host_times = zip(*(self._timed(ids) for _ in range(self.options.steps)), strict=True)
         return {
             "tokens": tokens,
             "peak_bytes": peak.peak_bytes,
             "step_s": statistics.median(times),
+            "host_s": statistics.median(host_times),
             "tokens_per_s": tokens / statistics.median(times),
             "first_step_s": first_s,
             **memo_facts(self.arm),
@@ -371,16 +426,20 @@ class Trainer:
             "trace": str(path.name) if keeps_trace else None,
         }
 
-    def _timed(self, ids: Any) -> float:
+    def _timed(self, ids: Any) -> tuple[float, float]:
+        """Seconds of a step, and until the host has launched it."""
         begin = time.perf_counter()
-        self._step(ids)
-        return time.perf_counter() - begin
+        host_s = self._step(ids) - begin
+        return time.perf_counter() - begin, host_s
 
-    def _step(self, ids: Any) -> None:
+    def _step(self, ids: Any) -> float:
+        """One step; returns when the host had launched it."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._forward_backward(ids)
         self.optimizer.step()
+        launched = time.perf_counter()
         float(loss)  # waits for the device
+        return launched
 
     def _forward_backward(self, ids: Any) -> Any:
         loss = self.loss(ids)
@@ -432,9 +491,34 @@ def make_model(shape: Shape, device: Any) -> Any:
         )
 
 
+def add_adapters(model: Any) -> None:
+    """Freezes ``model``, and puts low-rank adapters that train beside its linear layers."""
+    import torch
+    from torch import nn
+
+    class Adapted(nn.Module):
+        def __init__(self, base: Any) -> None:
+            super().__init__()
+            self.base, weight = base, base.weight
+            down = torch.randn(LORA_RANK, base.in_features, dtype=weight.dtype) / LORA_RANK
+            up = torch.zeros(base.out_features, LORA_RANK, dtype=weight.dtype)
+            self.down = nn.Parameter(down.to(weight.device))
+            self.up = nn.Parameter(up.to(weight.device))
+
+        def forward(self, x: Any) -> Any:
+            return self.base(x) + x @ self.down.t() @ self.up.t()
+
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(part, name, Adapted(child))
+
+
 def memo_facts(arm: str) -> dict[str, Any]:
     """What memo planned for the last length, in the arm that is memo's."""
-    if arm not in ("memo", OVERLAP):
+    if not arm.startswith("memo"):
         return {}
     plan = harness.memo_plan()
     return {
@@ -457,9 +541,10 @@ def judge(rows: list[dict[str, Any]], *, every_arm: bool = False) -> list[str]:
     failures = []
     for row in rows:
         where = f"{row['model']} {row['arm']}"
-        if (every_arm or row["arm"] in ("memo", OVERLAP)) and "failure" in row:
+        is_memo = row["arm"].startswith("memo")
+        if (every_arm or is_memo) and row.get("failure", OUT_OF_TIME) != OUT_OF_TIME:
             failures.append(f"{where}: {row['failure']}")
-        if not row["arm"].startswith("memo") or row["model"] == "tiny":  # a few pages decide there
+        if not is_memo or row["model"] in ("small", "tiny"):  # a few pages decide there
             continue
         for length in row["lengths"]:
             names = ("peak_bytes", "planned_bytes", "budget_bytes")
@@ -485,9 +570,14 @@ def show(part: str, rows: list[dict[str, Any]]) -> None:
                     "-" if planned is None else format_bytes(planned),
                     f"{length['tokens_per_s']:.0f}",
                     f"{length['first_step_s']:.1f} s",
+                    *(
+                        f"{length.get(name) or 0:.4f}"
+                        for name in ("step_s", "host_s", "simulated_s")
+                    ),
                 )
             )
     columns = ("arm", "tokens", "peak", "planned", "tokens/s", "first step")
+    columns += ("step s", "host s", "simulated s")
     harness.print_table(f"{part}: bf16, forward and backward's peak", columns, cells)
     if part == "overlap":
         show_copies(rows)

@@ -16,6 +16,9 @@ def options(*flags: str):
     ("arm", "tokens"),
     [
         pytest.param("memo", [128], marks=pytest.mark.full),  # compiles
+        pytest.param(gpu.LORA, [128], marks=pytest.mark.full),
+        pytest.param(gpu.STATE, [128], marks=pytest.mark.full),
+        pytest.param(gpu.GRAPHS[0], [128], marks=pytest.mark.full),
         ("offloaded-checkpointing", [128, 256]),
     ],
 )
@@ -27,7 +30,8 @@ def test_a_tiny_model_trains_at_growing_lengths(arm, tokens):
     for length in found["lengths"]:
         assert length["peak_bytes"] > 0
         assert length["tokens_per_s"] == pytest.approx(length["tokens"] / length["step_s"])
-        assert ("planned_bytes" in length) == (arm == "memo")
+        assert ("planned_bytes" in length) == arm.startswith("memo")
+        assert 0 < length["host_s"] <= length["step_s"]
 
 
 class FakeTrainer:
@@ -168,12 +172,25 @@ def test_what_was_measured_by_this_code_is_not_measured_again(monkeypatch, tmp_p
     )
     known = {**at_start, "rows": [done, failed]}
     (tmp_path / "result.json").write_text(json.dumps(known))
-    rows = gpu.kept_rows("speed", at_start)
+    rows = gpu.kept_rows("fits", at_start)
     assert rows == [done]
-    assert gpu.kept_rows("speed", {**at_start, "code": "abd"}) == []
+    assert gpu.kept_rows("fits", {**at_start, "code": "abd"}) == []
     chosen = gpu.arguments(["--models=1b", "--arms=memo,inductor"])
-    gpu.run_arms("speed", chosen, gpu.time.monotonic() + 100, rows, lambda: None)
+    gpu.run_arms("fits", chosen, gpu.time.monotonic() + 100, rows, lambda: None)
     assert asked == ["inductor"]
+
+
+def test_a_quarter_of_an_hour_begins_with_what_tells_most():
+    assert sum(gpu.LIMITS_S[part] for part in gpu.USUAL) <= 800  # a machine has to start as well
+    chosen = gpu.arguments([])
+    assert chosen.part.split(",") == [*gpu.USUAL]
+    speed = gpu.jobs_of("speed", chosen)
+    assert speed[:3] == [("1b", f"memo:{budget}", 16384) for budget in gpu.SPEED_BUDGETS]
+    assert len(speed) == 2 * 2 * (len(gpu.ARMS) + 2) == len(set(speed))
+    assert gpu.jobs_of("longest", chosen) == [("8b", arm, None) for arm in (gpu.LORA, gpu.STATE)]
+    assert [job[:2] for job in gpu.jobs_of("graphs", chosen)] == [
+        ("small", arm) for arm in gpu.GRAPHS
+    ]
 
 
 @pytest.mark.parametrize(
