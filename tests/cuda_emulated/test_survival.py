@@ -46,7 +46,7 @@ def _break_everywhere(steps: Computing, calls: Calls) -> None:
     calls.count = 0
     steps.step(1)
     num_places = calls.count
-    assert num_places > 60
+    assert num_places > 50
     steps.ours.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     held, in_flight = torch.cuda.memory_allocated(), 0
