@@ -201,7 +201,7 @@ def _field_table(kind: Any, module: ModuleType, *sources: type) -> str:
     return "\n".join(rows)
 
 
-RUNTIME_ERRORS = ("arena", "host_store", "backward_run", "copies")
+RUNTIME_ERRORS = ("arena", "pinned_memory", "backward_run", "copies")
 """Modules of the runtime that define one; they are read, not imported, since they need torch."""
 
 

@@ -34,7 +34,7 @@ def refused(*others: type[Exception]) -> tuple[type[Exception], ...]:
 
     Does not import the runtime, which would load torch: if nobody has, it has raised nothing.
     """
-    names = (("memo_runtime.arena", "ArenaError"), ("memo_runtime.host_store", "HostStoreError"))
+    names = (("memo_runtime.arena", "ArenaError"), ("memo_runtime.pinned_memory", "HostStoreError"))
     modules = ((sys.modules.get(module), name) for module, name in names)
     errors = (getattr(module, name) for module, name in modules if hasattr(module, name))
     return (*others, *errors)

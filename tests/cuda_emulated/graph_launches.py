@@ -64,9 +64,9 @@ def main() -> int:
     for policy in ("save", "full-offload"):
         rows = []
         for name, options in MODES.items():
-            one = measured(policy, options, num_layers=8)
-            numbers = (str(number) for number in one[:3])
-            rows.append((name, *numbers, f"{one.host_s * 1e3:.1f} ms"))
+            step = measured(policy, options, num_layers=8)
+            numbers = (str(number) for number in step[:3])
+            rows.append((name, *numbers, f"{step.host_s * 1e3:.1f} ms"))
         harness.print_table(f"GPT-2, 8 layers, policy {policy}", COLUMNS, rows)
     return 0
 
