@@ -29,9 +29,11 @@ from memo_runtime.instructions import (
 from memo_runtime.instructions import WaitCopy as Wait
 from memo_runtime.pages import gives_pages_back
 from memo_runtime.run_step import RunHalf, StepPlan
+from torch import fx
 
 from memo_compile.analysis.purity import written_storages
 from memo_compile.analysis.regions import RegionGraph, ViewSpec
+from memo_compile.analysis.views import tensors_of
 from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep, PlannedStep
 from memo_compile.reporting import state
@@ -56,6 +58,7 @@ from memo_compile.step.residency import (
     ordinary_bytes,
     step_constant_bytes,
 )
+from memo_compile.torch_private.inductor_api import is_cudagraph_unsafe_fx_node
 from memo_compile.torch_private.storages import end_failed_capture
 
 _keys = itertools.count(1)
@@ -91,6 +94,8 @@ def _bound(
     binder = Binder(planned, constants, poison, device)
     if graphs is not None:
         binder.written = _written_values(planned.problem, steps[0].regions)
+        regions = steps[0].regions.items()
+        binder.barred = {name: _why_not_captured(region.gm.graph) for name, region in regions}
     first = StepPlan(
         key=next(_keys),
         device=device,
@@ -147,6 +152,19 @@ def _written_values(problem: Problem, regions: Mapping[str, RegionGraph]) -> Set
     return {sources.get(value, value) for value in values}
 
 
+def _why_not_captured(graph: fx.Graph) -> str:
+    """Returns what of a region a CUDA graph would leave out, or could not hold; empty: nothing.
+
+    A number that the host draws would be the same one in each replay.
+    """
+    for node in graph.nodes:
+        if any(value.device.type == "cpu" for value in tensors_of(node)):
+            return "the host makes some of its values"
+        if node.op == "call_function" and is_cudagraph_unsafe_fx_node(node):
+            return f"{node.target} may not be captured"
+    return ""
+
+
 def _heap_watch(planned: PlannedStep) -> HeapWatch:
     """Returns a watch that allows half of the plan's slack to be free heap."""
     step_bytes = planned.plan.peak_bytes - step_constant_bytes(planned.problem)
@@ -167,6 +185,8 @@ class Binder:
         self.device = device
         self.written: Set[str] = frozenset()
         """Where halves may become CUDA graphs, the values that regions write into."""
+        self.barred: Mapping[str, str] = {}
+        """Region -> why a half that calls it cannot be a CUDA graph; empty: it can."""
         problem = planned.problem
         self.planned, self.problem, self.plan = planned, problem, planned.plan
         self.constants = constants
@@ -280,6 +300,7 @@ class _Half:
         """Returns the half as the runtime runs it."""
         half, resident, before = self.half, self.plan.resident_bytes, self.binder.ordinary.before
         is_forward, constants = half.phase is Phase.FORWARD, self.binder.constants[half.phase]
+        barred = self.binder.barred
         begin, next_half = self.calls[0][0] if self.calls else None, self.number + 1
         end = self.binder.half_starts[next_half]
         is_last = next_half == len(self.problem.halves)
@@ -293,6 +314,7 @@ class _Half:
             written=self._registers_of(
                 value for value in half.arguments if value in self.binder.written
             ),
+            barred=next((why for _, call in self.calls if (why := barred.get(call.region))), ""),
             owners=(*(half.member for _ in shown), *(call.member for _, call in self.calls)),
             results=tuple(None if v is None else self.registers[v] for v in half.results),
             leased=self._registers_of(self.leased),

@@ -34,6 +34,7 @@ from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.ir import ScatterFallback as ScatterFallback
+from torch._inductor.utils import is_cudagraph_unsafe_fx_node as is_cudagraph_unsafe_fx_node
 from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
 

@@ -32,6 +32,11 @@ from memo_runtime.stream_order import StreamOrder
 
 MAX_CAPTURES = 4
 """A half whose inputs have moved once more after so many captures runs call by call."""
+_OF_SIZE = {
+    **{1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64},
+    16: torch.complex128,
+}
+"""Bytes of an element -> a type: the kernel that copies many tensors does not know all types."""
 _nothing = torch.empty(0, dtype=torch.uint8)
 _ENDED = Ticket(Lane.D2H, _nothing, _nothing, finished=True)
 """In place of the ticket of a copy that has been waited for."""
@@ -84,19 +89,21 @@ class _DeviceGraphs:
         with self.lock, torch.cuda.stream(self.stream):
             gc.disable()
             self.order.begin()
+            is_open = True
             try:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     yield
                 finally:
                     graph.capture_end()
+                    is_open = False
                 self.order.end()
                 self.alive[graph] = torch.cuda.memory_reserved(self.device) - before_bytes
             except BaseException:
-                use.clean_up(self.device, pool)
-                self.broken.append(graph)
-                # Torch takes nothing more into this pool, and random numbers have another state.
-                self.alive.clear()
+                if is_open:  # CUDA has refused it: torch takes nothing more into this pool, and
+                    use.clean_up(self.device, pool)
+                    self.broken.append(graph)
+                    self.alive.clear()  # random numbers have another state
                 raise
             finally:
                 if is_collecting:
@@ -171,6 +178,8 @@ class HalfInSlab:
     def begin_capture(self, half: Any) -> None:
         """Counts a capture of ``half``. Raises RuntimeError: a graph would not do what it does."""
         self.num_captures += 1
+        if half.barred:
+            raise RuntimeError(half.barred)
         if self.num_captures > MAX_CAPTURES:
             raise RuntimeError(f"it was captured {MAX_CAPTURES} times, and inputs move again")
         if any(isinstance(call, IssueCollective) for call in half.calls):
@@ -219,7 +228,7 @@ def graph_of(plan: Any, half: Any, running: Running, *, is_member: bool) -> Half
         if is_member:
             raise RuntimeError("several graphs run as one step")
         for register in registers:
-            _require_on_device(running.env[register])
+            _require_capturable(running.env[register])
         state.begin_capture(half)
         graph = _capture(plan, half, running, state.moving)
         # Results that leave one by one are planned as they leave: now they are there at once.
@@ -235,10 +244,17 @@ def graph_of(plan: Any, half: Any, running: Running, *, is_member: bool) -> Half
     return state.graph
 
 
-def _require_on_device(value: Any) -> None:
-    """Raises RuntimeError for a tensor that the host makes: no replay would make it."""
-    if isinstance(value, torch.Tensor) and value.device.type != "cuda":
+def _require_capturable(value: Any) -> None:
+    """Raises RuntimeError for a tensor that the host makes, which no replay would make.
+
+    And for one whose bytes are not its numbers: it is copied, and viewed, as bytes.
+    """
+    if not isinstance(value, torch.Tensor):
+        return
+    if value.device.type != "cuda":
         raise RuntimeError("the host makes some of its values")
+    if value.is_conj() or value.is_neg():
+        raise RuntimeError("some of its values are conjugated or negated where they are read")
 
 
 @torch.no_grad()
@@ -263,7 +279,7 @@ def _capture(plan: Any, half: Any, running: Running, moving: set[int]) -> HalfGr
             for call in half.calls:
                 call.execute(captured)
                 for register in call.outputs if isinstance(call, RunCall) else ():
-                    _require_on_device(env[register])
+                    _require_capturable(env[register])
             _wait_for_copies(inside)
     finally:
         current.views, current.inputs = (), {}
@@ -307,20 +323,23 @@ def _memory_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _extent(value: torch.Tensor) -> torch.Tensor:
-    """Returns the elements from the first to the last of ``value`` in memory, in one dimension."""
+    """Returns the elements from the first to the last of ``value`` in memory, in one dimension.
+
+    As a type of their size that every kernel knows.
+    """
     pairs = zip(value.size(), value.stride(), strict=True)
     length = sum((n - 1) * step for n, step in pairs) + 1 if value.numel() else 0
-    return value.as_strided((length,), (1,))
+    return value.as_strided((length,), (1,)).view(_OF_SIZE[value.element_size()])
 
 
 def _copy_all(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-    """Copies tensors to others of the same layout, many of one type by one kernel."""
-    by_type: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    """Copies tensors to others of the same layout, many of one size of element by one kernel."""
+    by_size: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        to, of = by_type.setdefault(source.dtype, ([], []))
+        to, of = by_size.setdefault(source.element_size(), ([], []))
         to.append(_extent(target))
         of.append(_extent(source))
-    for to, of in by_type.values():
+    for to, of in by_size.values():
         torch._foreach_copy_(to, of)
 
 

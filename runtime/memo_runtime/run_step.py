@@ -58,6 +58,8 @@ class RunHalf:
     """BACKWARD: ``read_until`` of the forward's ``checked``."""
     written: tuple[int, ...] = ()
     """Registers of the arguments that it writes into."""
+    barred: str = ""
+    """Why it cannot be a CUDA graph, where its operators tell."""
     owners: tuple[int, ...] = ()
     """Per instruction the member of the group that it belongs to; 0 in a step by itself."""
     handle: int

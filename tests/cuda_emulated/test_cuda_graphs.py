@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from memo_runtime import cuda_graphs
 from memo_runtime.arena import arena_of
 from memo_runtime.run_step import StepError
 
@@ -269,6 +270,72 @@ def test_a_buffer_is_written_by_each_replay_and_may_not_move(monkeypatch):
         del before
     torch.testing.assert_close(steps.ours.seen.cpu(), steps.eager.seen)
     assert "the forward runs call by call: it writes into an input that moves" in notes()
+
+
+class Drawing(Stack):
+    """The host draws a number, which reaches a kernel as a number."""
+
+    def forward(self, x):
+        return super().forward(x * (1 + torch.rand(())))
+
+
+def test_what_the_host_draws_is_drawn_in_each_step(monkeypatch):
+    """A replay would repeat the number of the capture."""
+    torch._dynamo.reset()
+    state.reset()
+    monkeypatch.setattr(computing, "Stack", Drawing)
+    steps = Computing(**GRAPHS)
+    batch, losses = rows_of(0).to(CUDA), []
+    with computing.believing():
+        for _ in range(5):
+            losses.append(steps.compiled(batch))
+            losses[-1].backward()
+    assert len({loss.item() for loss in losses}) == 5
+    assert "the forward runs call by call: the host makes some of its values" in notes()
+
+
+def test_a_capture_that_python_ends_says_why(monkeypatch):
+    """CUDA has refused nothing, and torch has nothing to forget: the backward is captured."""
+    execute = cuda_graphs.RunCall.execute
+
+    def raises(call, running):
+        if torch.cuda.is_current_stream_capturing() and not notes():
+            raise ValueError("not now")
+        execute(call, running)
+
+    torch._dynamo.reset()
+    state.reset()
+    steps = Computing(**GRAPHS)
+    monkeypatch.setattr(cuda_graphs.RunCall, "execute", raises)
+    begin(steps)
+    assert "the forward runs call by call: not now" in notes()
+    with counting(graphs=1), ordered(0.5):
+        steps.assert_step(0)
+
+
+def test_tensors_are_copied_whatever_their_type(monkeypatch):
+    """The kernel that copies many knows no unsigned integers, for example; NaN keeps its bits."""
+    known = {torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128}
+    copy = torch._foreach_copy_
+
+    def strictly(targets, sources):
+        assert {tensor.dtype for tensor in (*targets, *sources)} <= known
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", strictly)
+    bits = torch.arange(256, dtype=torch.uint8)
+    types = (
+        *(torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float32),
+        *(torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.complex64, torch.complex128),
+    )
+    sources = [bits.view(dtype)[::2] for dtype in types]
+    copies = [cuda_graphs._memory_like(source) for source in sources]
+    cuda_graphs._copy_all(copies, sources)
+    for source, copied in zip(sources, copies, strict=True):
+        as_bits = [each.as_strided((len(each),), (2,)).contiguous() for each in (source, copied)]
+        assert torch.equal(*(each.view(torch.uint8) for each in as_bits)), source.dtype
+    with pytest.raises(RuntimeError, match="conjugated"):
+        cuda_graphs._require_capturable(torch.ones(2, dtype=torch.complex64, device=CUDA).conj())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

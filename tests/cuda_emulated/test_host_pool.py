@@ -87,7 +87,10 @@ def test_memory_is_pinned_while_regions_are_lowered(monkeypatch):
     monkeypatch.setattr(PinnedMemory, "_register", slowly)
     monkeypatch.setattr(pipeline, "lower_step", lowered)
     monkeypatch.setattr(bandwidth, "COPY_BYTES", MIB)
+    torch._dynamo.reset()
     gc.collect()
+    torch.cuda.synchronize()
+    arena_of(DEVICE).host.give_back()  # frames of other tests, which this one would take or free
     before = pinned_bytes()
     training = Training(layers, lowering="aten", policy="full-offload")
     training.step()
