@@ -31,8 +31,9 @@ from memo_runtime.pages import gives_pages_back
 from memo_runtime.run_step import RunHalf, StepPlan
 from torch import fx
 
-from memo_compile.analysis.purity import written_storages
+from memo_compile.analysis.purity import is_repeatable, written_storages
 from memo_compile.analysis.regions import RegionGraph, ViewSpec
+from memo_compile.analysis.structure import op_name
 from memo_compile.analysis.views import tensors_of
 from memo_compile.config import MemoConfig
 from memo_compile.driver.stages import CutStep, PlannedStep
@@ -160,6 +161,9 @@ def _why_not_captured(graph: fx.Graph) -> str:
     for node in graph.nodes:
         if any(value.device.type == "cpu" for value in tensors_of(node)):
             return "the host makes some of its values"
+        # Its backward reads the random state in memory of the device only in a capture.
+        if "efficient_attention" in op_name(node) and not is_repeatable(node):
+            return "the host keeps the random state of memory-efficient attention"
         if node.op == "call_function" and is_cudagraph_unsafe_fx_node(node):
             return f"{node.target} may not be captured"
     return ""

@@ -16,6 +16,7 @@ from memo_compile.reporting import state
 from tests.cuda_emulated import computing
 from tests.cuda_emulated.computing import CUDA, Computing, assert_close, leased, ordered, rows_of
 from tests.cuda_emulated.device_calls import Counts, counts
+from tests.cuda_emulated.test_attention import attention_model
 from tests.numerics.small import Stack
 from tests.numerics.training import ATEN
 
@@ -292,6 +293,19 @@ def test_what_the_host_draws_is_drawn_in_each_step(monkeypatch):
             losses[-1].backward()
     assert len({loss.item() for loss in losses}) == 5
     assert "the forward runs call by call: the host makes some of its values" in notes()
+
+
+def test_a_random_state_that_the_host_reads_is_not_captured():
+    """A backward that runs call by call would read memory of the device there, and crash."""
+    torch._dynamo.reset()
+    state.reset()
+    model, x = attention_model(torch.float32, 0.1)
+    options = {"strict": True, "lowering": "aten", "costs": "roofline", **GRAPHS}
+    planned = torch.compile(model, backend="memo", options=options)
+    with counting(graphs=0):
+        for _ in range(3):
+            planned(x).sum().backward()
+    assert "the forward runs call by call: the host keeps the random state" in str(notes())
 
 
 def test_a_capture_that_python_ends_says_why(monkeypatch):
