@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import math
 import os
 import platform
 import select
@@ -484,12 +485,16 @@ def joined_ranks(rank: int, folder: str) -> Iterator[None]:
 
 
 def gradient_error(ours: Any, eager: Any) -> float:
-    """The largest difference of two gradients, relative to that parameter's own largest entry."""
-    found = 0.0
+    """The largest difference of two gradients, relative to that parameter's own largest entry.
+
+    Infinite where a gradient is not a number: Python's ``max`` would pass over it.
+    """
+    largest = 0.0
     for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
         difference = float((mine.grad - theirs.grad).abs().max())
-        found = max(found, difference / max(float(theirs.grad.abs().max()), 1e-30))
-    return found
+        error = difference / max(float(theirs.grad.abs().max()), 1e-30)
+        largest = max(largest, math.inf if math.isnan(error) else error)
+    return largest
 
 
 def memo_plan() -> Any:
