@@ -27,9 +27,9 @@ FIXED_SIGNATURES = (
 """Files of compiled kernels, which take plain arrays, and of operators. Tests take fixtures."""
 
 MAX_SUMS = {
-    ("memo_compile", "runtime"): 67_600,
-    ("tests",): 62_700,
-    ("benchmarks",): 9_000,
+    ("memo_compile", "runtime"): 67_300,
+    ("tests",): 62_400,
+    ("benchmarks",): 8_700,
 }
 """The lines of Python that parts of the project may have in all. Lower these as code goes."""
 
