@@ -1,6 +1,5 @@
 """Attention's kernels on CUDA: what they return, and where it lies."""
 
-import ctypes
 import sys
 import types
 import warnings
@@ -16,6 +15,7 @@ from memo_compile.analysis import masks
 from memo_compile.lowering.workspace import _efficient_bytes
 from memo_compile.reporting import state
 from tests import models
+from tests.cuda_emulated.device_calls import counts
 from tests.cuda_emulated.test_memory import Training
 from tests.steps import flash_attention
 
@@ -59,22 +59,15 @@ def attention_model(dtype: torch.dtype, dropout: float, key_heads: int = HEADS):
     return model, torch.zeros(2, TOKENS, WIDTH, device="cuda", dtype=dtype)
 
 
-def num_host_copies() -> int:
-    """Copies between the device and the host until now, as the emulated device counts them."""
-    counts = (ctypes.c_long * 6)()
-    ctypes.CDLL(None).memo_device_counts(counts)
-    return counts[5]
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # efficient, and flash
 def test_random_states_reach_the_backward_where_the_kernel_put_them(dtype, dropout):
     model, x = attention_model(dtype, dropout)
     planned = torch.compile(model, backend="memo", options={"strict": True})
     planned(x).sum().backward()
-    before = num_host_copies()
+    before = counts().host_copies
     planned(x).sum().backward()
-    assert num_host_copies() == before  # each would hold up the host
+    assert counts().host_copies == before  # each would hold up the host
     torch.cuda.synchronize()
     report = memo_compile.report()
     assert report.active
