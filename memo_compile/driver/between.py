@@ -81,7 +81,12 @@ def _look(sampler: "weakref.ref[MemorySampler]", stop: threading.Event) -> None:
             return
         target.most_bytes = max(target.most_bytes, target.read())
         del target
-        pause = min(max(SAMPLE_S, (time.monotonic() - began) / SAMPLES_OF_ALL), MAX_SAMPLE_S)
+        pause = pause_s(time.monotonic() - began)
+
+
+def pause_s(elapsed_s: float) -> float:
+    """Returns how long to wait before the next look, ``elapsed_s`` after the first."""
+    return min(max(SAMPLE_S, elapsed_s / SAMPLES_OF_ALL), MAX_SAMPLE_S)
 
 
 class TakenBetween(NamedTuple):

@@ -31,16 +31,10 @@ def test_nobody_looks_once_nobody_wants_to_know():
 
 def test_what_takes_long_is_looked_at_less_often(monkeypatch):
     """Every look takes the interpreter from the user's code."""
-    looks = []
-
-    def look() -> int:
-        looks.append(time.monotonic())
-        return len(looks)
-
-    monkeypatch.setattr(between, "anonymous_bytes", look)
-    monkeypatch.setattr(between, "SAMPLES_OF_ALL", 1)
+    monkeypatch.setattr(between, "anonymous_bytes", iter(range(10**9)).__next__)
     sampler = MemorySampler()
     sampler.begin()
-    _wait_until(lambda: len(looks) >= 8)
+    _wait_until(lambda: sampler.most_bytes >= 8)
     assert sampler.end() >= 8
-    assert looks[7] - looks[6] > 2 * between.SAMPLE_S
+    pauses = [between.pause_s(elapsed_s) for elapsed_s in (0.0, 0.02, 2.0, 1000.0)]
+    assert pauses == [between.SAMPLE_S, between.SAMPLE_S, 0.01, between.MAX_SAMPLE_S]
