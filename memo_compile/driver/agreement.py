@@ -55,7 +55,7 @@ class StepCollective:
     call: str
     """The name of its call, for messages."""
     what: str
-    """Kind, reduction, dtype and shape; equal on all ranks."""
+    """Kind, reduction, dtype and shape (all_to_all: of a row); equal on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +85,11 @@ def orders_of(problem: Problem, lowered: Mapping[str, LoweredRegion]) -> tuple[G
         if collective is None:
             continue
         words = [collective.kind.value, *([collective.reduce_op] if collective.reduce_op else [])]
+        sends_rows = collective.kind is CollectiveKind.ALL_TO_ALL  # each rank a number of its own
+        words += ["rows of"] if sends_rows else []
         for layout in call.reads:
-            if layout is not None and collective.kind is not CollectiveKind.ALL_TO_ALL:
-                words.append(f"{layout.dtype}{list(layout.size)}")
+            if layout is not None:
+                words.append(f"{layout.dtype}{list(layout.size[sends_rows:])}")
         step_collective = StepCollective(call=call.name, what=" ".join(words))
         by_group.setdefault(collective.group_name, []).append(step_collective)
     orders = (

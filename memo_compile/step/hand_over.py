@@ -5,15 +5,17 @@ may change the parameter, so no later call may read the parameter either. Where 
 gradient to an existing one, or a hook uses it up, its memory is free before the next call.
 """
 
+from collections.abc import Mapping
+
 from memo_compile.step.problem import Phase, Problem, Storage
 
 
-def last_uses(problem: Problem) -> dict[str, int]:
-    """Returns the last call that makes, reads or writes in a storage, by ``storage_roots``.
+def last_uses(problem: Problem, roots: Mapping[str, str] | None = None) -> dict[str, int]:
+    """Returns the last call that makes, reads or writes in a storage, by its ``storage_roots``.
 
-    A copy reads its input until the step has waited for it.
+    A copy reads its input until the step has waited for it. ``roots``: if the caller has them.
     """
-    roots = storage_roots(problem)
+    roots = storage_roots(problem) if roots is None else roots
     last_use: dict[str, int] = {}
     copied: dict[str, tuple[str, ...]] = {}
     for index, call in enumerate(problem.calls):
@@ -40,18 +42,19 @@ def storage_roots(problem: Problem) -> dict[str, str]:
     return roots
 
 
-def ready_after(problem: Problem) -> tuple[int, ...] | None:
+def ready_after(problem: Problem, roots: Mapping[str, str] | None = None) -> tuple[int, ...] | None:
     """Returns for each result of the backward the index of the call after which it may leave.
 
     -1: before all calls. None where the backward's results are not one for each argument of the
-    forward, and in a group, whose gradients leave at the end of each half.
+    forward, and in a group, whose gradients leave at the end of each half. ``roots`` as above.
     """
     if len(problem.halves) != 2:
         return None
     forward, backward = problem.halves
     if len(forward.arguments) != len(backward.results):
         return None
-    roots, last = storage_roots(problem), last_uses(problem)
+    roots = storage_roots(problem) if roots is None else roots
+    last = last_uses(problem, roots)
     ready: dict[str, int] = {}
     for gradient, parameter in zip(backward.results, forward.arguments, strict=True):
         if gradient is not None:
@@ -69,10 +72,10 @@ def leaving_after(problem: Problem) -> dict[str, int]:
 
     A gradient is named by the root of its storage; all results in one storage must leave.
     """
-    ready = ready_after(problem) if problem.leaving else None
+    roots = storage_roots(problem) if problem.leaving else {}
+    ready = ready_after(problem, roots) if problem.leaving else None
     if ready is None:
         return {}
-    roots = storage_roots(problem)
     backward = next(half for half in problem.halves if half.phase is Phase.BACKWARD)
     free_after: dict[str, int] = {}
     staying = set()

@@ -198,15 +198,22 @@ def trained(
         compiled(batch).mul(scale).backward()
         eager(batch).backward()
         errors.append(gradient_errors(ours, eager))
-    report = memo_compile.report()
-    plan = report.plans[-1]
+    plan = memo_compile.report().plans[-1]
     return {
+        **reported(),
         "errors": errors,
         "num_failed": num_failed,
         "num_collectives": plan.num_collectives,
         "window_recompute_s": plan.window_recompute_s,
         "num_regions": plan.num_regions,
         "tiles": max(plan.tiles.values(), default=1),
+    }
+
+
+def reported() -> dict[str, Any]:
+    """Whether memo has planned all steps, what it notes, and the collectives not waited for."""
+    report = memo_compile.report()
+    return {
         "active": report.active,
         "unplanned_steps": report.unplanned_steps,
         "notes": list(report.notes),

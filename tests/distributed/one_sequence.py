@@ -25,6 +25,7 @@ from tests.distributed.llama import (
     Llama,
     gradient_errors,
     parallelize,
+    reported,
 )
 from tests.numerics.first_step import watches_of
 
@@ -216,9 +217,9 @@ def trained(
             dist.all_reduce(parameter.grad.to_local() if is_part else parameter.grad, group=group)
         alone(ids).backward()
         errors.append(gradient_errors(ours, alone))
-    report = memo_compile.report()
-    plan = report.plans[-1]
+    plan = memo_compile.report().plans[-1]
     return {
+        **reported(),
         "errors": errors,
         "measured_bytes": peaks,
         "seconds": seconds,
@@ -226,8 +227,4 @@ def trained(
         "peak_bytes": plan.peak_bytes,
         "num_collectives": plan.num_collectives,
         "layers": [cls.num_layers for cls in plan.layer_classes],
-        "active": report.active,
-        "unplanned_steps": report.unplanned_steps,
-        "num_unwaited": torch._C._distributed_c10d._get_work_registry_size(),
-        "notes": list(report.notes),
     }

@@ -5,12 +5,16 @@ The same between processes, and with graphs: ``tests/distributed/test_agreement.
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from memo_runtime.collectives import Collective, CollectiveKind
 
-from memo_compile.driver.agreement import GroupOrder, JobRank, RankStep, StepCollective
+from memo_compile.driver.agreement import GroupOrder, JobRank, RankStep, StepCollective, orders_of
 from memo_compile.errors import RanksDisagree, RankSteppedAside, UnsupportedGraph
+from memo_compile.step.problem import CallKind, Layout
+from memo_compile.torch_private import distributed
 from memo_compile.torch_private.distributed import JobStore
 
 LONG_S = 60.0
@@ -93,6 +97,33 @@ def test_the_first_difference_is_named_on_both():
         assert "collective 2 among ranks [0, 1] is " in str(error)
         mine = ("gather (call1)", "none")[number]
         assert f"{mine} on rank {number}" in str(error)
+
+
+def exchanging(*sizes):
+    """The order of a step that begins an all-to-all of each of ``sizes``."""
+    calls, regions = [], {}
+    for number, (rows, width) in enumerate(sizes):
+        reads = (Layout(dtype="float32", item_bytes=4, size=(rows, width), stride=(width, 1)),)
+        kind, name = CallKind.ISSUE, f"call{number}"
+        calls.append(SimpleNamespace(name=name, kind=kind, region=name, reads=reads))
+        collective = Collective(
+            kind=CollectiveKind.ALL_TO_ALL, group_name="world", input_splits=(1, rows - 1)
+        )
+        regions[name] = SimpleNamespace(collective=collective)
+    return orders_of(SimpleNamespace(calls=calls), regions)
+
+
+def test_all_to_alls_in_another_order_are_told_apart_by_their_rows(monkeypatch):
+    """A rank may send more rows than another one."""
+    monkeypatch.setattr(distributed, "ranks_of_group", lambda _: (0, 1))
+    own, with_more, crossed = (
+        step(*exchanging(*sizes))
+        for sizes in [[(3, 8), (3, 4)], [(5, 8), (5, 4)], [(3, 4), (3, 8)]]
+    )
+    assert Job(2).run(agreeing(own), agreeing(with_more)) == ["agreed", "agreed"]
+    for error in Job(2).run(agreeing(own, 0.3), agreeing(crossed, 0.3)):
+        assert isinstance(error, RanksDisagree)
+        assert "all_to_all_single rows of float32[8] (call" in str(error)
 
 
 def test_who_has_waited_longer_raises_and_then_follows():
