@@ -85,6 +85,26 @@ def test_blocks_that_are_sequence_parallel_too(tmp_path, subtests):
         assert group["offloaded_bytes"] > 0
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "num_sequences"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.full)]
+)
+def test_blocks_whose_attention_swaps_tokens_for_heads(num_ranks, num_sequences, tmp_path):
+    """Two ranks share each sequence, and all of them the weights."""
+    debug = ["poison", "collectives-late", "copies-late"]
+    options = {"lowering": "aten", "costs": "roofline", "policy": "full-offload", "debug": debug}
+    arguments = {"settings": [{"num_sequences": num_sequences, "num_layers": 3, **options}]}
+    for rank in run_ranks("tests.distributed.sharded_sequence", tmp_path, arguments, num_ranks):
+        (found,) = rank.found
+        assert found["active"]
+        assert found["unplanned_steps"] == 2, "of the first step, before the blocks are a group"
+        assert found["num_unwaited"] == 0
+        assert found["num_instances"] == 3
+        assert found["num_collectives"] == 3 * 8, "q, k, v and the result, each way"
+        assert found["offloaded_bytes"] > 0
+        for errors in found["errors"]:
+            assert not {n: e for n, e in errors.items() if math.isnan(e) or e > 1e-6}
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("RAdam", marks=pytest.mark.full)])
 def test_state_of_shards_lies_on_the_host(optimizer, tmp_path):
     """Weights are the plain optimizer's, also after a resume from either's checkpoint."""
