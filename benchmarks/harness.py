@@ -472,13 +472,13 @@ def result_of_ranks(run_rank: Callable[..., None], *arguments: Any) -> dict[str,
 
 
 @contextlib.contextmanager
-def joined_ranks(rank: int, folder: str) -> Iterator[None]:
-    """Inside, this process is ``rank`` of two in a gloo group that met in ``folder``."""
+def joined_ranks(rank: int, folder: str, *, backend: str = "gloo") -> Iterator[None]:
+    """Inside, this process is ``rank`` of two in a group that met in ``folder``."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     yield
     dist.barrier()
     dist.destroy_process_group()

@@ -29,7 +29,7 @@ FIXED_SIGNATURES = (
 MAX_SUMS = {
     ("memo_compile", "runtime"): 67_300,
     ("tests",): 62_450,
-    ("benchmarks",): 8_700,
+    ("benchmarks",): 8_900,
 }
 """The lines of Python that parts of the project may have in all. Lower these as code goes."""
 
