@@ -70,10 +70,7 @@ def plan_command(
     cp: Annotated[int, typer.Option(help="Context parallel devices.")] = 1,
     cp_kind: Annotated[
         str | None,
-        typer.Option(
-            help="ring; ulysses (all-to-all); ulysses-recompute, which keeps nothing of attention. "
-            "Default: the fastest that fits."
-        ),
+        typer.Option(help="ring, or ulysses (all-to-all). Default: the faster one that fits."),
     ] = None,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     dp: Annotated[int, typer.Option(help="Data parallel replicas; ZeRO-1 over dp x cp.")] = 1,

@@ -19,13 +19,7 @@ from memo_compile.offline.length_search import LengthSearch, Need, need_of
 from memo_compile.offline.offline_step import OfflineStep
 from memo_compile.offline.recorded_model import RecordedModel, Say, say_nothing
 from memo_compile.offline.room import Room, is_exact
-from memo_compile.offline.shapes.degrees import (
-    CP_KINDS,
-    RING,
-    ULYSSES,
-    ULYSSES_RECOMPUTE,
-    Degrees,
-)
+from memo_compile.offline.shapes.degrees import CP_KINDS, RING, ULYSSES, Degrees
 from memo_compile.offline.shapes.kinds import (
     is_function,
     is_shape,
@@ -289,7 +283,7 @@ def _cp_kinds(question: Question) -> list[Question]:
     kinds = [replace(degrees, cp_kind=RING)]
     with contextlib.suppress(InputError):
         degrees.require_heads_divide(shape)
-        kinds += [replace(degrees, cp_kind=kind) for kind in (ULYSSES, ULYSSES_RECOMPUTE)]
+        kinds.append(replace(degrees, cp_kind=ULYSSES))
     return [replace(question, degrees=kind) for kind in kinds]
 
 
@@ -297,8 +291,6 @@ def _in_faster_kind(kinds: Sequence[Question], say: Say) -> Forecast:
     """The answer that fits and is fastest, or needs least where none fits, with the other one."""
     answers: list[Forecast] = []
     for question in kinds:
-        if question.degrees.cp_kind == ULYSSES_RECOMPUTE and any(each.fits for each in answers):
-            continue  # it is slower
         say(f"planning with --cp-kind {question.degrees.cp_kind}")
         try:
             answers.append(forecast(question, say))

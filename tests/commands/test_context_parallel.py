@@ -22,7 +22,7 @@ from memo_compile.errors import InputError
 from memo_compile.offline import forecast as forecasting
 from memo_compile.offline.forecast import Question, forecast, longest, sweep
 from memo_compile.offline.shapes import parallel
-from memo_compile.offline.shapes.degrees import RING, ULYSSES, ULYSSES_RECOMPUTE, Degrees
+from memo_compile.offline.shapes.degrees import CP_KINDS, RING, ULYSSES, Degrees
 from memo_compile.offline.shapes.transformer import Attention, one_device
 from memo_compile.step.communication import comm_bytes, value_sizes
 from memo_compile.step.problem import CallKind, Phase
@@ -39,7 +39,6 @@ SHAPE = ModelShape(
 )
 SEQ, CP, WIDTH, BYTES = 1024, 2, 16, 2
 H100 = find_hardware("h100")
-KINDS = RING, ULYSSES, ULYSSES_RECOMPUTE
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +57,12 @@ def question(kind=None, cp=CP, seq=SEQ, **more):
 
 @pytest.fixture(scope="module")
 def answers():
-    """All kinds with everything on the host that can be there; weights of layers go, too."""
+    """Both kinds with everything on the host that can be there; weights of layers go, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(models.MODELS, SHAPE.name, SHAPE)
         patch.setenv("MEMO_LOWERING", "aten")
         patch.setattr(forecasting, "user_store", lambda: None)
-        return {kind: forecast(question(kind, offload="weights")) for kind in KINDS}
+        return {kind: forecast(question(kind, offload="weights")) for kind in CP_KINDS}
 
 
 def test_bytes_of_each_all_to_all_and_of_its_buffer(answers):
@@ -103,31 +102,18 @@ def test_weights_of_a_step_with_collectives_lie_on_the_host(answers):
 
 
 def test_both_kinds_compute_and_keep_the_same(answers):
-    ring, ulysses = (answers[kind].step for kind in (RING, ULYSSES))
+    ring, ulysses = (answers[kind].step for kind in CP_KINDS)
     assert ring.model_flops == ulysses.model_flops
     assert ring.model_flops == pytest.approx(SHAPE.flops_per_token(SEQ) * SEQ / CP, rel=1e-3)
     kept = [sorted(row.bytes for row in step.plan.decisions) for step in (ring, ulysses)]
     assert kept[0] == kept[1]
 
 
-def test_attention_that_is_computed_again_is_neither_kept_nor_exchanged_twice(answers):
-    step, keeping = (answers[kind].step for kind in (ULYSSES_RECOMPUTE, ULYSSES))
-    rows = [row.tensor for row in step.plan.decisions]
-    assert not any("attention" in tensor and "sum" in tensor for tensor in rows), rows
-    result = SEQ // CP * SHAPE.hidden * BYTES
-
-    def sent(problem):
-        issues = (call for call in problem.calls if call.kind is CallKind.ISSUE)
-        return sum(comm_bytes(problem, call) for call in issues)
-
-    assert sent(keeping.problem) - sent(step.problem) == SHAPE.num_layers * result
-
-
 def test_flops_of_attention_are_those_of_a_share_of_the_heads_or_of_the_queries():
-    """Two products of each query with each key, five backwards, two more where they come again."""
+    """Two products of each query with each key, five backwards."""
     batch, heads, cp = 3, 8, 4
     counted = {}
-    for kind in KINDS:
+    for kind in CP_KINDS:
         with FakeTensorMode(), FlopCounterMode(display=False) as counter:
             query, key, value = (
                 torch.empty(batch, heads, SEQ // cp, WIDTH, requires_grad=True) for _ in range(3)
@@ -135,17 +121,12 @@ def test_flops_of_attention_are_those_of_a_share_of_the_heads_or_of_the_queries(
             if kind == RING:
                 out, _ = parallel.attention(query, key, value, cp, False)
             else:
-                again = kind == ULYSSES_RECOMPUTE
-                out = parallel.Ulysses.apply(query, key, value, cp, False, again)
+                out = parallel.Ulysses.apply(query, key, value, cp, False)
             out.backward(torch.empty_like(out))
         assert query.grad.shape == key.grad.shape == value.grad.shape == query.shape
         counted[kind] = counter.get_total_flops()
     product = 2 * batch * heads * SEQ * SEQ * WIDTH // cp
-    assert counted == {
-        RING: 7 * product,
-        ULYSSES: 7 * product,
-        ULYSSES_RECOMPUTE: 9 * product,
-    }
+    assert counted == {RING: 7 * product, ULYSSES: 7 * product}
 
 
 def test_keys_with_fewer_heads_than_devices_are_copied():
@@ -198,8 +179,8 @@ def exchanging(num_devices):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("batch", "again"), [(1, False), (2, False), (2, True)])
-def test_ulysses_has_the_gradients_of_one_device(monkeypatch, batch, again, is_causal):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_ulysses_has_the_gradients_of_one_device(monkeypatch, batch, is_causal):
     """With torch's attention in place of the planned one, on threads in place of devices."""
     num_devices, heads, kv, seq, width = 2, 4, 2, 14, 6
 
@@ -227,7 +208,7 @@ def test_ulysses_has_the_gradients_of_one_device(monkeypatch, batch, again, is_c
         *given, grad = (each.chunk(num_devices, 2)[number] for each in whole)
         context = SimpleNamespace()
         context.save_for_backward = lambda *kept: setattr(context, "saved_tensors", kept)
-        out = parallel.Ulysses.forward(context, *given, num_devices, is_causal, again)
+        out = parallel.Ulysses.forward(context, *given, num_devices, is_causal)
         results[number] = [out, *parallel.Ulysses.backward(context, grad)[:3]]
 
     threads = [threading.Thread(target=device, args=(number,)) for number in range(num_devices)]
@@ -245,7 +226,7 @@ def test_ulysses_has_the_gradients_of_one_device(monkeypatch, batch, again, is_c
 def test_the_faster_kind_is_taken_and_the_other_is_told(monkeypatch, answers, golden):
     monkeypatch.setattr(forecasting, "_forecast", lambda each, _: answers[each.degrees.cp_kind])
     answer = forecast(question())
-    fast, slow = sorted((answers[RING], answers[ULYSSES]), key=lambda each: each.step_s)
+    fast, slow = sorted(answers.values(), key=lambda each: each.step_s)
     assert fast.step_s < slow.step_s
     assert answer == dataclasses.replace(fast, other_kind=slow)
     golden("plan_context_parallel", "\n".join(plan_lines(answer, None)))
@@ -254,8 +235,8 @@ def test_the_faster_kind_is_taken_and_the_other_is_told(monkeypatch, answers, go
 @pytest.mark.parametrize("budget", [250 * 2**20, 100 * 2**20])
 def test_the_kind_that_fits_is_taken(monkeypatch, answers, budget):
     """The slower one, or where none fits the one that needs less."""
-    fast, slow = sorted((RING, ULYSSES), key=lambda kind: answers[kind].step_s)
-    peaks = {fast: 300 * 2**20, slow: 200 * 2**20, ULYSSES_RECOMPUTE: 400 * 2**20}
+    fast, slow = sorted(CP_KINDS, key=lambda kind: answers[kind].step_s)
+    peaks = {fast: 300 * 2**20, slow: 200 * 2**20}
 
     def planned(setting, _model):
         return dataclasses.replace(
@@ -273,7 +254,7 @@ def test_the_kind_that_fits_is_taken(monkeypatch, answers, budget):
 
 
 def test_the_longest_sequence_is_that_of_either_kind(monkeypatch):
-    most = {RING: 6 * 2048, ULYSSES: 8 * 2048, ULYSSES_RECOMPUTE: 9 * 2048}
+    most = {RING: 6 * 2048, ULYSSES: 9 * 2048}
 
     def needed(setting):
         fits = setting.seq <= most[setting.degrees.cp_kind]
@@ -292,5 +273,5 @@ def test_heads_that_do_not_divide_leave_the_ring():
 
 
 def test_a_sweep_is_of_one_kind():
-    with pytest.raises(InputError, match="sweep: give --cp-kind one of ring, ulysses, "):
+    with pytest.raises(InputError, match="sweep: give --cp-kind one of ring, ulysses with it"):
         next(sweep(question(), 3))

@@ -35,7 +35,7 @@ REFUSED_AT_ONCE = [
     (["plan", "llama3-8b", "--seq", "8", "--cp-kind", "ring"], "cp-kind: it is of --cp devices; "),
     (
         ["plan", "llama3-8b", "--seq", "8", "--cp", "2", "--cp-kind", "rings"],
-        "cp-kind: expected ring, ulysses, ulysses-recompute, got 'rings'",
+        "cp-kind: expected ring or ulysses, got 'rings'",
     ),
     (
         ["plan", "llama3-8b", "--seq", "24", "--cp", "12", "--cp-kind", "ulysses"],

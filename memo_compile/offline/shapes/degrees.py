@@ -22,9 +22,9 @@ def parse_dtype(name: str) -> str:
     return DTYPES[name]
 
 
-RING, ULYSSES, ULYSSES_RECOMPUTE = CP_KINDS = "ring", "ulysses", "ulysses-recompute"
-"""How context parallel devices share attention: keys go around, or heads for tokens; the last kind
-keeps nothing of attention and computes it again in the backward."""
+RING, ULYSSES = "ring", "ulysses"
+CP_KINDS = (RING, ULYSSES)
+"""How context parallel devices share attention: keys go around, or heads for tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Degrees:
     def __post_init__(self) -> None:
         require_at_least(1, self.sizes)
         if self.cp_kind not in (None, *CP_KINDS):
-            raise InputError(f"cp-kind: expected {', '.join(CP_KINDS)}, got {self.cp_kind!r}")
+            raise InputError(f"cp-kind: expected {' or '.join(CP_KINDS)}, got {self.cp_kind!r}")
         if self.cp_kind is not None and self.cp == 1:
             raise InputError("cp-kind: it is of --cp devices; give --cp N with it")
 
@@ -68,7 +68,7 @@ class Degrees:
                 f"tp: {self.tp} neither divides the key/value heads ({kv_heads}) nor is "
                 "a multiple of them"
             )
-        if self.cp_kind in (ULYSSES, ULYSSES_RECOMPUTE):
+        if self.cp_kind == ULYSSES:
             self.require_heads_divide(shape)
 
     def require_heads_divide(self, shape: ModelShape) -> None:

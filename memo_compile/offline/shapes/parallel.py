@@ -170,33 +170,29 @@ class Ulysses(torch.autograd.Function):
     """Attention of a part of the heads to all tokens: an all-to-all before it and one behind it.
 
     Kept are this device's tokens of all heads, and the backward exchanges them again. What came
-    from other devices could only be kept or moved: no plan repeats a collective by itself. Where
-    the backward computes attention again its result is not kept, nor exchanged a second time.
+    from other devices could only be kept or moved: no plan repeats a collective by itself.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
-        """``(batch, heads, tokens, width)`` each; settings are world, is_causal and recomputes.
-
-        ``world`` divides all heads.
-        """
-        world, is_causal, recomputes = ctx.settings = settings
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, world: int, is_causal: bool
+    ) -> Tensor:
+        """``(batch, heads, tokens, width)`` each; ``world`` divides all heads."""
         heads = _to_heads([query, key, value], world)
         out, log_sum_exp = attention(heads[0], heads[1], heads[2], 1, is_causal)
         mixed = _to_tokens([out], world)[0]
-        ctx.save_for_backward(query, key, value, *(() if recomputes else (mixed, log_sum_exp)))
+        ctx.save_for_backward(query, key, value, mixed, log_sum_exp)
+        ctx.world, ctx.is_causal = world, is_causal
         return mixed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of queries, keys and values."""
-        world, is_causal, recomputes = ctx.settings
-        query, key, value, *results = ctx.saved_tensors
+        *kept, log_sum_exp = ctx.saved_tensors
         # With the gradient, so that it cannot be done in the forward and saved.
-        heads = _to_heads([grads[0], query, key, value, *results[:1]], world)
-        results = attention(*heads[1:], 1, is_causal) if recomputes else (heads[4], results[1])
-        made = attention_backward(*heads[:4], *results, 1, is_causal)
-        return (*_to_tokens(made, world), None, None, None)
+        heads = _to_heads([grads[0], *kept], ctx.world)
+        made = attention_backward(*heads, log_sum_exp, 1, ctx.is_causal)
+        return (*_to_tokens(made, ctx.world), None, None)
 
 
 class ColumnParallel(torch.autograd.Function):

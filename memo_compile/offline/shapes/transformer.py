@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memo_compile.costs.models import ModelShape
-from memo_compile.offline.shapes.degrees import RING, ULYSSES_RECOMPUTE
+from memo_compile.offline.shapes.degrees import ULYSSES
 from memo_compile.offline.shapes.degrees import Degrees as Degrees
 from memo_compile.offline.shapes.parallel import (
     ColumnParallel,
@@ -127,7 +127,7 @@ class Attention(nn.Module):
 
     def __init__(self, share: ModelShape, degrees: Degrees) -> None:
         super().__init__()
-        tp, self.cp, self.kind = degrees.tp, degrees.cp, degrees.cp_kind
+        tp, self.cp, self.is_ulysses = degrees.tp, degrees.cp, degrees.cp_kind == ULYSSES
         self.head_dim = share.hidden // (share.num_heads * tp)  # hidden is not divided, heads are
         self.is_grouped = share.num_kv_heads != share.num_heads
         q_width, kv_width = share.num_heads * self.head_dim, share.num_kv_heads * self.head_dim
@@ -140,10 +140,10 @@ class Attention(nn.Module):
         q, k, v = (self._heads(projected) for projected in self.qkv(x))
         if rope is not None:
             q, k = _rotate(q, *rope), _rotate(k, *rope)
-        if self.kind not in (None, RING):
+        if self.is_ulysses:
             copies = max(1, self.cp // k.shape[1])
             k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
-            mixed = Ulysses.apply(q, k, v, self.cp, True, self.kind == ULYSSES_RECOMPUTE)
+            mixed = Ulysses.apply(q, k, v, self.cp, True)
         elif self.cp > 1:
             mixed, _ = attention(q, k, v, self.cp, True)
         else:
