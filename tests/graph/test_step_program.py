@@ -312,11 +312,11 @@ def test_seven_billion_parameters_are_cut_without_memory():
     """Traced, partitioned and cut on fakes; their 14 GB never exist."""
     step_programs(lambda: layers(2))  # torch's own imports and caches
     process = psutil.Process()
-    before, start = process.memory_info().rss, time.perf_counter()
+    before, start = process.memory_info().rss, time.process_time()
     programs = step_programs(llama_7b)
     grown = process.memory_info().rss - before
     assert grown < 500 * 2**20
-    assert time.perf_counter() - start < 240
+    assert time.process_time() - start < 240
     assert programs.order().count("layer0_fwd") == 4
     assert programs.order().count("layer0_bwd") == 4
     assert programs.num_regions == 6

@@ -237,9 +237,9 @@ def test_eighty_layers_with_forty_copies_each_are_checked_within_its_time():
         ]
     large = Problem(regions=regions, calls=(*calls, *back), host_bytes=512 * len(names))
     plan = roomy(large)
-    start = time.perf_counter()
+    start = time.process_time()
     assert check(large, plan).ok
-    assert time.perf_counter() - start < 1.5
+    assert time.process_time() - start < 1.5
 
 
 def _out(name: str, at: int) -> tuple[StepCall, StepCall]:

