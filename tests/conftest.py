@@ -15,6 +15,7 @@ from memo_compile.planners.placement.greedy import greedy_offsets
 from memo_compile.planners.placement.instance import build_instance
 from memo_compile.planners.placement.placement_problem import Buffer, PlacementProblem
 from memo_compile.planners.placement.portfolio import Searcher
+from tests.child import OBJECTS_BETWEEN_COLLECTIONS
 from tests.steps.compact import compact
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -27,9 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-golden", action="store_true", help="write tests/golden/*.txt instead of comparing"
     )
 
-
-OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Python's default of 700 costs a tenth of what tracing takes, and a quarter of what imports do."""
 
 gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from tests.child import OBJECTS_BETWEEN_COLLECTIONS
 
 SECONDS = 900
 """For all that a test trains, on a machine that is busy with other things."""
@@ -105,6 +108,7 @@ def _ranks(num_ranks: int) -> _Ranks:
 
 def _run_what_comes(rank: int, num_ranks: int) -> None:
     """What a module prints is among what the rank has written; answers alone go to the test."""
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:

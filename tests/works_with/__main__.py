@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import harness
 from memo_compile.planners.placement.compiled import compiled_greedy, has_numba
-from tests.child import Child, Lost, answer_lines
+from tests.child import OBJECTS_BETWEEN_COLLECTIONS, Child, Lost, answer_lines
 from tests.works_with.page import PAGE, kept, results, written
 from tests.works_with.row import ROWS, Row
 from tests.works_with.tried import Tried, tried, versions
@@ -78,7 +78,7 @@ def _try(options: argparse.Namespace) -> None:
 def _answer_names(options: argparse.Namespace) -> int:
     """The child, in which memory is not the point: few collections, placement compiled."""
     torch.set_num_threads(1)
-    gc.set_threshold(50_000)
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     harness.register_memo()
     if has_numba():
         compiled_greedy()
