@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.pieces import stack
 from memo_compile.units import format_bytes
 
 MODULE = "benchmarks.whole_step"
@@ -67,6 +66,35 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ]
     settings = {name: getattr(options, name) for name in SIZES}
     return {"settings": settings, "arms": results, "failures": failures}
+
+
+def stack(num_layers: int, hidden: int) -> Any:
+    """Equal residual layers; returns the loss."""
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(hidden)
+            self.up = nn.Linear(hidden, 2 * hidden)
+            self.down = nn.Linear(2 * hidden, hidden)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return x.pow(2).mean()
+
+    torch.manual_seed(0)
+    return Stack()
 
 
 def run_child(options: argparse.Namespace) -> dict[str, Any]:
