@@ -53,14 +53,12 @@ class HostStore:
     """``size_bytes`` of page-aligned host memory.
 
     ``kind`` is ``shm`` (anonymous shared memory, in /proc ``RssShmem``), ``pinned`` (private memory
-    that is registered with CUDA, so that copies run beside kernels) or ``file:DIR``. Unless it
-    ``is_fixed``, ``pinned`` can be resized. Raises HostStoreError: memory, disk space or
-    registration was refused.
+    that is registered with CUDA, so that copies run beside kernels; it can be resized if it is made
+    with 0 bytes) or ``file:DIR``. Raises HostStoreError: memory, disk space or registration was
+    refused.
     """
 
-    def __init__(
-        self, kind: str, size_bytes: int, device: torch.device = _CPU, *, is_fixed: bool = True
-    ) -> None:
+    def __init__(self, kind: str, size_bytes: int, device: torch.device = _CPU) -> None:
         self.kind = kind
         self.order = StreamOrder(device)
         """Between the steps that use it one after another, on streams of ``device``."""
@@ -73,16 +71,14 @@ class HostStore:
         self._tensor: torch.Tensor | None = None
         with _refusals(kind, size_bytes):
             if kind == "pinned":
-                self.pinned = PinnedMemory(size_bytes, device, is_fixed=is_fixed)
+                self.pinned = PinnedMemory(size_bytes, device)
                 self._tensor = self.pinned.tensor
             else:
                 self._tensor = _mapped(kind, size_bytes)
         _live.add(self)
         self._unpin: weakref.finalize | None = None
         if self.pinned is not None:
-            self._unpin = weakref.finalize(
-                self, self.pinned.close
-            )  # at the latest when Python exits
+            self._unpin = weakref.finalize(self, self.pinned.close)  # at the latest at exit
             self.pinned.resize(size_bytes)
 
     @property
@@ -188,12 +184,11 @@ class HostPool:
         """
         with self.lock, contextlib.suppress(HostStoreError):  # ``acquire`` will say it
             if not any(store.kind == "pinned" and not store.leased for store in self.stores):
-                store = HostStore("pinned", 0, self.device, is_fixed=False)
+                store = HostStore("pinned", 0, self.device)
                 store.plans.add(PREPARED)
                 self.stores.append(store)
                 assert store.pinned is not None, "it was asked for"
-                if size_bytes <= store.pinned.room_bytes:
-                    store.pinned.begin(size_bytes)
+                store.pinned.begin(min(size_bytes, store.pinned.room_bytes))
 
     def wait(self) -> None:
         """Waits until nothing is being pinned: it would be in the way of copies that are timed."""

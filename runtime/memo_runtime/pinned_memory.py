@@ -51,23 +51,18 @@ def borders(start: int, end: int) -> Iterator[tuple[int, int]]:
 class PinnedMemory:
     """Addresses for all memory that the host has, of which the first bytes are pinned.
 
-    Addresses alone take no memory. Where the system grants no more (``ulimit -v``), or for what
-    ``is_fixed``, they are for ``size_bytes``. One thread at a time calls it. Raises OSError.
+    Addresses alone take no memory; with a ``size_bytes`` they are for no more. One thread at a
+    time calls it. Raises OSError: the system grants no such addresses (``ulimit -v``).
     """
 
-    def __init__(self, size_bytes: int, device: torch.device, *, is_fixed: bool) -> None:
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
         if not torch.cuda.is_available():
             raise HostStoreError(
                 "memo: expected a CUDA device to pin memory for; set host_store='shm'"
             )
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        host_bytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-        self.room_bytes = max(size_bytes, mmap.PAGESIZE if is_fixed else host_bytes)
-        try:
-            self._memory = mmap.mmap(-1, self.room_bytes, flags=flags)
-        except OSError:
-            self.room_bytes = max(size_bytes, mmap.PAGESIZE)
-            self._memory = mmap.mmap(-1, self.room_bytes, flags=flags)
+        self.room_bytes = size_bytes or os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+        self._memory = mmap.mmap(-1, self.room_bytes, flags=flags)
         with contextlib.suppress(OSError):  # a kernel without huge pages, which pin twice as fast
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         # A forked child cannot use CUDA, and no page may be copied away from under the device.

@@ -23,6 +23,7 @@ from tests.cuda_emulated.scenarios import (
     own_streams,
     plan_of,
     step_of,
+    two_steps_of,
 )
 from tests.steps import moving
 
@@ -183,15 +184,7 @@ def two_live_steps_captured() -> Iterator[Result]:
     backward = (*moving.BACKWARD[:-1], _drawing(moving.TIMES_A))
     plan = graphed(forward=forward, backward=backward, max_inflight=2)
     for repeat in range(5):
-        held = []
-        for seed, stream in enumerate(own_streams(), start=7 * repeat):
-            with torch.cuda.stream(stream):
-                x, g = moving.values(seed), moving.values(seed + 5)
-                _, handle = moving.forward(plan, x.to(CUDA))
-                held.append((stream, handle, g, moving.gradient_of(x, g)))
-        for stream, handle, g, wanted in held:
-            with torch.cuda.stream(stream):
-                yield moving.backward(plan, handle, g.to(CUDA)), wanted
+        yield from two_steps_of(plan, 7 * repeat)
     require_captured(plan)
 
 

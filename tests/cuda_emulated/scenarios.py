@@ -290,10 +290,13 @@ def _on_streams(**options: object) -> Iterator[Result]:
 
 
 def two_live_steps() -> Iterator[Result]:
+    yield from two_steps_of(plan_of(max_inflight=2))
+
+
+def two_steps_of(plan: StepPlan, first_seed: int = 0) -> Iterator[Result]:
     """Two forwards, each with its own frames, then their backwards, the first one first."""
-    plan = plan_of(max_inflight=2)
     held = []
-    for seed, stream in enumerate(own_streams()):
+    for seed, stream in enumerate(own_streams(), start=first_seed):
         with torch.cuda.stream(stream):
             x, g = moving.values(seed), moving.values(seed + 5)
             _, handle = moving.forward(plan, x.to(CUDA))
