@@ -30,15 +30,13 @@ from memo_runtime.leases import Lease, StepCounters
 from memo_runtime.operator_modes import shows_to_modes
 from memo_runtime.stream_order import StreamOrder
 
-MAX_CAPTURES = 4
-"""A half whose inputs have moved once more after so many captures runs call by call."""
-_OF_SIZE = {
-    **{1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64},
-    16: torch.complex128,
-}
+MOST_MOVES = 4
+"""In so many steps inputs may move, or numbers change; after one more a half runs call by call."""
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Bytes of an element -> a type: the kernel that copies many tensors does not know all types."""
-_nothing = torch.empty(0, dtype=torch.uint8)
-_ENDED = Ticket(Lane.D2H, _nothing, _nothing, finished=True)
+_HOST_FRAME = -1
+"""In place of the register of an input; nothing can be copied into memory of the graph for it."""
+_ENDED = Ticket(Lane.D2H, torch.empty(0), torch.empty(0), finished=True)
 """In place of the ticket of a copy that has been waited for."""
 
 
@@ -57,19 +55,19 @@ class GraphUse:
 class _DeviceGraphs:
     """What all graphs of a device share.
 
-    They run one after another, whatever their streams are, because torch has one place in which it
-    tells the random numbers of all graphs their seed, and one workspace for their products.
+    They run one after another, whatever their streams and threads are, because torch has one place
+    in which it tells the random numbers of all graphs their seed, and one workspace for their
+    products.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
+        """Held while a graph is captured, and while one is launched."""
         self.stream = torch.cuda.Stream(device)
         self.order = StreamOrder(device)
-        self.alive: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = (
-            weakref.WeakKeyDictionary()
-        )
-        """Graphs that may be replayed -> bytes that they have taken of the device."""
+        self.alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        """Graphs that may be replayed."""
         self.broken: list[torch.cuda.CUDAGraph] = []
         """Graphs whose capture has failed: torch goes on asking them what they own."""
 
@@ -82,11 +80,10 @@ class _DeviceGraphs:
         It shares its memory with ``beside``, which never runs at the same time. Python's collector
         ends no step inside: its waits would be captured too.
         """
-        is_collecting = gc.isenabled()
         pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool()
-        torch.cuda.empty_cache()  # a capture cannot take memory from torch's cache
-        before_bytes = torch.cuda.memory_reserved(self.device)
         with self.lock, torch.cuda.stream(self.stream):
+            torch.cuda.empty_cache()  # a capture cannot take memory from torch's cache
+            is_collecting = gc.isenabled()
             gc.disable()
             self.order.begin()
             is_open = True
@@ -98,7 +95,7 @@ class _DeviceGraphs:
                     graph.capture_end()
                     is_open = False
                 self.order.end()
-                self.alive[graph] = torch.cuda.memory_reserved(self.device) - before_bytes
+                self.alive.add(graph)
             except BaseException:
                 if is_open:  # CUDA has refused it: torch takes nothing more into this pool, and
                     use.clean_up(self.device, pool)
@@ -108,6 +105,19 @@ class _DeviceGraphs:
             finally:
                 if is_collecting:
                     gc.enable()
+
+    def held_bytes(self) -> int:
+        """Returns what the graphs that may be replayed have taken of the device."""
+        pools = {graph.pool() for graph in list(self.alive)}
+        parts = (part for pool in pools for part in torch.cuda.memory_snapshot(pool))
+        return sum(part["total_size"] for part in parts)
+
+    def launch(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Launches ``graph`` on the current stream, behind all others."""
+        with self.lock:
+            self.order.begin()
+            graph.replay()
+            self.order.end()
 
 
 _graphs_of = functools.cache(_DeviceGraphs)
@@ -148,9 +158,7 @@ class HalfGraph:
         env, lease = running.env, running.lease
         _wait_for_copies(lease)
         _copy_all(self.copies.values(), [env[register] for register in self.copies])
-        self.shared.order.begin()
-        self.graph.replay()
-        self.shared.order.end()
+        self.shared.launch(self.graph)
         for register, value in self.made.items():
             env[register] = value
         for register, view in self.views.items():
@@ -168,20 +176,20 @@ class HalfInSlab:
     """One half of one plan in one slab: where its inputs lay, and its graph, if it has one now."""
 
     graph: HalfGraph | None = None
-    seen: list[Any] | None = None
-    """The inputs of the last step that was no replay: addresses, and what is no tensor."""
+    seen: dict[int, Any] | None = None
+    """Register -> the address of the input, or what is no tensor, in the last step."""
     moving: set[int] = field(default_factory=set)
     """Registers of the tensors that have lain at several addresses."""
-    num_captures: int = 0
+    num_moves: int = 0
+    """Steps in which another input moved, or what is no tensor changed."""
     is_refused: bool = False
 
-    def begin_capture(self, half: Any) -> None:
-        """Counts a capture of ``half``. Raises RuntimeError: a graph would not do what it does."""
-        self.num_captures += 1
+    def require_capturable(self, half: Any) -> None:
+        """Raises RuntimeError: a graph would not do what ``half`` does."""
         if half.barred:
             raise RuntimeError(half.barred)
-        if self.num_captures > MAX_CAPTURES:
-            raise RuntimeError(f"it was captured {MAX_CAPTURES} times, and inputs move again")
+        if self.num_moves > MOST_MOVES:
+            raise RuntimeError(f"inputs moved, or numbers changed, in {self.num_moves} steps")
         if any(isinstance(call, IssueCollective) for call in half.calls):
             raise RuntimeError("it talks to other ranks")
         if self.moving.intersection(half.written):
@@ -189,14 +197,14 @@ class HalfInSlab:
 
     def fits(self, registers: Sequence[int], running: Running) -> bool:
         """True where the inputs lie where they lay; notes those that do not. True at first."""
-        values, host = [running.env[register] for register in registers], running.lease.host
-        values.append(None if host is None else host.bytes(1))
-        seen = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
+        values = {register: running.env[register] for register in registers}
+        host = running.lease.host
+        values[_HOST_FRAME] = None if host is None else host.bytes(1).data_ptr()
+        seen = {at: v.data_ptr() if isinstance(v, torch.Tensor) else v for at, v in values.items()}
         before, self.seen = self.seen or seen, seen
-        changed = {at for at, (old, new) in enumerate(zip(before, seen, strict=True)) if old != new}
-        moved = {at for at in changed if (*registers, None)[at] not in self.moving}
-        tensors = (at for at in moved if isinstance(values[at], torch.Tensor))
-        self.moving.update(registers[at] for at in tensors if at < len(registers))
+        moved = {at for at, value in seen.items() if value != before[at]} - self.moving
+        self.moving.update(at for at in moved if isinstance(values[at], torch.Tensor))
+        self.num_moves += bool(moved)
         return not moved
 
 
@@ -229,10 +237,10 @@ def graph_of(plan: Any, half: Any, running: Running, *, is_member: bool) -> Half
             raise RuntimeError("several graphs run as one step")
         for register in registers:
             _require_capturable(running.env[register])
-        state.begin_capture(half)
+        state.require_capturable(half)
         graph = _capture(plan, half, running, state.moving)
         # Results that leave one by one are planned as they leave: now they are there at once.
-        held_bytes = sum(graph.shared.alive.values())
+        held_bytes = graph.shared.held_bytes()
         held_bytes += sum(graph.made[register].nbytes for register in graph.results)
         if held_bytes > use.most_bytes:
             raise RuntimeError(f"graphs take {held_bytes} B, more than memory_budget leaves")
@@ -295,17 +303,14 @@ def _capture(plan: Any, half: Any, running: Running, moving: set[int]) -> HalfGr
             raise RuntimeError("an input is read as another type")
         offset = value.storage_offset() - given[argument].storage_offset()
         views[register] = (argument, tuple(value.size()), value.stride(), int(offset))
+    tensors = (register for register, value in made.items() if isinstance(value, torch.Tensor))
     return HalfGraph(
         graph=graph,
         shared=shared,
         copies=copies,
         made=made,
         views=views,
-        results=tuple(
-            each
-            for each, value in made.items()
-            if each in half.results and isinstance(value, torch.Tensor)
-        ),
+        results=tuple(each for each in tensors if each in half.results),
         tickets=frozenset(inside.tickets.keys() - lease.tickets.keys()),
         shown=inside.shown,
         counted=captured.counted,

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 IS_EMULATED = "EMULATED_CUDA" in os.environ
@@ -17,6 +18,15 @@ CALLS_THE_DEVICE = [
 ]
 collect_ignore = [] if IS_EMULATED else CALLS_THE_DEVICE
 """What calls the emulated device itself does not even import without it."""
+
+
+@pytest.fixture(autouse=True)
+def readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure prints tensors: the device would never find out which entries to print."""
+    print_tensor = torch.Tensor.__repr__
+    monkeypatch.setattr(
+        torch.Tensor, "__repr__", lambda tensor, **how: print_tensor(tensor.cpu(), **how)
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

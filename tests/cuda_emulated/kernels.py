@@ -82,9 +82,8 @@ def _kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
         launch(compute if all(tensor.nbytes <= MOST_BYTES for tensor in made) else lambda: None)
         if not targets:
             return result
-        if not op._schema.returns:
-            return None
-        return targets[0] if len(targets) == 1 else tuple(targets)
+        returned = tuple(targets[: len(op._schema.returns)])  # some write into others besides
+        return returned[0] if len(returned) == 1 else returned or None
 
     return run
 

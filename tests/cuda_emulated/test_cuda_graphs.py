@@ -2,7 +2,9 @@
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from memo_runtime.run_step import StepError
 import memo_compile
 from memo_compile.errors import RuntimeMisuse
 from memo_compile.reporting import state
-from tests.cuda_emulated import computing
+from tests.cuda_emulated import captured_scenarios, computing
 from tests.cuda_emulated.computing import CUDA, Computing, assert_close, leased, ordered, rows_of
 from tests.cuda_emulated.device_calls import Counts, counts
 from tests.cuda_emulated.test_attention import attention_model
+from tests.cuda_emulated.test_survival import run_threads
 from tests.numerics.small import Stack
 from tests.numerics.training import ATEN
 
@@ -24,9 +27,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 REFUSED = r"cannot be captured into a CUDA graph.*torch\.cuda\.graph"
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    state.reset()
+
+
 @pytest.fixture
 def steps():
-    torch._dynamo.reset()
     found = Computing()
     found.begin()
     return found
@@ -68,7 +76,6 @@ def test_graphed_callables_are_refused(steps):
 
 def test_nothing_is_compiled_in_a_capture():
     """What is measured and compared then would be of a device that does nothing."""
-    torch._dynamo.reset()
     steps = Computing()
     x = rows_of(1).to(CUDA)
     with (
@@ -90,8 +97,6 @@ CHANCES = (None, 0.0, 0.5)
 @pytest.fixture
 def graphed():
     """Steps of which both halves are captured: the backward behind the forward's last capture."""
-    torch._dynamo.reset()
-    state.reset()
     made = Computing(**GRAPHS)
     begin(made)
     return made
@@ -136,7 +141,6 @@ def test_later_steps_launch_each_half_as_a_whole(graphed, chance):
 
 @pytest.mark.parametrize("debug", ["poison,copies-early", "copies-late"])
 def test_replays_poison_and_copy_as_they_are_told(debug):
-    torch._dynamo.reset()
     steps = Computing(debug=debug, **GRAPHS)
     begin(steps)
     with ordered(0.5), counting(graphs=4):
@@ -200,8 +204,6 @@ def test_a_host_that_waits_is_not_captured(monkeypatch):
             torch.cuda.current_stream().synchronize()
         return wait(engine, ticket)
 
-    torch._dynamo.reset()
-    state.reset()
     steps, wait = Computing(**GRAPHS), computing.CopyEngine.wait
     steps.begin()
     monkeypatch.setattr(computing.CopyEngine, "wait", waits_on_host)
@@ -221,8 +223,6 @@ def test_a_host_that_waits_is_not_captured(monkeypatch):
 
 
 def test_a_budget_without_room_for_graphs_is_kept():
-    torch._dynamo.reset()
-    state.reset()
     plain = Computing()
     plain.begin()
     peak_bytes = memo_compile.report().plans[-1].peak_bytes
@@ -256,8 +256,6 @@ class Counting(Stack):
 
 
 def test_a_buffer_is_written_by_each_replay_and_may_not_move(monkeypatch):
-    torch._dynamo.reset()
-    state.reset()
     monkeypatch.setattr(computing, "Stack", Counting)
     steps = Computing(**GRAPHS)
     steps.begin()
@@ -282,8 +280,6 @@ class Drawing(Stack):
 
 def test_what_the_host_draws_is_drawn_in_each_step(monkeypatch):
     """A replay would repeat the number of the capture."""
-    torch._dynamo.reset()
-    state.reset()
     monkeypatch.setattr(computing, "Stack", Drawing)
     steps = Computing(**GRAPHS)
     batch, losses = rows_of(0).to(CUDA), []
@@ -297,8 +293,6 @@ def test_what_the_host_draws_is_drawn_in_each_step(monkeypatch):
 
 def test_a_random_state_that_the_host_reads_is_not_captured():
     """A backward that runs call by call would read memory of the device there, and crash."""
-    torch._dynamo.reset()
-    state.reset()
     model, x = attention_model(torch.float32, 0.1)
     options = {"strict": True, "lowering": "aten", "costs": "roofline", **GRAPHS}
     planned = torch.compile(model, backend="memo", options=options)
@@ -317,8 +311,6 @@ def test_a_capture_that_python_ends_says_why(monkeypatch):
             raise ValueError("not now")
         execute(call, running)
 
-    torch._dynamo.reset()
-    state.reset()
     steps = Computing(**GRAPHS)
     monkeypatch.setattr(cuda_graphs.RunCall, "execute", raises)
     begin(steps)
@@ -354,8 +346,6 @@ def test_tensors_are_copied_whatever_their_type(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_members_of_a_group_run_call_by_call():
-    torch._dynamo.reset()
-    state.reset()
     steps = Computing(**GRAPHS)
     for layer in steps.ours.layers:
         layer.compile(backend="memo", options={**computing.MIX, **ATEN, **GRAPHS, "debug": ""})
@@ -368,9 +358,28 @@ def test_members_of_a_group_run_call_by_call():
     assert all(note.endswith("several graphs run as one step") for note in notes())
 
 
+def test_threads_capture_and_launch_one_after_another():
+    """Of two captures at once the second would find Python's collector off, and leave it so."""
+    shared, busy = cuda_graphs._graphs_of(CUDA), []
+    use = captured_scenarios.graphed().graphs
+
+    def alone():
+        assert not busy
+        busy.append(1)
+        time.sleep(0.02)
+        busy.clear()
+
+    def work(number: int) -> None:
+        for _ in range(3):
+            with shared.capturing(use, torch.cuda.CUDAGraph(), None):
+                alone()
+            shared.launch(SimpleNamespace(replay=alone))
+
+    run_threads(work)
+    assert gc.isenabled()
+
+
 def test_the_setting_of_inductor_is_taken():
-    torch._dynamo.reset()
-    state.reset()
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
         steps = Computing(lowering="inductor", policy="save")
         for seed in range(WARM_UP):
