@@ -1,9 +1,10 @@
 """Begins to pin host memory while a step is lowered, which takes longer, and before it is planned.
 
-What a plan will copy is not known then. What surely leaves the device, copied or recomputed, is:
-what is saved and does not fit the budget beside parameters, gradients and optimizer state. So much
-is pinned in the background, or all that is saved where the policy copies all. The plan's store is
-made of it (``HostPool.acquire``): what is too much is given back, what is missing is added.
+What a plan will copy is not known then, but how much cannot stay on the device is: what is saved
+and does not fit beside parameters, gradients and optimizer state, within the budget or else within
+the device's memory. So many bytes are pinned in the background; all that is saved where the policy
+is ``full-offload``. ``HostPool.acquire`` gives that memory to the plan: it returns what is too much
+and pins what is missing.
 """
 
 import contextlib

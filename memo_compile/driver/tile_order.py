@@ -1,4 +1,4 @@
-"""Chooses the tiles of tokens in which a step is planned: tries them in turn until a plan is taken.
+"""Chooses the tiles in which a step is planned: tries them in turn until a plan is taken.
 
 The first try mostly suffices. No graph is read here: a step that was lowered in an earlier process
 is tried in the same way (``offline.step_record``).
@@ -70,7 +70,7 @@ COMPILING = 1.03
 
 
 class Tiles(NamedTuple):
-    """One try of a graph: which regions run in how many tiles of tokens."""
+    """One try of a graph: which regions run in how many tiles of tokens, or of heads."""
 
     number: int
     above_bytes: int = 0

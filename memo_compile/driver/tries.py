@@ -1,4 +1,4 @@
-"""A graph is tried whole and in tiles of tokens, until it fits.
+"""A graph is tried whole and in tiles, until it fits.
 
 Tracing and planning a large model takes most of a minute, and every further try as much again. So
 the try that will fit comes first, where that can be told before (``tile_order``).

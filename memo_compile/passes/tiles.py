@@ -80,8 +80,8 @@ class TiledRegion:
 def tilings(region: RegionGraph, tiles: int, *, by_heads: bool = False) -> list[TiledRegion]:
     """Returns ``region`` with one of its wide chains in tiles, fewest transient bytes first.
 
-    With ``by_heads`` its attention in tiles of heads comes before them, if that saves bytes of the
-    chain: an attention's kernels take memory beside their results, which no graph shows.
+    With ``by_heads`` its attention runs in tiles of heads instead, if that saves bytes of the
+    chain. Those of the region do not count: kernels of attention take memory that no graph shows.
 
     Tilings that save too little are left out. There are none for a region with an effect (it
     prints, or writes into its inputs), or with an output that is an input or comes twice. Checks

@@ -201,7 +201,7 @@ class Plan:
     compute_s: float | None = None
     """Seconds of computation alone: of the same step, in the same tiles, with everything kept."""
     tiles: Mapping[str, int] = field(default_factory=dict)
-    """Region (a layer's half, the loss head's) -> number of its tiles of tokens; 1: whole."""
+    """Region (a layer's half, the loss head's) -> number of its tiles; 1: whole."""
     frontier: tuple[FrontierPoint, ...] = ()
     """Plans that were considered and not beaten, fastest first; empty where everything fits."""
     num_collectives: int = field(default=0, metadata=LEFT_OUT)
