@@ -82,9 +82,9 @@ def _caches_and_gpus() -> tuple[dict[str, Path], str]:
     return caches, ", ".join(sorted(gpus)) or "none"
 
 
-def _said(manifest: Manifest, done: str) -> str:
+def _said(manifest: Manifest, action: str) -> str:
     num_memo = sum(name.startswith("memo/") for name in manifest.files)
-    return f"{num_memo} files of memo and {len(manifest.files) - num_memo} of torch {done}"
+    return f"{num_memo} files of memo and {len(manifest.files) - num_memo} of torch {action}"
 
 
 def _store() -> FileStore:

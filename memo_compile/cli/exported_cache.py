@@ -152,8 +152,8 @@ def _require_same_machine(folder: Path, manifest: Manifest, gpus: str) -> None:
     """Raises InputError that names the first difference between the folder and this machine."""
     for name, value in _made_with(gpus).items():
         if manifest.made_with.get(name) != value:
-            other = manifest.made_with.get(name)
-            raise InputError(f"{folder}: was made with {name} {other}, and here it is {value}")
+            exported = manifest.made_with.get(name)
+            raise InputError(f"{folder}: was made with {name} {exported}, and here it is {value}")
     missing = sorted(set(manifest.instructions) - set(processor_instructions()))
     if missing:
         raise InputError(

@@ -238,8 +238,8 @@ def _of_heads(units: JointUnits, saved: Iterable[fx.Node]) -> set[fx.Node]:
         if is_repeatable(node):
             operands = (argument(node, name) for name in ("query", "key", "value"))
             makers = set().union(*map(projections, operands))
-            made = {each for each in makers if each.meta.get(UNIT) == node.meta.get(UNIT)}
-            of_heads |= made | set(node.users)
+            own_makers = {each for each in makers if each.meta.get(UNIT) == node.meta.get(UNIT)}
+            of_heads |= own_makers | set(node.users)
     return {node for node in saved if node in of_heads and not must_be_saved(node)}
 
 

@@ -222,8 +222,8 @@ class _Splitter:
         if row is None or row.dim == 0 or not self._is_turned(node):
             return copy
         dense = _moved(chain.graph, copy, row.dim, 0)
-        for made in (dense, *dense.all_input_nodes):
-            self.turned_dims[made] = RowDim(dim=0, factor=row.factor)
+        for new_node in (dense, *dense.all_input_nodes):
+            self.turned_dims[new_node] = RowDim(dim=0, factor=row.factor)
         return dense
 
     def _is_aligned(self, node: fx.Node, chain: Extract) -> bool:
@@ -461,23 +461,23 @@ class _Splitter:
         """Gives ``after`` its outputs; first come those values that tiles fill in another form."""
         first = next((node for node in after.graph.nodes if node.op != "placeholder"), None)
         for node in filter(self._is_finished, after.inputs):
-            made = after.copies[node]
-            readers = list(made.users)
+            filled = after.copies[node]
+            readers = list(filled.users)
             with after.graph.inserting_before(first) if first else contextlib.nullcontext():
-                after.copies[node] = self._finished(after.graph, node, made)
+                after.copies[node] = self._finished(after.graph, node, filled)
             for reader in readers:
-                reader.replace_input_with(made, after.copies[node])
+                reader.replace_input_with(filled, after.copies[node])
         after.finish(late)
 
-    def _finished(self, graph: fx.Graph, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Adds what makes ``node`` of ``made``, which the tiles have filled."""
+    def _finished(self, graph: fx.Graph, node: fx.Node, filled: fx.Node) -> fx.Node:
+        """Adds what makes ``node`` of ``filled``, its value as the tiles have left it."""
         if node in self.first_sum:
-            made.meta["val"] = self.totals.like(self.first_sum[node])
-            return self.totals.rounded(graph, node, made)
-        made.meta["val"], _ = self._filled(node)
+            filled.meta["val"] = self.totals.like(self.first_sum[node])
+            return self.totals.rounded(graph, node, filled)
+        filled.meta["val"], _ = self._filled(node)
         row = self.dims[node]
         assert row is not None, f"{node.name} is made in tiles"
-        return _moved(graph, made, 0, row.dim)
+        return _moved(graph, filled, 0, row.dim)
 
     def _tile_graph(
         self,

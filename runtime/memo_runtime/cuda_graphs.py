@@ -131,13 +131,13 @@ class HalfGraph:
     shared: _DeviceGraphs
     copies: Mapping[int, torch.Tensor]
     """Register of an input that moves -> the memory that a replay copies it into."""
-    made: Mapping[int, Any]
+    left_values: Mapping[int, Any]
     """Register -> what the half leaves there, in memory of the graph or in the frame."""
     views: Mapping[int, InputView]
     """Register -> the view that the half leaves there of an argument, whose register comes first in
     it: the graph keeps no memory of arguments."""
     results: tuple[int, ...]
-    """The registers of ``made`` whose values go to the user."""
+    """The registers of ``left_values`` whose values go to the user."""
     tickets: frozenset[int]
     """The numbers of the copies that the half begins."""
     shown: Mapping[int, tuple[torch.Tensor, int]]
@@ -159,7 +159,7 @@ class HalfGraph:
         _wait_for_copies(lease)
         _copy_all(self.copies.values(), [env[register] for register in self.copies])
         self.shared.launch(self.graph)
-        for register, value in self.made.items():
+        for register, value in self.left_values.items():
             env[register] = value
         for register, view in self.views.items():
             env[register] = viewed(env[view[0]], view)
@@ -176,7 +176,7 @@ class HalfInSlab:
     """One half of one plan in one slab: where its inputs lay, and its graph, if it has one now."""
 
     graph: HalfGraph | None = None
-    seen: dict[int, Any] | None = None
+    last_inputs: dict[int, Any] | None = None
     """Register -> the address of the input, or what is no tensor, in the last step."""
     moving: set[int] = field(default_factory=set)
     """Registers of the tensors that have lain at several addresses."""
@@ -200,9 +200,12 @@ class HalfInSlab:
         values = {register: running.env[register] for register in registers}
         host = running.lease.host
         values[_HOST_FRAME] = None if host is None else host.bytes(1).data_ptr()
-        seen = {at: v.data_ptr() if isinstance(v, torch.Tensor) else v for at, v in values.items()}
-        before, self.seen = self.seen or seen, seen
-        moved = {at for at, value in seen.items() if value != before[at]} - self.moving
+        inputs = {
+            at: value.data_ptr() if isinstance(value, torch.Tensor) else value
+            for at, value in values.items()
+        }
+        last_inputs, self.last_inputs = self.last_inputs or inputs, inputs
+        moved = {at for at, value in inputs.items() if value != last_inputs[at]} - self.moving
         self.moving.update(at for at in moved if isinstance(values[at], torch.Tensor))
         self.num_moves += bool(moved)
         return not moved
@@ -221,7 +224,7 @@ def graph_of(plan: Any, half: Any, running: Running, *, is_member: bool) -> Half
     state = graphs.setdefault((plan.key, is_backward), HalfInSlab())
     registers = [each for each in half.arguments if each != half.handle]
     registers += half.leased if is_backward else ()
-    is_first = state.seen is None
+    is_first = state.last_inputs is None
     if state.is_refused:
         return None
     if state.fits(registers, running) and state.graph is not None and state.graph.is_alive:
@@ -241,7 +244,7 @@ def graph_of(plan: Any, half: Any, running: Running, *, is_member: bool) -> Half
         graph = _capture(plan, half, running, state.moving)
         # Results that leave one by one are planned as they leave: now they are there at once.
         held_bytes = graph.shared.held_bytes()
-        held_bytes += sum(graph.made[register].nbytes for register in graph.results)
+        held_bytes += sum(graph.left_values[register].nbytes for register in graph.results)
         if held_bytes > use.most_bytes:
             raise RuntimeError(f"graphs take {held_bytes} B, more than memory_budget leaves")
         state.graph = graph
@@ -296,19 +299,19 @@ def _capture(plan: Any, half: Any, running: Running, moving: set[int]) -> HalfGr
     kept -= {half.handle, *half.arguments}  # these are in the environment already
     stay = set(half.arguments) - copies.keys() - {half.handle}
     argument_at = {_memory(given[each]): each for each in stay if _memory(given[each])}
-    made, views = {register: env[register] for register in kept}, {}
+    left_values, views = {register: env[register] for register in kept}, {}
     for register in [each for each in kept if _memory(env[each]) in argument_at]:
-        value, argument = made.pop(register), argument_at[_memory(env[register])]
+        value, argument = left_values.pop(register), argument_at[_memory(env[register])]
         if value.dtype != given[argument].dtype:
             raise RuntimeError("an input is read as another type")
         offset = value.storage_offset() - given[argument].storage_offset()
         views[register] = (argument, tuple(value.size()), value.stride(), int(offset))
-    tensors = (register for register, value in made.items() if isinstance(value, torch.Tensor))
+    tensors = (at for at, value in left_values.items() if isinstance(value, torch.Tensor))
     return HalfGraph(
         graph=graph,
         shared=shared,
         copies=copies,
-        made=made,
+        left_values=left_values,
         views=views,
         results=tuple(each for each in tensors if each in half.results),
         tickets=frozenset(inside.tickets.keys() - lease.tickets.keys()),

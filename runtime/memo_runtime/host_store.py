@@ -211,30 +211,30 @@ class HostPool:
             if fitting:
                 store = min(fitting, key=lambda store: store.size_bytes)
             else:
-                store = self._made(free, kind, size_bytes)
+                store = self._replaced(free, kind, size_bytes)
             store.order.begin()
             store.leased = True
             store.plans.add(plan_key)
             return store
 
-    def _made(self, free: list[HostStore], kind: str, size_bytes: int) -> HostStore:
+    def _replaced(self, free: list[HostStore], kind: str, size_bytes: int) -> HostStore:
         """Returns the prepared store in this size; else a new one, for which a ``free`` one goes.
 
         One that a plan has used is not resized: CUDA graphs may hold its addresses.
         """
-        plans: set[int] = set()
+        plan_keys: set[int] = set()
         if free:
-            other = max(free, key=lambda store: (PREPARED in store.plans, store.size_bytes))
-            plans = other.plans - {PREPARED}
-            self.stores.remove(other)
-            if other.pinned is not None and size_bytes <= other.pinned.room_bytes and not plans:
-                other.pinned.resize(size_bytes)
-                other.plans = plans
-                self.stores.append(other)
-                return other
-            other.close()
+            old_store = max(free, key=lambda store: (PREPARED in store.plans, store.size_bytes))
+            plan_keys, pinned = old_store.plans - {PREPARED}, old_store.pinned
+            self.stores.remove(old_store)
+            if pinned is not None and size_bytes <= pinned.room_bytes and not plan_keys:
+                pinned.resize(size_bytes)
+                old_store.plans = plan_keys
+                self.stores.append(old_store)
+                return old_store
+            old_store.close()
         store = HostStore(kind, size_bytes, self.device)
-        store.plans |= plans
+        store.plans |= plan_keys
         self.stores.append(store)
         return store
 
