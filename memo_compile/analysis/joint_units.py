@@ -121,7 +121,7 @@ def backward_positions(graph: fx.Graph, num_units: int) -> dict[fx.Node, int]:
 
     Nodes that depend on no incoming gradient (mostly recomputed forward nodes) run where they are
     first read: no layer needs another layer's recomputation (see ``passes.equal_cut``). So does a
-    collective that depends on none, or where the next collective does.
+    collective that depends on none, but never behind the one that follows it in the graph.
     """
     in_backward = tangent_dependents(graph)
     wanted: dict[fx.Node, int | None] = {}

@@ -442,11 +442,12 @@ def _repeat(node: fx.Node, rows: Rows) -> Carried | None:
 
 
 def _getitem(node: fx.Node, rows: Rows) -> Carried | None:
-    """An element of a tuple has its rows where the rule of the tuple's node says of the first one.
+    """An element of a tuple has its rows at the dimension that the operator's rule names.
 
-    All results of an operator with a rule have the rows at one dimension, except for the gradient
-    of an attention's mask, which is a sum over what the mask is broadcast along. Gradients of
-    keys have fewer heads than that of the queries in each row.
+    The rule names it for the first element. All others have theirs there too, except for the
+    gradient of an attention's mask, which is a sum over what the mask is broadcast along. They may
+    have another number of entries in each row: of 8 heads of queries that share 2 of keys, a row is
+    4 in the gradient of queries and 1 in that of keys.
     """
     maker, position = _node(node.args[0]), node.args[1]
     of_mask = op_name(maker).endswith("attention_backward") and position == 3

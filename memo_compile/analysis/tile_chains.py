@@ -90,7 +90,10 @@ def chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
 
 
 def head_chains(region: RegionGraph, tiles: int) -> Iterable[Chain]:
-    """Yields candidates around the first attention, of as many equal tiles of heads as may be."""
+    """Yields candidates around the first attention, in equal tiles of heads, up to ``tiles``.
+
+    With 8 heads of keys and 6 as ``tiles`` there are 4 tiles of 2 heads.
+    """
     attention = next(filter(is_attention, region.gm.graph.nodes), None)
     if attention is None:
         return
@@ -216,9 +219,10 @@ def _stages(
 
 
 def _added_up(sums: frozenset[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Returns the total of each of ``sums``: of those that are only added to each other, one.
+    """Returns the total of each of ``sums``: itself, or the addition of it and others.
 
-    The input of three projections has a gradient of three products; each would take a total.
+    The gradient of the input of three projections is the addition of three products. All three add
+    to one total in memory, instead of one each.
     """
     parts_of = {node: [node] for node in sums}
     for node in next(iter(sums)).graph.nodes if sums else ():

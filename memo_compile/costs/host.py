@@ -132,7 +132,7 @@ def processor_name(root: Path = _ROOT) -> str:
 
 
 def processor_instructions(root: Path = _ROOT) -> tuple[str, ...]:
-    """Returns the names of the instruction sets, and what else the system says of the processor."""
+    """Returns the processor's flags as the system names them, such as ``avx2``; empty: unknown."""
     for line in _lines(root / "proc/cpuinfo"):
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):  # of x86, of ARM

@@ -154,9 +154,10 @@ def _written_values(problem: Problem, regions: Mapping[str, RegionGraph]) -> Set
 
 
 def _why_not_captured(graph: fx.Graph) -> str:
-    """Returns what of a region a CUDA graph would leave out, or could not hold; empty: nothing.
+    """Returns why a CUDA graph cannot hold a region of this ``graph``; empty: it can.
 
-    A number that the host draws would be the same one in each replay.
+    A replay repeats only what the device does. So a number that the host draws would be the same
+    one in each replay.
     """
     for node in graph.nodes:
         if any(value.device.type == "cpu" for value in tensors_of(node)):

@@ -320,14 +320,14 @@ class _Splitter:
         return part is not None and (self.totals.is_wide(part) or shape_of(part) != shape_of(node))
 
     def _is_finished(self, node: fx.Node) -> bool:
-        """True for a value that tiles fill in another form than its readers expect."""
+        """True for a value that ``after`` converts: its type, its shape, or where its heads are."""
         return self._is_rounded(node) or (node in self.chain.nodes and self._is_turned(node))
 
     def _is_turned(self, node: fx.Node) -> bool:
-        """True for a value of heads that tiles fill with the heads outermost, and ``after`` copies.
+        """True for a value that tiles fill with its heads first; ``after`` moves them back.
 
-        The gradient of an output projection has them in dimension 1. The user's memory is not
-        filled in parts.
+        A tile fills one range of bytes, and the gradient of an output projection has its heads in
+        dimension 1. What goes into the user's memory is always copied: tiles do not fill that.
         """
         row, value = self.dims.get(node), node.meta["val"]
         if not self.chain.by_heads or row is None or not value.is_contiguous():
@@ -446,8 +446,7 @@ class _Splitter:
         for node in early:
             out = before.copies[node]
             if is_view(node) and node not in self.results:
-                dense, like = {"memory_format": torch.contiguous_format}, _dense(out.meta["val"])
-                out = call_like(graph, torch.ops.aten.clone.default, (out,), dense, like=like)
+                out = _dense_copy(graph, out)
             outputs.append(out)
         likes = [self.totals.like(self.first_sum[node]) for node in totals]
         likes += [_dense(self._filled(node)[0]) for node in rows]
@@ -566,8 +565,13 @@ def _moved(graph: fx.Graph, node: fx.Node, source: int, target: int) -> fx.Node:
     moved = call_like(
         graph, torch.ops.aten.permute.default, (node, order), like=value.permute(order)
     )
-    dense, like = {"memory_format": torch.contiguous_format}, _dense(moved.meta["val"])
-    return call_like(graph, torch.ops.aten.clone.default, (moved,), dense, like=like)
+    return _dense_copy(graph, moved)
+
+
+def _dense_copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Adds a contiguous copy of ``node``."""
+    options, like = {"memory_format": torch.contiguous_format}, _dense(node.meta["val"])
+    return call_like(graph, torch.ops.aten.clone.default, (node,), options, like=like)
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:

@@ -13,15 +13,15 @@ from memo_compile.analysis.views import storage_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedCollectives:
-    """Lets a collective of the program's own backward run in the backward alone.
+    """Marks each collective that only the backward begins, so that no partitioner takes it forward.
 
     Ring attention sends keys and values around in both halves. The second time needs no incoming
     gradient, so a partitioner may run it in the forward. Whether it does depends on what a rank
     computes: under a causal mask the first rank reads nothing of what comes. Ranks would then begin
     their collectives in different orders, and get each other's tensors.
 
-    Rewrite: a wait whose input has arrived falls away. Traced functional collectives are waited for
-    at once, and an autograd.Function that waits where it reads waits again:
+    Rewrite: the second wait for a collective falls away. Tracing adds a wait behind each functional
+    collective, and an ``autograd.Function`` that waits itself, where it reads, has another one:
         w = wait_tensor(all_to_all(x))         w = wait_tensor(all_to_all(x))
         v = view(w, [4, 8])             ->     v = view(w, [4, 8])
         y = mul(wait_tensor(v), 2)             y = mul(v, 2)

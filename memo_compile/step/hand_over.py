@@ -13,7 +13,8 @@ from memo_compile.step.problem import Phase, Problem, Storage
 def last_uses(problem: Problem, roots: Mapping[str, str] | None = None) -> dict[str, int]:
     """Returns the last call that makes, reads or writes in a storage, by its ``storage_roots``.
 
-    A copy reads its input until the step has waited for it. ``roots``: if the caller has them.
+    A copy reads its input until the step has waited for it. ``roots``: the problem's
+    ``storage_roots``, if the caller has them already.
     """
     roots = storage_roots(problem) if roots is None else roots
     last_use: dict[str, int] = {}
@@ -46,7 +47,8 @@ def ready_after(problem: Problem, roots: Mapping[str, str] | None = None) -> tup
     """Returns for each result of the backward the index of the call after which it may leave.
 
     -1: before all calls. None where the backward's results are not one for each argument of the
-    forward, and in a group, whose gradients leave at the end of each half. ``roots`` as above.
+    forward, and in a group, whose gradients leave at the end of each half. ``roots`` as of
+    ``last_uses``.
     """
     if len(problem.halves) != 2:
         return None

@@ -97,8 +97,9 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 def distributed_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """``part``, wherever it lies, as this rank's part of a DTensor like ``tensor``.
 
-    ``DTensor.from_local`` would move it to the mesh's devices. Through DLPack it begins a storage:
-    ``copy.deepcopy`` fails of a DTensor that does not. ``part`` itself where ``tensor`` is none.
+    Returns ``part`` itself where ``tensor`` is no DTensor. ``DTensor.from_local`` is not used: it
+    would move ``part`` to the mesh's devices. DLPack gives it a storage that begins where it does,
+    since ``copy.deepcopy`` fails for a DTensor that lies elsewhere.
     """
     if not is_distributed(tensor):
         return part

@@ -20,7 +20,8 @@ from torch._logging._internal import trace_structured as trace_structured
 from torch.utils._python_dispatch import _disable_current_modes
 
 for package in ("memo_runtime", "memo_compile.driver"):
-    # Dynamo traces what a finalizer calls, where it runs within code that Dynamo runs eagerly.
+    # A finalizer of memo's may run within a function that Dynamo runs eagerly. Unless the packages
+    # are named here Dynamo compiles what it calls.
     trace_rules.add(package)
 
 

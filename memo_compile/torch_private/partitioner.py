@@ -30,7 +30,7 @@ class Partitioner(CustomPartitionerFn):
         return self._run(gm, joint_inputs, **kwargs)
 
     def close(self) -> None:
-        """Lets ``run`` go: torch keeps copies of its configuration, and never copies this."""
+        """Drops ``run``: torch's copies of its configuration keep this object for good."""
         self._run = None
 
     def uuid(self) -> str | None:

@@ -45,11 +45,11 @@ class GraphUse:
     """How the steps of a plan use CUDA graphs."""
 
     most_bytes: float
-    """What all graphs of the device may hold beside what is planned."""
+    """All graphs of the device may hold so much memory, beside what is planned."""
     say: Callable[[str], object]
-    """Is told what became of each half."""
+    """Called with a sentence for each half: it is a graph, or why it runs call by call."""
     clean_up: Callable[[torch.device, Any], None]
-    """Ends what torch leaves open of a capture into this pool that has failed."""
+    """Called with device and pool after a capture failed: torch leaves the pool open."""
 
 
 class _DeviceGraphs:
@@ -141,7 +141,7 @@ class HalfGraph:
     tickets: frozenset[int]
     """The numbers of the copies that the half begins."""
     shown: Mapping[int, tuple[torch.Tensor, int]]
-    """As of the lease, when the half has run."""
+    """What ``Lease.shown`` holds when the half has run."""
     counted: StepCounters
 
     @property
@@ -256,9 +256,10 @@ def graph_of(plan: Any, half: Any, running: Running, *, is_member: bool) -> Half
 
 
 def _require_capturable(value: Any) -> None:
-    """Raises RuntimeError for a tensor that the host makes, which no replay would make.
+    """Raises RuntimeError for a tensor that a replay cannot make, or cannot copy.
 
-    And for one whose bytes are not its numbers: it is copied, and viewed, as bytes.
+    A replay makes nothing on the host. It copies bytes, which are not the numbers of a tensor that
+    is conjugated or negated where it is read.
     """
     if not isinstance(value, torch.Tensor):
         return

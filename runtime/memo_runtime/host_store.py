@@ -27,7 +27,7 @@ ALIGNMENT = 512
 """Tensors that share a store begin at multiples of so many bytes, as those of an arena do."""
 
 PREPARED = -1
-"""The key of the plan that is being made, in place of its own: what it needs is not known yet."""
+"""In ``HostStore.plans``: pinned for a plan that is being made and has no key yet."""
 
 FILE_PREFIX = "file:"
 """A kind ``file:DIR`` is a memory-mapped temporary file in DIR."""
@@ -198,9 +198,10 @@ class HostPool:
                     store.pinned.wait()
 
     def acquire(self, kind: str, size_bytes: int, plan_key: int) -> HostStore:
-        """The smallest free store that fits; else the prepared one, or a new one that replaces one.
+        """Leases the smallest free store that fits.
 
-        Raises HostStoreError: new memory was refused.
+        Where none fits, it leases the prepared one, resized, or else a new one, for which the
+        largest free one is closed. Raises HostStoreError: new memory was refused.
         """
         with self.lock:
             # What a parent process made is shared with it: a forked child starts afresh.

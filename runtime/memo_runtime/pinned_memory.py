@@ -49,10 +49,11 @@ def borders(start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 class PinnedMemory:
-    """Addresses for all memory that the host has, of which the first bytes are pinned.
+    """A range of addresses, of which the first bytes are pinned, and only those take memory.
 
-    Addresses alone take no memory; with a ``size_bytes`` they are for no more. One thread at a
-    time calls it. Raises OSError: the system grants no such addresses (``ulimit -v``).
+    The range has ``size_bytes``, or with 0 as many as the host has, so that the pinned part can
+    grow where it lies. One thread at a time calls it. Raises OSError: the system does not grant
+    the range (``ulimit -v``).
     """
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
