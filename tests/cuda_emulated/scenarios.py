@@ -334,11 +334,12 @@ STEPS: tuple[Scenario, ...] = (
 def failure(scenario: Scenario, *, chance: float | None, seed: int = 0) -> str:
     """What goes wrong: a race, a wrong number, an exception; "" if nothing does.
 
-    Work runs at once where ``chance`` is None, else late, see ``device_calls.run_late``.
+    Work runs at once where ``chance`` is None, else late, see ``device_calls.run_late``. Memory
+    that earlier scenarios left free goes first: a scenario then gets again what it has freed.
     """
-    if chance is None:
-        run_at_once()
-    else:
+    run_at_once()
+    torch.cuda.empty_cache()
+    if chance is not None:
         run_late(chance, seed)
     start_log()
     try:
