@@ -19,7 +19,7 @@ from tests.works_with.row import ROWS, Row
 from tests.works_with.tried import Tried, tried, versions
 
 COMMAND = (sys.executable, "-m", "tests.works_with", "--child")
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 ROWS_PER_PROCESS = 40
 """Then a fresh one, so that what torch caches does not add up."""
 
