@@ -117,8 +117,8 @@ class Training:
         if options.child != "plain":
             torch._dynamo.reset()
             settings = {"lowering": "aten", "costs": "roofline", "memory_budget": budget}
-            more = {"options": settings} if options.child == "memo" else {}
-            self.run = torch.compile(self.model, backend=options.child, **more)
+            given = {"options": settings} if options.child == "memo" else {}
+            self.run = torch.compile(self.model, backend=options.child, **given)
 
     def step(self, ids: Any) -> float:
         """Trains on ``ids``; returns the loss."""

@@ -49,8 +49,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def run_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
     harness.register_memo()
     with harness.joined_ranks(rank, folder, backend=throttled_gloo()):
-        found = steps_in_turns(options, rank)
-        (Path(folder) / f"found{rank}.json").write_text(json.dumps(found))
+        measured = steps_in_turns(options, rank)
+        (Path(folder) / f"found{rank}.json").write_text(json.dumps(measured))
 
 
 class Link:
@@ -179,18 +179,18 @@ def ulysses_llama(options: argparse.Namespace) -> Any:
     return model
 
 
-def judge(found: dict[str, Any]) -> list[str]:
-    """Prints what was found; returns the promises that do not hold, as sentences."""
-    for arm, steps in found["steps_s"].items():
+def judge(measured: dict[str, Any]) -> list[str]:
+    """Prints what was measured; returns the promises that do not hold, as sentences."""
+    for arm, steps in measured["steps_s"].items():
         medians = (format_seconds(statistics.median(each)) for each in zip(*steps, strict=True))
         print("{:9} step {}, of which {} exposed".format(arm, *medians))
-    busy, ratio = format_seconds(found["comm_s"]), found["exposed_ratio"]
-    peak, whole = (format_bytes(found[key]) for key in ("peak_bytes", "whole_bytes"))
+    busy, ratio = format_seconds(measured["comm_s"]), measured["exposed_ratio"]
+    peak, whole = (format_bytes(measured[key]) for key in ("peak_bytes", "whole_bytes"))
     print(f"exposed: {ratio:.2f} of Inductor's; link busy {busy} a step; peak {peak} of {whole}")
     checks = {
         f"memo exposes more than {MAX_EXPOSED} of Inductor": ratio > MAX_EXPOSED,
-        "nothing is recomputed": not found["recomputed_bytes"],
-        "gradients differ": found["gradient_error"] > 1e-4,
+        "nothing is recomputed": not measured["recomputed_bytes"],
+        "gradients differ": measured["gradient_error"] > 1e-4,
     }
     return [failure for failure, fails in checks.items() if fails]
 

@@ -94,14 +94,14 @@ def test_blocks_whose_attention_swaps_tokens_for_heads(num_ranks, num_sequences,
     options = {"lowering": "aten", "costs": "roofline", "policy": "full-offload", "debug": debug}
     arguments = {"settings": [{"num_sequences": num_sequences, "num_layers": 3, **options}]}
     for rank in run_ranks("tests.distributed.sharded_sequence", tmp_path, arguments, num_ranks):
-        (found,) = rank.found
-        assert found["active"]
-        assert found["unplanned_steps"] == 2, "of the first step, before the blocks are a group"
-        assert found["num_unwaited"] == 0
-        assert found["num_instances"] == 3
-        assert found["num_collectives"] == 3 * 8, "q, k, v and the result, each way"
-        assert found["offloaded_bytes"] > 0
-        for errors in found["errors"]:
+        (outcome,) = rank.found
+        assert outcome["active"]
+        assert outcome["unplanned_steps"] == 2, "of the first step, before the blocks are a group"
+        assert outcome["num_unwaited"] == 0
+        assert outcome["num_instances"] == 3
+        assert outcome["num_collectives"] == 3 * 8, "q, k, v and the result, each way"
+        assert outcome["offloaded_bytes"] > 0
+        for errors in outcome["errors"]:
             assert not {n: e for n, e in errors.items() if math.isnan(e) or e > 1e-6}
 
 
